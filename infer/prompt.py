@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.heads.target import Target
-
 EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 """What the expressions of a chat template may raise, besides jinja's own errors."""
 
@@ -29,6 +27,11 @@ class TextSource(Protocol):
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
+        ...
+
+    @property
+    def template_args(self) -> Mapping[str, Any]:
+        """Variables of the chat template for prompts that have none."""
         ...
 
 
@@ -87,7 +90,7 @@ class PromptRenderer:
 
 
 def encode_prompt(
-    target: Target,
+    target: TextSource,
     prompt: str | Sequence[Mapping[str, Any]],
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:

@@ -58,6 +58,20 @@ class BenchPrompt:
     category: str | None = None
 
 
+class WithContext(Protocol):
+    """What has so many tokens of context."""
+
+    @property
+    def name(self) -> str:
+        """For error messages."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer, at most."""
+        ...
+
+
 class Engine(Protocol):
     """What decodes a batch of prompts: a `Speculator`, or transformers' own `generate`."""
 
@@ -119,7 +133,7 @@ def own_randomness(target: Target) -> AbstractContextManager[None]:
 
 
 def fitting_prompts(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: WithContext, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
     """The prompts that leave room in the context. Raises ValueError if there are none."""
     rooms = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
@@ -139,11 +153,12 @@ def race(
     options: RaceOptions,
     console: Console | None = None,
     clock: Callable[[], float] = perf_counter,
+    begin: Callable[[], object] = lambda: None,
 ) -> Runs:
     """Warm up, then time every candidate on every batch; the order rotates by one each time.
 
     Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
-    `Run.seconds`.
+    `Run.seconds`. begin: called once between the two.
     """
     console = console or SafeConsole(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
@@ -151,6 +166,7 @@ def race(
     batches = [[prompts[place] for place in unit] for unit in units]
     for each, batch in product(candidates, _extremes(batches)):
         timed(each, batch)
+    begin()
     for turn in track(
         range(options.repetitions * len(units)),
         "decoding",

@@ -23,21 +23,23 @@ from draftheads.scripts.models import (
     load_engine,
     load_fast_target,
     load_target,
+    prepared,
     say_beside,
 )
 from draftheads.scripts.options import (
     BATCH_TOKENS,
+    BENCH_SERVER,
     FILE_CHECK,
     HEAD_CHECK,
     NEW_CHECK,
     OUT_CHECK,
     PROMPT_CHECK,
     AnswerTokens,
+    BenchTarget,
     Bits,
     Compile,
     Device,
     Dtype,
-    Heads,
     IsAdaptive,
     IsTypical,
     Json,
@@ -45,6 +47,7 @@ from draftheads.scripts.options import (
     Lenience,
     Limit,
     MaybeHead,
+    MaybeHeads,
     MaybeNodes,
     MaybeTarget,
     MaybeTemplateArgs,
@@ -72,6 +75,7 @@ from draftheads.scripts.options import (
     check_either,
     check_writable_head,
     chosen_tree,
+    is_served,
     parsed_template_args,
     rule,
     write_figures,
@@ -251,9 +255,15 @@ def demo(
 
 
 def bench(
-    target: TargetName,
-    head: Heads,
+    context: typer.Context,
     prompts: Prompts,
+    target: BenchTarget = None,
+    head: MaybeHeads = None,
+    server: Annotated[str | None, Option(help=BENCH_SERVER)] = None,
+    server_plain: Annotated[str | None, Option(help="the same model there without drafts")] = None,
+    server_model: ServerModel = None,
+    api_key_env: KeyVariable = None,
+    concurrency: Annotated[int, Option(min=1, help="requests at a time, to --server")] = 1,
     max_new_tokens: Annotated[int, Option(min=1)] = 128,
     nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try: 4,8,16")] = None,
     tree: Trees = None,
@@ -283,19 +293,19 @@ def bench(
     threads: Threads = None,
     seed: Seed = 0,
 ) -> None:
-    """Measure heads and other drafters against `generate` and this engine without drafts."""
+    """Measure heads and other drafters against `generate` and this engine without drafts. With
+    --server: a server with drafts against one without.
+    """
     from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.report import best, print_report
-    from draftheads.scripts.contest import Outputs, contestants
+    from draftheads.infer.measure.served import print_served
+    from draftheads.scripts.contest import Outputs, bench_served, contestants
     from draftheads.scripts.openings import openings
+    from draftheads.train.data.distill import Sampling
+    from draftheads.train.data.server import ServedTarget, ServerOptions
 
-    outputs = Outputs(json_out, markdown, plot, head if card else [])
-    outputs.check()
-    drafts = open_drafts(head)
-    folders = [folder for each in drafts.values() for folder in each.folders]
-    place = Place(dtype, device, threads, bits)
-    model = load_fast_target(target, place, revision, folders, template_args)
+    is_remote = is_served(context)
     options = benches.BenchOptions(
         max_new_tokens=max_new_tokens,
         sampling=rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience),
@@ -303,8 +313,37 @@ def bench(
         nodes=nodes or (),
         seed=seed,
         compile=compile,
-        batch=batch,
+        batch=concurrency if is_remote else batch,
     )
+    if server and is_remote:
+        urls = [server, server_plain] if server_plain else [server]
+        servers = ServerOptions(
+            urls=urls,
+            model=server_model,
+            api_key_env=api_key_env,
+            concurrency=concurrency,
+            tries=1,
+        )
+        sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+        answering = ServedTarget(target, servers, revision)
+        if len(answering.servers) < len(urls):
+            raise ValueError(
+                "--server-plain: expected another server than --server, got the same address; "
+                "start one without drafts"
+            )
+        side = replace(answering.text_side, template_args=prepared(template_args) or {})
+        ids, _ = openings(side, prompts, prompt_words, limit)
+        served = bench_served(answering, ids, sampling, options)
+        print_served(served)
+        write_figures(json_out, asdict(served))
+        return
+    assert target and head  # checked by is_served
+    outputs = Outputs(json_out, markdown, plot, head if card else [])
+    outputs.check()
+    drafts = open_drafts(head)
+    folders = [folder for each in drafts.values() for folder in each.folders]
+    place = Place(dtype, device, threads, bits)
+    model = load_fast_target(target, place, revision, folders, template_args)
     loaded = load_drafts(drafts, model, options.sampling, adaptive)
     ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)

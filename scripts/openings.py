@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import chain, islice, zip_longest
 
-from draftheads.heads.target import Target
-from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.prompt import TextSource, encode_prompt
 from draftheads.train.data.conversation import turns_of
 from draftheads.train.data.prompts import Prompt, read_prompts
 
@@ -15,14 +14,14 @@ CATEGORISED = 10_000
 
 
 def opening_ids(
-    target: Target, source: str, prompt_words: int | None, limit: int | None
+    target: TextSource, source: str, prompt_words: int | None, limit: int | None
 ) -> list[list[int]]:
     """Token ids of the prompts in `source`; conversations end with their first user turn."""
     return openings(target, source, prompt_words, limit)[0]
 
 
 def openings(
-    target: Target, source: str, prompt_words: int | None, limit: int | None
+    target: TextSource, source: str, prompt_words: int | None, limit: int | None
 ) -> tuple[list[list[int]], list[str | None]]:
     """Token ids as of `opening_ids`, and categories. If the prompts have categories, the first
     CATEGORISED are read, and `limit` are taken in turns from each.

@@ -78,6 +78,40 @@ def check_either(head: str | None, target: str | None) -> None:
         raise ValueError("expected --head or --target, got neither; pass one")
 
 
+SERVED = {"server_plain", "server_model", "api_key_env", "concurrency"}
+"""Parameters of `bench --server` alone."""
+COMMON = {"server", "target", "prompts", "max_new_tokens", "limit", "repetitions", "prompt_words"}
+COMMON |= {"temperature", "top_p", "top_k", "json_out", "template_args", "revision", "seed"}
+"""Parameters of every `bench`; the rest is for heads in this process."""
+
+
+def is_served(context: Context) -> bool:
+    """Whether `bench` measures servers. Raises ValueError for options that are not for what it
+    measures, and for those that it lacks.
+    """
+    words = {parameter.name: parameter.opts[0] for parameter in context.command.params}
+    typed = [name for name in words if is_typed(context, name)]
+    served = "server" in typed
+    others = [words[name] for name in typed if (name in SERVED) != served and name not in COMMON]
+    if others and served:
+        raise ValueError(f"{', '.join(others)}: omit these with --server, the server decodes")
+    if others:
+        raise ValueError(f"{', '.join(others)}: expected --server, too, got none; pass it")
+    missing = [words[name] for name in ("target", "head") if name not in typed]
+    if missing and not served:
+        raise ValueError(
+            f"bench: expected --target and --head, or --server, got no {' and no '.join(missing)}; "
+            "pass them"
+        )
+    return served
+
+
+def is_typed(context: Context, name: str | None) -> bool:
+    """Whether a parameter stands on the command line."""
+    source = context.get_parameter_source(name or "")
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def check_file(file: Path) -> None:
     """Raise ValueError for a file that cannot be written: before anything is measured."""
     folder = nearest(file.absolute().parent)
@@ -106,7 +140,15 @@ Head = Annotated[str, Option(callback=HEAD_CHECK, help=HEAD)]
 MaybeHead = Annotated[
     str | None, Option(callback=HEAD_CHECK, help=f"{HEAD}; default: the plain model")
 ]
-Heads = Annotated[list[str], Option(callback=HEAD_CHECK, help="as for chat; repeatable")]
+MaybeHeads = Annotated[
+    list[str] | None, Option(callback=HEAD_CHECK, help="as for chat; repeatable")
+]
+BenchTarget = Annotated[
+    str | None,
+    Option("--target", callback=early(check_path), help="model; default: the one --server serves"),
+]
+BENCH_SERVER = """measure a head where it is served: http://HOST:PORT of a server with drafts, such
+as vLLM's with --speculative-config"""
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""

@@ -155,7 +155,7 @@ def bench(
     """
     options = options or BenchOptions()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    fitting = _arranged(fitting, categories, options.batch)
+    fitting = arranged(fitting, categories, options.batch)
     candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
     sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
     with without_defaults(target), own_randomness(target):
@@ -179,19 +179,19 @@ def bench(
     return BenchReport(describe_machine(target), settings, plain, others)
 
 
-def _arranged(
+def arranged(
     prompts: Sequence[BenchPrompt], categories: Sequence[str | None], batch: int
 ) -> list[BenchPrompt]:
     """The prompts by category; those of a batch have the same limit."""
-    arranged = list(prompts)
+    ordered = list(prompts)
     if categories:
         named = [replace(each, category=categories[each.number] or "other") for each in prompts]
-        arranged = sorted(named, key=lambda each: each.category or "")
-    for unit in batched(arranged, batch):
-        limit = min(arranged[place].limit for place in unit)
+        ordered = sorted(named, key=lambda each: each.category or "")
+    for unit in batched(ordered, batch):
+        limit = min(ordered[place].limit for place in unit)
         for place in unit:
-            arranged[place] = replace(arranged[place], limit=limit)
-    return arranged
+            ordered[place] = replace(ordered[place], limit=limit)
+    return ordered
 
 
 def _compilations(options: BenchOptions) -> dict[str, bool]:
@@ -263,15 +263,15 @@ def summarize(
     name = candidate.name
     units = batched(prompts, options.batch)
     baselines = [each for each in BASELINES if each in runs]
-    sums_P3 = {each: _sums(runs[each], units) for each in (*baselines, name)}
+    sums_P3 = {each: sums_of(runs[each], units) for each in (*baselines, name)}
     speeds = {each: speed(sums) for each, sums in sums_P3.items()}
     ours_P3 = sums_P3[name]
     generate_P3 = sums_P3[GENERATE]
     best = max(baselines, key=lambda each: speeds[each])
-    speedup, speedup_ci95 = _compared(ours_P3, generate_P3, options)
+    speedup, speedup_ci95 = compared(ours_P3, generate_P3, options)
     # tokens and CPU seconds
-    cpu_speedup, cpu_speedup_ci95 = _compared(ours_P3[:, ::2], generate_P3[:, ::2], options)
-    over_best, over_best_ci95 = _compared(ours_P3, sums_P3[best], options)
+    cpu_speedup, cpu_speedup_ci95 = compared(ours_P3[:, ::2], generate_P3[:, ::2], options)
+    over_best, over_best_ci95 = compared(ours_P3, sums_P3[best], options)
     statistics = Statistics.of(steps_of(runs[name]))
     profile = profile or statistics
     reason = _why_not_comparable(target, options.sampling)
@@ -316,13 +316,13 @@ def _by_category(
         units = batched([prompts[place] for place in members], options.batch)
         ours = [runs[name][place] for place in members]
         generate = [runs[GENERATE][place] for place in members]
-        speedup, interval = _compared(_sums(ours, units), _sums(generate, units), options)
+        speedup, interval = compared(sums_of(ours, units), sums_of(generate, units), options)
         tau = Statistics.of(steps_of(ours)).tokens_per_step
         results[category] = CategoryResult(len(members), tau, speedup, interval)
     return results
 
 
-def _sums(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tensor:
+def sums_of(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tensor:
     """float64 (P, 3): tokens, seconds and CPU seconds of each batch, summed over repetitions."""
     sums = []
     for unit in units:
@@ -333,7 +333,7 @@ def _sums(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tens
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def _compared(
+def compared(
     ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
 ) -> tuple[float, list[float]]:
     """The ratio of tokens per second, and its interval."""
@@ -347,18 +347,11 @@ def _divergence(
     target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
     """Compare every repetition with generate's first run of the prompt, alone."""
-    differing = []
-    expected_P = runs.get(ALONE, runs[GENERATE])
-    for prompt, references, repeated in zip(prompts, expected_P, runs[name], strict=True):
-        expected = references[0].tokens
-        outputs = [run.tokens for run in repeated if run.tokens != expected]
-        if outputs:
-            differing.append((prompt, expected, outputs[0]))
+    differing = differing_outputs(prompts, runs.get(ALONE, runs[GENERATE]), runs[name])
     if not differing:
         return None
     prompt, expected, got = differing[0]
-    pairs = enumerate(zip(expected, got, strict=False))
-    token = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
+    token = parting(expected, got)
     return Divergence(
         prompts=len(differing),
         prompt=prompt.number,
@@ -367,6 +360,27 @@ def _divergence(
         got=got[token] if token < len(got) else None,
         top2_margin=top2_margin(target, [*prompt.prompt, *expected[:token]]),
     )
+
+
+def differing_outputs(
+    prompts: Sequence[BenchPrompt],
+    references: Sequence[Sequence[Run]],
+    runs: Sequence[Sequence[Run]],
+) -> list[tuple[BenchPrompt, list[int], list[int]]]:
+    """Prompts with an output other than the first reference: the reference, and the output."""
+    differing = []
+    for prompt, expected_runs, repeated in zip(prompts, references, runs, strict=True):
+        expected = expected_runs[0].tokens
+        outputs = [run.tokens for run in repeated if run.tokens != expected]
+        if outputs:
+            differing.append((prompt, expected, outputs[0]))
+    return differing
+
+
+def parting(expected: Sequence[int], got: Sequence[int]) -> int:
+    """Index of the first token that differs."""
+    pairs = enumerate(zip(expected, got, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
 
 
 def top2_margin(target: Target, tokens: Sequence[int]) -> float:

@@ -152,17 +152,24 @@ def print_report(
     report: BenchReport, console: Console | None = None, *, explain: bool = False
 ) -> None:
     """Print the tables, and what was found. explain: all notes, not only a legend."""
-    console = console or SafeConsole()
-    console.print(title(report), style="italic", justify="center", markup=False, highlight=False)
-    for grid in grids(report):
-        grid.print(console, _style)
     said = notes(report)
+    rest = "\n".join(["", *said.details]) if explain else f" {MORE}"
+    last = "\n".join(said.legend) + rest
+    print_findings(title(report), grids(report), said, last, console)
+
+
+def print_findings(
+    heading: str, tables: Sequence[Grid], said: Notes, last: str, console: Console | None = None
+) -> None:
+    """Print tables under a heading, then what was found, what to know about it, and a last text."""
+    console = console or SafeConsole()
+    console.print(heading, style="italic", justify="center", markup=False, highlight=False)
+    for grid in tables:
+        grid.print(console, _style)
     console.print(said.verdict, style="bold", markup=False, highlight=False)
     for caution in said.cautions:
         console.print(caution, style="yellow", markup=False, highlight=False)
-    rest = "\n".join(["", *said.details]) if explain else f" {MORE}"
-    legend = "\n".join(said.legend)
-    console.print(legend + rest, style="dim", markup=False, highlight=False)
+    console.print(last, style="dim", markup=False, highlight=False)
 
 
 def _style(row: Sequence[str]) -> str | None:
@@ -226,8 +233,8 @@ def verdict(report: BenchReport) -> str:
     if not results:
         return "Nothing with drafts was measured."
     result = best(report) or max(results, key=_merit)
-    over_generate = _times(result.speedup, result.speedup_ci95)
-    over_best = _times(result.speedup_over_best, result.speedup_over_best_ci95)
+    over_generate = times(result.speedup, result.speedup_ci95)
+    over_best = times(result.speedup_over_best, result.speedup_over_best_ci95)
     text = {
         True: "its text is the same, token for token",
         False: "ITS TEXT DIFFERS (--explain says where)",
@@ -249,7 +256,7 @@ def verdict(report: BenchReport) -> str:
     )
 
 
-def _times(ratio: float, interval: list[float]) -> str:
+def times(ratio: float, interval: list[float]) -> str:
     """With two decimals where one would hide on which side of 1 it is."""
     places = 2 if any(round(each, 1) == 1 for each in (ratio, *interval)) else 1
     return "{:.{places}f} times ({:.{places}f} to {:.{places}f})".format(

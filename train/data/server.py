@@ -18,7 +18,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
@@ -30,6 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftheads.arguments import secret
 from draftheads.heads.placement import read_config
 from draftheads.heads.terminal import printable
+from draftheads.infer.accept import Acceptance
+from draftheads.infer.engine import Step
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.conversation import LOSSY, Conversation
 from draftheads.train.data.distill import (
     Answered,
@@ -127,28 +130,32 @@ Body = TypeVar("Body", _Completions, _Models)
 
 class ServedTarget(Answerer):
     """A target at one or several servers. name: folder or Hub id of the same model, for its
-    tokenizer.
+    tokenizer; None: what the server says that it serves.
 
     Raises ValueError for an invalid address, key or model name, and for servers of several models;
     ServerError if one of them does not answer. The key appears in no message: *** replaces it in
     what a server returns.
     """
 
-    def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
-        self._servers = connect(options)  # before any download
+    def __init__(
+        self, name: str | None, options: ServerOptions, revision: str | None = None
+    ) -> None:
+        self.servers = connect(options)  # before any download
         self._concurrency = options.concurrency
-        self.model = self._servers[0].model
+        self.model = self.servers[0].model
+        self.name = name = name or self.servers[0].source
         config = read_config(name, revision)
         text = config.get_text_config(decoder=True)
         lengths = [getattr(text, "max_position_embeddings", None) or 1 << 30]
-        lengths += [server.context for server in self._servers if server.context]
-        super().__init__(TextSide.load(name, revision), min(lengths))
+        lengths += [server.context for server in self.servers if server.context]
+        self.text_side = TextSide.load(name, revision)
+        super().__init__(self.text_side, min(lengths))
         self._revision = revision or getattr(config, "_commit_hash", None)
         self._vocabulary: int = text.vocab_size
 
     def origin(self) -> dict[str, Any]:
         """The manifest's entry for the target; the servers' weights have no fingerprint."""
-        urls = [server.url for server in self._servers]
+        urls = [server.url for server in self.servers]
         return {
             "name": self.side.name,
             "revision": self._revision,
@@ -167,11 +174,11 @@ class ServedTarget(Answerer):
         when none is left. All pending requests are cancelled when this ends early.
         """
         if sampling.temperature > 0:
-            for server in self._servers:
+            for server in self.servers:
                 server.warn_of_speculation()
-        work = _Work(self._servers, self._concurrency, chain.from_iterable(batches))
+        work = _Work(self.servers, self._concurrency, chain.from_iterable(batches))
         with asyncio.Runner() as runner:
-            clients = {server: server.client() for server in self._servers}
+            clients = {server: server.client() for server in self.servers}
 
             def converse(asked: _Asked) -> Coroutine[Any, Any, None]:
                 return self._converse(asked, clients[asked.server], sampling)
@@ -212,15 +219,19 @@ class ServedTarget(Answerer):
         )
 
     def _request(self, row: Conversation, sampling: Sampling) -> dict[str, Any]:
-        seed = hashlib.sha256(sampling.seed_of(row).encode()).digest()
+        return self.request(row.tokens, sampling, sampling.seed_of(row))
+
+    def request(self, prompt: Sequence[int], sampling: Sampling, seed: str) -> dict[str, Any]:
+        """The body that asks for one completion of token ids, with this seed."""
+        digest = hashlib.sha256(seed.encode()).digest()
         return {
             "model": self.model,
-            "prompt": row.tokens,
-            "max_tokens": min(sampling.max_new_tokens, self.context - len(row.tokens)),
+            "prompt": prompt,
+            "max_tokens": min(sampling.max_new_tokens, self.context - len(prompt)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "seed": int.from_bytes(seed[:4]) >> 1,  # 31 bits
+            "seed": int.from_bytes(digest[:4]) >> 1,  # 31 bits
             "stop_token_ids": list(self.side.eos_ids),
             "skip_special_tokens": False,
             "return_token_ids": True,
@@ -232,7 +243,6 @@ class ServedTarget(Answerer):
 
     def _take(self, row: Conversation, completion: Completion, sampling: Sampling) -> None:
         """Append an answer, its end token included, to its conversation."""
-        eos_ids = self.side.eos_ids
         ids = completion.token_ids
         if ids is None:
             ids = row.retokenize(completion.text or "")
@@ -240,6 +250,19 @@ class ServedTarget(Answerer):
                 row.end("skipped", LOSSY)
                 return
             row.retokenized += 1
+        ids = self.ended(ids, completion)
+        if max(ids) >= self._vocabulary:
+            raise ServerError(
+                f"expected token ids below {self._vocabulary}, the vocabulary of {self.side.name}, "
+                f"got larger ones from {self.servers[0].shown}: is it the same model"
+            )
+        row.answer(ids)
+
+    def ended(self, ids: list[int], completion: Completion) -> list[int]:
+        """The token ids of a completion up to its end token, also where the server left that out.
+        Raises ServerFault if there are none.
+        """
+        eos_ids = self.side.eos_ids
         end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
         ids = ids[: end + 1]  # the rest is padding
         ended = completion.finish_reason == "stop" and eos_ids
@@ -249,12 +272,56 @@ class ServedTarget(Answerer):
             ids = [*ids, next(token for token in candidates if token in eos_ids)]
         if not ids:
             raise ServerFault("answer without tokens")
-        if max(ids) >= self._vocabulary:
-            raise ServerError(
-                f"expected token ids below {self._vocabulary}, the vocabulary of {self.side.name}, "
-                f"got larger ones from {self._servers[0].shown}: is it the same model"
-            )
-        row.answer(ids)
+        return ids
+
+
+class ServedEngine:
+    """One server of a target as `race` times it: it is asked for all prompts of a batch at once.
+    With options of one try, as another one would be timed, too. Raises ServerError. Close it.
+    """
+
+    def __init__(self, target: ServedTarget, server: Server, sampling: Sampling) -> None:
+        self.url = server.url
+        self._server = server
+        self.retokenized = 0  # answers that came as text alone
+        self._target = target
+        self._sampling = sampling
+        self._runner = asyncio.Runner()
+        self._client = server.client()
+        self._renderer = PromptRenderer(target.side, {})
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[list[Step | None]]:
+        """Each answer as one step. sampling: of the race; the server's own is set at the start."""
+        rule = self._sampling.model_copy(update={"max_new_tokens": max_new_tokens})
+        requests = [self._target.request(prompt, rule, str(rule.seed)) for prompt in prompts]
+        answers = self._runner.run(self._answers(requests))
+        yield [Step(ids, -1, None, 0.0, 0.0) for ids in answers]
+
+    def metrics(self) -> str | None:
+        """The page of the engine's counters; None if it has none."""
+        return self._server.metrics()
+
+    def close(self) -> None:
+        """End all requests and connections."""
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+
+    async def _answers(self, requests: Sequence[dict[str, Any]]) -> list[list[int]]:
+        return await asyncio.gather(*map(self._answer, requests))
+
+    async def _answer(self, request: dict[str, Any]) -> list[int]:
+        try:
+            completion = await self._server.complete(self._client, request)
+            ids = completion.token_ids
+            if ids is None:
+                self.retokenized += 1
+                ids = self._renderer.encode(completion.text or "")
+            return self._target.ended(ids, completion)
+        except ServerError as error:
+            advice = "check the server, then run the same command again"
+            raise type(error)(f"{self.url}: {error}; {advice}") from None
 
 
 @dataclass(eq=False)
@@ -377,6 +444,7 @@ class Server:
         served = self._choose()
         self.shown = self._hide(served.id)  # in messages
         self.model = served.id
+        self.source = served.root if isinstance(served.root, str) else served.id
         length = served.max_model_len
         self.context = length if isinstance(length, int) and length > 1 else None
 
@@ -395,7 +463,9 @@ class Server:
             if number + 1 < tries:
                 pause = min(LONGEST_PAUSE, self._options.pause * 2**number)
                 await asyncio.sleep(failure.wait + pause * self._random.uniform(0.5, 1.0))
-        raise failure.kind(f"{failure.reason}, tried {tries} times")
+        raise failure.kind(
+            f"{failure.reason}, tried {tries} times" if tries > 1 else failure.reason
+        )
 
     async def _attempt(self, client: Any, request: dict[str, Any]) -> Completion | _Failure:
         """One try. Raises the ServerError of a response that no retry makes better."""
@@ -441,15 +511,19 @@ class Server:
                 "serve it under the name that is asked for, or set --server-model"
             )
 
-    def warn_of_speculation(self) -> None:
-        """Name a vLLM that verifies drafts, as far as its metrics tell."""
+    def metrics(self) -> str | None:
+        """The page of its counters; None if it has none, as other servers need not."""
+        page = f"{self.url.removesuffix('/v1')}/metrics"
         try:
             with httpx.Client(**self._client) as client:
-                page = f"{self.url.removesuffix('/v1')}/metrics"
-                metrics = client.get(page, timeout=CONNECT_SECONDS).text
-        except httpx.HTTPError:  # other servers need not have them
-            return
-        if "vllm:spec_decode_num_drafts" in metrics:
+                response = client.get(page, timeout=CONNECT_SECONDS)
+        except httpx.HTTPError:
+            return None
+        return str(response.text) if response.status_code == 200 else None
+
+    def warn_of_speculation(self) -> None:
+        """Name a vLLM that verifies drafts, as far as its metrics tell."""
+        if "vllm:spec_decode_num_drafts" in (self.metrics() or ""):
             logger.warning(
                 "%s speculates: where vLLM 0.32 runs on a CPU, its answers are then garbage "
                 "above temperature 0; start it there without --speculative-config",

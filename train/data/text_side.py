@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class TextSide:
     tokenizer: Any
     eos_ids: tuple[int, ...]
     revision: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def load(cls, name: str, revision: str | None = None) -> TextSide:

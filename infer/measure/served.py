@@ -1,0 +1,287 @@
+"""Benchmark of a head where it is served: an engine with drafts beside the same one without, both
+behind HTTP, decode the same prompts in turns. Acceptance is what the engine itself counted.
+
+Sources: v1/spec_decode/metrics.py of vLLM 0.32; SGLang's scheduler metrics.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from draftheads.infer.accept import Greedy
+from draftheads.infer.measure.bench import (
+    BenchOptions,
+    arranged,
+    compared,
+    differing_outputs,
+    parting,
+    sums_of,
+)
+from draftheads.infer.measure.grid import Grid
+from draftheads.infer.measure.report import Notes, print_findings, times
+from draftheads.infer.race import (
+    BenchPrompt,
+    Candidate,
+    Engine,
+    Runs,
+    batched,
+    race,
+    rule_name,
+    speed,
+)
+
+HEAD, PLAIN = "with drafts", "without"
+SAMPLE = re.compile(r"(?m)^([\w:]+)(?:\{(.*)\})?[ \t]+(\S+)")
+"""A line of Prometheus' text: name, labels, value."""
+POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+COUNT = r"\d+(\.\d+)?(e\+?\d+)?"
+GAUGE = "sglang:spec_accept_length"
+"""SGLang's tokens per step, of its last steps."""
+NAMES = {
+    "vllm:spec_decode_num_drafts_total": "drafts",
+    "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "position ",
+    "vllm:generation_tokens_total": "tokens",
+    "draftheads_steps_total": "steps",  # one of each answer verifies no draft
+    "draftheads_accepted_prediction_tokens_total": "accepted",
+    "draftheads_completion_tokens_total": "tokens",
+    GAUGE: "tau",
+}
+"""What engines call what they count."""
+LEGEND = "τ: tokens per step. Speeds count the prompt, which a server may have cached."
+
+
+class Served(Engine, Protocol):
+    """An engine behind a server. retokenized: answers whose token ids it did not tell."""
+
+    url: str
+    retokenized: int
+
+    def metrics(self) -> str | None:
+        """The page of its counters; None if it has none."""
+        ...
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first answer that is not the plain server's."""
+
+    prompts: int  # number of prompts that differ
+    prompt: int  # number of the first
+    token: int  # index in its answer
+
+
+@dataclass(frozen=True)
+class ServedReport:
+    """What was measured; what could not be is None or empty."""
+
+    settings: dict[str, Any]
+    tokens_per_step: float | None
+    acceptance_by_depth: list[float]  # as of `bench.Result`, of the engine's own drafts
+    drafts: int  # verified, by the engine's counters
+    tokens: int  # received with drafts
+    foreign_tokens: int  # counted by the engine, not received: negative if it missed some
+    tokens_per_second: float
+    plain_tokens_per_second: float | None
+    speedup: float | None
+    speedup_ci95: list[float]
+    same_text: bool | None
+    first_difference: Difference | None
+    retokenized: int  # answers of which the server told the text alone
+
+
+def measure(
+    head: Served,
+    plain: Served | None,
+    prompts: Sequence[BenchPrompt],
+    options: BenchOptions,
+    settings: dict[str, Any],
+) -> ServedReport:
+    """Race a server with drafts against one without, `options.batch` requests at a time.
+
+    settings: more entries for those of the report. Raises ValueError for servers that are not what
+    they should be, and for counters that cannot be right; OSError for one that does not answer.
+    """
+    prompts = arranged(prompts, (), options.batch)
+    engines = {HEAD: head, PLAIN: plain} if plain else {HEAD: head}
+    candidates = [Candidate(name, None, each, options.sampling) for name, each in engines.items()]
+    before: dict[str, float] = {}
+
+    def begin() -> None:
+        before.update(counts_of(head))
+        check_roles(before, head, plain)
+
+    runs = race(candidates, prompts, options, begin=begin)
+    answers = [run for repeated in runs[HEAD] for run in repeated]
+    tokens = sum(len(run.tokens) for run in answers)
+    after = counts_of(head)
+    growth = growth_of(before, after, len(answers), head.url)
+    drafts = growth.get("drafts")
+    units = batched(prompts, options.batch)
+    sums = {name: sums_of(repeated, units) for name, repeated in runs.items()}
+    speedup, interval = compared(sums[HEAD], sums[PLAIN], options) if plain else (None, [])
+    is_comparable = plain is not None and isinstance(options.sampling, Greedy)
+    difference = first_difference(runs, prompts) if is_comparable else None
+    rule = {"sampling": rule_name(options.sampling), "prompts": len(prompts)}
+    return ServedReport(
+        settings={**vars(options), **settings, **rule},
+        tokens_per_step=1 + growth["accepted"] / drafts if drafts else after.get("tau"),
+        acceptance_by_depth=[count / (drafts or 1) for count in by_position(growth)],
+        drafts=int(drafts or 0),
+        tokens=tokens,
+        foreign_tokens=foreign_tokens(growth, tokens, len(answers)),
+        tokens_per_second=speed(sums[HEAD]),
+        plain_tokens_per_second=speed(sums[PLAIN]) if plain else None,
+        speedup=speedup,
+        speedup_ci95=interval,
+        same_text=difference is None if is_comparable else None,
+        first_difference=difference,
+        retokenized=head.retokenized,
+    )
+
+
+def counts_of(engine: Served) -> dict[str, float]:
+    """What an engine has counted, by the values of `NAMES`, over all of its processes. Raises
+    ValueError for values that are no counts.
+    """
+    counts: dict[str, float] = {}
+    for name, labels, text in SAMPLE.findall(engine.metrics() or ""):
+        if name not in NAMES:
+            continue
+        if not re.fullmatch(COUNT, text):
+            raise ValueError(
+                f"{engine.url}: expected a number for {name} in its /metrics, got {text!r:.40}; "
+                "start the server again"
+            )
+        place = POSITION.search(labels)
+        key = NAMES[name] + (place[1] if place else "")
+        before = 0.0 if name == GAUGE else counts.get(key, 0.0)
+        counts[key] = before + float(text)
+    return counts
+
+
+def check_roles(counts: Mapping[str, float], head: Served, plain: Served | None) -> None:
+    """Raise ValueError for a vLLM without drafts, and for a plain server with some."""
+    if "tokens" in counts and not {"drafts", "steps"} & counts.keys():
+        raise ValueError(
+            f"{head.url}: expected a vLLM that verifies drafts, got one without; start it with "
+            "--speculative-config, or swap --server and --server-plain"
+        )
+    if plain and counts_of(plain).get("accepted"):
+        raise ValueError(
+            f"{plain.url}: expected a server without drafts, got one that accepted some; start it "
+            "without, or swap --server and --server-plain"
+        )
+
+
+def growth_of(
+    before: Mapping[str, float], after: Mapping[str, float], answers: int, url: str
+) -> dict[str, float]:
+    """What was counted between two looks. Raises ValueError for counters that cannot be right."""
+    growth = {key: after[key] - before.get(key, 0.0) for key in after}
+    if "steps" in growth:
+        growth["drafts"] = growth["steps"] - answers
+    needed = {"drafts", "accepted", "tokens"} if "drafts" in growth else set()
+    is_whole = before.keys() | needed <= growth.keys()
+    counts = [count for key, count in growth.items() if key != "tau"]
+    most = max(by_position(growth), default=0.0)
+    if not is_whole or min(counts, default=0.0) < 0 or most > growth.get("drafts", 0.0):
+        raise ValueError(
+            f"{url}: expected counters in its /metrics that grow and agree, got others; if it was "
+            "started again, run the same command again"
+        )
+    return growth
+
+
+def by_position(counts: Mapping[str, float]) -> list[float]:
+    """Drafts accepted at each position, the first one first."""
+    places = sum(key.startswith("position") for key in counts)
+    return [counts[f"position {place}"] for place in range(places)]
+
+
+def foreign_tokens(growth: Mapping[str, float], tokens: int, answers: int) -> int:
+    """Tokens that the engine counted beyond those of our answers, negative if it missed some.
+
+    First by its tokens, then by its drafts: an answer has its first token without one, and the last
+    draft may be accepted beyond the answer's end.
+    """
+    if "tokens" not in growth:
+        return 0
+    places = len(by_position(growth))
+    beyond = growth["drafts"] + growth["accepted"] - tokens - answers * (places - 2)
+    return int(growth["tokens"] - tokens or (max(beyond, 0) if places else 0))
+
+
+def first_difference(runs: Runs, prompts: Sequence[BenchPrompt]) -> Difference | None:
+    """Compare every answer with the plain server's first one to the same prompt."""
+    differing = differing_outputs(prompts, runs[PLAIN], runs[HEAD])
+    if not differing:
+        return None
+    prompt, expected, got = differing[0]
+    return Difference(len(differing), prompt.number, parting(expected, got))
+
+
+def grids(report: ServedReport) -> list[Grid]:
+    """The tables: both servers, and acceptance by position."""
+    tau = f"{report.tokens_per_step:.2f}" if report.tokens_per_step else ""
+    rows = [[HEAD, tau, f"{report.tokens_per_second:.0f}"]]
+    columns = ["server", "τ", "tok/s"]
+    if report.plain_tokens_per_second and report.speedup:
+        text = {True: "yes", False: "NO", None: "n/a"}[report.same_text]
+        interval = "{:.2f}-{:.2f}".format(*report.speedup_ci95)
+        rows[0] += [f"{report.speedup:.2f}", interval, text]
+        rows.append([PLAIN, "", f"{report.plain_tokens_per_second:.0f}", "1.00", "", ""])
+        columns += ["speedup", "95 %", "same text"]
+    shares = [f"{share:.2f}" for share in report.acceptance_by_depth]
+    places = [str(place + 1) for place in range(len(shares))]
+    tables = [Grid(columns, rows), Grid(["draft token", *places], [["accepted", *shares]])]
+    return tables if shares else tables[:1]
+
+
+def cautions(report: ServedReport) -> list[str]:
+    """What a reader must know before the figures are believed."""
+    lines = []
+    if report.tokens_per_step is None:
+        lines.append("This server counts no drafts in /metrics: speed and text alone are measured.")
+    elif not report.drafts:
+        lines.append("τ is SGLang's own mean of its last steps; it counts nothing by position.")
+    if report.foreign_tokens:
+        lines.append(
+            f"The engine counted {report.foreign_tokens:+,} tokens beside the {report.tokens:,} of "
+            "these answers: τ is also of other requests, or of one server of several."
+        )
+    if first := report.first_difference:
+        lines.append(
+            f"Texts differ in {first.prompts} prompts, first in prompt {first.prompt} at token "
+            f"{first.token}. In float32 that is an error; in half precision, or with several "
+            "requests at a time, near-ties may be rounded otherwise."
+        )
+    if report.retokenized:
+        lines.append("The server returns text alone: it was tokenized here to be counted.")
+    return lines
+
+
+def verdict(report: ServedReport) -> str:
+    """What was found, in a sentence."""
+    if report.speedup is None:
+        return "Without --server-plain there is no speedup and no text to compare with."
+    text = {
+        True: "the text is the same, token for token",
+        False: "THE TEXT DIFFERS",
+        None: "texts of sampling are not compared",
+    }[report.same_text]
+    ratio = times(report.speedup, report.speedup_ci95)
+    return f"With drafts, this server is {ratio} as fast as without; {text}."
+
+
+def print_served(report: ServedReport) -> None:
+    """Print the tables, what was found, and what to know about it."""
+    settings = report.settings
+    heading = (
+        f"{settings['model']}: {settings['sampling']}, {settings['prompts']} prompts, "
+        f"{settings['batch']} at a time, {settings['max_new_tokens']} new tokens"
+    )
+    print_findings(heading, grids(report), Notes(verdict(report), cautions(report), [], []), LEGEND)
