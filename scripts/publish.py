@@ -30,7 +30,7 @@ from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
 from draftheads.heads.kinds import HEADS
 from draftheads.recipes import packaged
-from draftheads.train.recipe import recipe_keys
+from draftheads.train.recipe import SERVER_KEYS, recipe_keys
 
 PLACES = re.compile(
     r"(?i)[a-z][\w+.-]*://[^\s\"'`,;|<>)]+|(?<![\w.])(?:~?/|\.\.?/|[A-Z]:\\)[^\s\"'`,;]+"
@@ -197,6 +197,7 @@ def is_local(name: str | None) -> bool:
 def published_keys() -> set[str]:
     """All keys of metadata that are published: those of facts, and those of all kinds' recipes."""
     recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
+    recipe -= SERVER_KEYS
     return {*FACTS.split(), *recipe}
 
 

@@ -33,6 +33,7 @@ from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.publish import prepare, public_facts, publish
 from draftheads.train.data.server import ServedTarget
+from draftheads.train.recipe import SERVER_KEYS, FeatureChoices
 
 FILES = {
     "config.json", "model.safetensors", "README.md",
@@ -251,7 +252,7 @@ def answers_of_servers() -> dict[str, Any]:
     served = object.__new__(ServedTarget)
     served.side, served.context = SimpleNamespace(name="us/llama"), 4096
     served.model, served._revision = SERVED_AS, None
-    served._servers = [SimpleNamespace(url=url, context=4096) for url in SERVERS]
+    served.servers = [SimpleNamespace(url=url, context=4096) for url in SERVERS]
     return served.origin()
 
 
@@ -295,6 +296,25 @@ def test_no_byte_that_is_published_names_a_server_or_what_it_calls_its_model(
     assert public["data"]["prompts"]["source"] == "us/prompts"
 
 
+def test_a_recipe_is_published_without_its_servers(hub, tmp_path):
+    """What a run with features.mode=served records of them, all keys of that section included."""
+    section = FeatureChoices(
+        mode="served",
+        server=SERVERS,
+        server_model=SERVED_AS,
+        api_key_env="ACME_LLM_INTERNAL_KEY",
+        exchange=f"/mnt/{SERVED_AS}/states",
+        path=f"/mnt/{SERVED_AS}/features",
+    ).model_dump(mode="json")
+    training = {"steps": 9, "recipe": {"features": section}}
+    folder = save_head(trained(), tmp_path / "head", target=tiny_target(), training=training)
+    publish(prepare(folder, "me/heads"))
+    hidden = [*NETWORK, section["api_key_env"], "/mnt"]
+    assert [word for word in hidden if word.encode() in sent(hub)] == []
+    public = json.loads(hub.repos["me/heads"]["files"]["config.json"])["draftheads"]["training"]
+    assert public["recipe"]["features"]["mode"] == "served"
+
+
 def test_facts_that_readers_need_are_published_as_they_are(hub, tmp_path, made):
     """Of what a training run writes, only server and places stay here."""
     run_tiny(made, tmp_path / "run", "run.save_every=5")
@@ -304,8 +324,9 @@ def test_facts_that_readers_need_are_published_as_they_are(hub, tmp_path, made):
     private |= {f"draftheads.training.recipe.{key}" for key in ("target", "data.path")}
     private |= {"draftheads.training.recipe.run.output"}
     before, after = flat({"draftheads": folder.facts.json}), flat({"draftheads": public})
-    assert {key for key in before if before[key] != after.get(key)} <= private
-    assert before.keys() == after.keys()
+    of_servers = {f"draftheads.training.recipe.features.{key}" for key in SERVER_KEYS}
+    assert before.keys() - after.keys() <= of_servers
+    assert {key for key in after if before[key] != after[key]} <= private
 
 
 def test_publish_follows_no_link_out_of_the_folder(hub, folder, run, tmp_path):
