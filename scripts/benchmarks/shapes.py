@@ -343,8 +343,9 @@ def page_table(reports: Sequence[dict[str, Any]]) -> str:
                 row = rows.get((name, 0))
                 cells.append(f"{row['seconds'] * 1e3:.0f} ms" if row else "")
             for kind in KINDS:
-                costs = [rows[kind, nodes]["c"] for nodes in SHOWN if (kind, nodes) in rows]
-                cells.append(" / ".join(f"{cost:.2f}" for cost in costs))
+                costs = [rows[kind, n]["c"] if (kind, n) in rows else None for n in SHOWN]
+                texts = [f"{cost:.2f}" if cost else "-" for cost in costs]
+                cells.append(" / ".join(texts) if any(costs) else "")
             lines.append("| " + " | ".join(cells) + " |")
     machine = reports[0]["machine"]
     lines += [

@@ -6,17 +6,10 @@ acceptance at each position, steps, and the same text as vLLM without drafts. Op
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from real_engines import place_of
+from vllm_server import serving
 
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.tree import parse_tree
@@ -27,47 +20,8 @@ from draftheads.scripts.openings import opening_ids
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
 PYTHON = place_of("vllm")
 PROMPTS, NEW = 6, 32
-SECONDS = 180.0  # until a server answers
+USUAL = ("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8")
 PAGE = RECIPES / "demo-heldout.jsonl"
-
-
-@contextmanager
-def vllm(target: str, log: Path, *words: str) -> Iterator[str]:
-    """A vLLM on a free port of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    variables = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    command = [Path(PYTHON).with_name("vllm"), "serve", target, "--port", port]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "8", *words]
-    environment = {key: each for key, each in os.environ.items() if key != "PYTHONPATH"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, env={**variables, **environment}, stdout=out, stderr=out
-        )
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(page: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-2000:]
-        try:
-            urllib.request.urlopen(page, timeout=5)
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise AssertionError(log.read_text()[-2000:])
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -77,9 +31,10 @@ def test_a_served_chain_is_measured_as_our_own(run, trained, demo_target, tmp_pa
     speculative = ("--speculative-config", json.dumps(drafting))
     out = tmp_path / "figures.json"
     with (
-        vllm(demo_target.name, tmp_path / "head.log", *speculative) as drafted,
-        vllm(demo_target.name, tmp_path / "plain.log") as plain,
+        serving(PYTHON, demo_target.name, tmp_path / "head.log", *USUAL, *speculative) as one,
+        serving(PYTHON, demo_target.name, tmp_path / "plain.log", *USUAL) as other,
     ):
+        drafted, plain = one.url, other.url
         code, table, errors = run(
             "bench", "--server", drafted, "--server-plain", plain, "--prompts", PAGE,
             "--limit", PROMPTS, "--max-new-tokens", NEW, "--repetitions", 1,

@@ -8,20 +8,15 @@ DRAFTHEADS_VLLM: as in test_vllm.py. Its CPU build writes states by our connecto
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from huggingface_hub.utils import httpx
 from real_engines import place_of
 from states_server import states_of
+from vllm_server import Serving, serving
 
 from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks import engines
@@ -35,92 +30,48 @@ from draftheads.train.served import Engines
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
 PLACE = place_of("vllm")
 CONNECTORS = Path(engines.__file__).parent / "engine_runs" / "connectors"
-STARTS = 180
-"""Seconds in which a server must start."""
 CAPTURED = [0, 1, 3, 5, 6]
-CONTEXT = 320
-
-
-@dataclass
-class Serving:
-    """A vLLM server. exchange: its folder for states."""
-
-    url: str
-    exchange: Path
-    process: subprocess.Popen
-
-    @property
-    def features(self) -> list[str]:
-        """Of a recipe."""
-        return [
-            "features.mode=served",
-            f"features.server=[{self.url}]",
-            f"features.exchange={self.exchange}",
-            f"features.layers={CAPTURED}",
-        ]
 
 
 @contextmanager
-def serving(
-    target: str, exchange: Path, dtype: str = "float32", port: int = 0
-) -> Iterator[Serving]:
+def capturing(target: str, exchange: Path, dtype: str = "float32") -> Iterator[Serving]:
     """vLLM with a target, and states in files of a folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", port))
-        port = free.getsockname()[1]
     exchange.mkdir(parents=True, exist_ok=True)
     capture = {"hf_config": {"eagle_aux_hidden_state_layer_ids": CAPTURED}}
     drafting = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    drafting["draft_model_config"] = capture
     transfer = {"kv_connector": "CpuStates", "kv_connector_module_path": "cpu_states"}
     transfer |= {"kv_role": "kv_producer"}
-    transfer["kv_connector_extra_config"] = {"shared_storage_path": str(exchange)}
-    command = [str(Path(PLACE).with_name("vllm")), "serve", target, "--dtype", dtype]
-    command += ["--enforce-eager", "--port", str(port), "--max-model-len", str(CONTEXT)]
-    command += ["--no-enable-prefix-caching", "--max-num-seqs", "16"]
-    command += ["--speculative-config", json.dumps(drafting)]
-    command += ["--kv-transfer-config", json.dumps(transfer)]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    settings |= {"OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(CONNECTORS)}
-    log = exchange.with_suffix(".log").open("w")
-    process = subprocess.Popen(
-        command, env=os.environ | settings, stdout=log, stderr=log, start_new_session=True
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_for(url, process)
-        yield Serving(url, exchange, process)
-    finally:
-        kill(process)
+    extra = {"shared_storage_path": str(exchange)}
+    words = ["--dtype", dtype, "--max-model-len", "320", "--max-num-seqs", "16"]
+    words += ["--no-enable-prefix-caching", "--speculative-config"]
+    words += [json.dumps({**drafting, "draft_model_config": capture}), "--kv-transfer-config"]
+    words += [json.dumps({**transfer, "kv_connector_extra_config": extra})]
+    log = exchange.with_suffix(".log")
+    with serving(PLACE, target, log, *words, PYTHONPATH=str(CONNECTORS)) as server:
+        yield server
 
 
-def wait_for(url: str, process: subprocess.Popen) -> None:
-    end = time.monotonic() + STARTS
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/v1/models").status_code == 200:
-                return
-        except httpx.HTTPError:
-            time.sleep(1)
-    raise AssertionError(f"vLLM did not start at {url}")
-
-
-def kill(process: subprocess.Popen) -> None:
-    """With all its processes, as kill -9 does."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def features(server: Serving, exchange: Path) -> list[str]:
+    """Of a recipe."""
+    return [
+        "features.mode=served",
+        f"features.server=[{server.url}]",
+        f"features.exchange={exchange}",
+        f"features.layers={CAPTURED}",
+    ]
 
 
 @pytest.fixture(scope="module")
-def served(demo_target, tmp_path_factory) -> Iterator[Serving]:
-    with serving(demo_target.name, tmp_path_factory.mktemp("served") / "exchange") as each:
-        yield each
+def served(demo_target, tmp_path_factory) -> Iterator[list[str]]:
+    """Keys of a recipe."""
+    exchange = tmp_path_factory.mktemp("served") / "exchange"
+    with capturing(demo_target.name, exchange) as server:
+        yield features(server, exchange)
 
 
-def differences(target: Target, server: Serving, texts: list[list[int]]) -> list[float]:
+def differences(target: Target, url: str, exchange: Path, texts: list[list[int]]) -> list[float]:
     """Of each state: the largest distance from the target's own, over the largest number."""
-    choices = FeatureChoices(mode="served", server=[server.url], exchange=server.exchange)
+    choices = FeatureChoices(mode="served", server=[url], exchange=exchange)
     asked = Engines(target, choices, CAPTURED, 256)
     found = [0.0] * len(CAPTURED)
     for text, future in [(text, asked.ask(text)) for text in texts]:
@@ -139,8 +90,9 @@ def test_all_states_are_those_of_transformers(demo_target, relative, tmp_path, n
     target = Target.load(folder, dtype=dtype)
     texts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
     texts.append([*range(5, 205)])
-    with serving(folder, tmp_path / "exchange", dtype) as server:
-        found = differences(target, server, texts)
+    exchange = tmp_path / "exchange"
+    with capturing(folder, exchange, dtype) as server:
+        found = differences(target, server.url, exchange, texts)
     print(f"\n{name}, {dtype}: {found}")
     assert max(found) < most
 
@@ -173,7 +125,7 @@ def train(kind: str, data: Path, output: Path, *overrides: str) -> Path:
 def test_twenty_steps_are_those_of_online_training(kind, data, served, tmp_path):
     name, *more = KINDS[kind]
     online = losses(train(name, data, tmp_path / "online", *more, "run.steps=20"))
-    chosen = [*more, "run.steps=20", *served.features]
+    chosen = [*more, "run.steps=20", *served]
     got = losses(train(name, data, tmp_path / "served", *chosen))
     print(f"\n{kind}: {online[-1]} and {got[-1]}")
     assert len(online) == 20 and got == pytest.approx(online, rel=1e-4)
@@ -185,7 +137,7 @@ def losses(output: Path) -> list[float]:
 
 
 def test_vllm_drafts_with_a_head_that_learned_from_it(data, served, demo_target, tmp_path):
-    folder = train("eagle3", data, tmp_path / "run", "run.steps=200", *served.features) / "best"
+    folder = train("eagle3", data, tmp_path / "run", "run.steps=200", *served) / "best"
     prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
     plain = Job(demo_target.name, prompts)
     job = Job(plain.target, prompts, str(folder), "eagle3", 3)
@@ -198,14 +150,14 @@ def test_vllm_drafts_with_a_head_that_learned_from_it(data, served, demo_target,
 
 def test_a_killed_server_ends_the_run_which_resumes_with_a_new_one(demo_target, data, tmp_path):
     often = ["run.steps=60", "run.save_every=5"]
-    with serving(demo_target.name, tmp_path / "one") as server:
+    with capturing(demo_target.name, tmp_path / "one") as server:
         kill_it = f"kill -9 -- -{server.process.pid}"  # as soon as there is a checkpoint
         wait = f"until ls -d {tmp_path}/run/step-* 2>/dev/null; do sleep 0.1; done; {kill_it}"
         watcher = subprocess.Popen(["bash", "-c", wait])
         with pytest.raises(OSError, match="again to resume"):
-            train("medusa", data, tmp_path / "run", *often, *server.features)
+            train("medusa", data, tmp_path / "run", *often, *features(server, tmp_path / "one"))
         watcher.wait()
-    with serving(demo_target.name, tmp_path / "two") as server:
-        train("medusa", data, tmp_path / "run", *often, *server.features)
+    with capturing(demo_target.name, tmp_path / "two") as server:
+        train("medusa", data, tmp_path / "run", *often, *features(server, tmp_path / "two"))
     assert (tmp_path / "run" / "step-000060").is_dir()
     assert losses(tmp_path / "run")
