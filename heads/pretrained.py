@@ -58,16 +58,14 @@ def _outside_digits(model: PreTrainedModel) -> str:
     """8 digits of what surrounds the layers; none where it is not found or quantised, and in
     float16, which rounds to other numbers.
     """
-    lm_head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     try:
-        norm = final_norm(model)
+        modules = outside(model)
     except ValueError:
         return ""
-    weights = [embeddings.weight, lm_head.weight]
-    if any(weight.is_meta or weight.dtype == torch.float16 for weight in weights):
-        return ""
     digest = hashlib.sha256()
-    for parameter in (*norm.parameters(), *weights):
+    for parameter in (each for module in modules for each in module.parameters()):
+        if parameter.is_meta or parameter.dtype == torch.float16:
+            return ""
         _hash_rows(digest, parameter)
     return digest.hexdigest()[:8]
 
@@ -138,6 +136,13 @@ class Released(nn.Module):
         )
 
     weight = property(forward)
+
+
+def outside(model: PreTrainedModel) -> list[nn.Module]:
+    """What surrounds the layers: embeddings, final norm and lm_head. Raises ValueError without a
+    final norm.
+    """
+    return [model.get_input_embeddings(), final_norm(model), model.get_output_embeddings()]
 
 
 def is_skeleton(model: PreTrainedModel) -> bool:

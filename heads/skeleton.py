@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -21,7 +21,7 @@ from draftheads.heads.placement import (
     read_generation_config,
     reading,
 )
-from draftheads.heads.pretrained import final_norm, release
+from draftheads.heads.pretrained import outside, release
 
 ALIASES = {"lm_head.weight": "embed_out.weight", "embed_tokens.weight": "word_embeddings.weight"}
 """Names in checkpoints that transformers converts."""
@@ -50,13 +50,10 @@ def load_skeleton(
         model.generation_config = generation
     release(model, lm_head=False, layers=True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    norm, lm_head = final_norm(model), model.get_output_embeddings()
-    modules: list[nn.Module] = [model.get_input_embeddings(), norm]
+    embeddings, norm, lm_head = outside(model)
     is_tied = config.get_text_config(decoder=True).tie_word_embeddings
-    if not is_tied:
-        modules.append(lm_head)
     with torch.no_grad():
-        for module in modules:
+        for module in (embeddings, norm) if is_tied else (embeddings, norm, lm_head):
             wanted = {names[id(parameter)]: parameter for parameter in module.parameters()}
             tensors = read_tensors(path, revision, config, wanted)
             module.to_empty(device=device)
@@ -64,7 +61,7 @@ def load_skeleton(
             for name, tensor in tensors.items():
                 module.get_parameter(name.rpartition(".")[2]).copy_(tensor)
     if is_tied:
-        lm_head.weight = model.get_input_embeddings().weight
+        lm_head.weight = embeddings.weight
     return model.to(kind)
 
 

@@ -35,11 +35,11 @@ from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
-from draftheads.train.captured import Captured, CapturedFeatures
 from draftheads.train.data.foreign import ForeignFolder, ForeignStates, open_foreign
 from draftheads.train.launch import main_process_log
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import served_features
+from draftheads.train.states import FileFeatures, StateLayout
 
 FORMAT, MANIFEST = 1, "manifest.json"
 SHARD_BYTES = 1 << 28
@@ -271,11 +271,16 @@ def make_features(
     if recipe.features.server:
         log = main_process_log(accelerator)
         online, evaluated = served_features(recipe, target, rows, layers, log)
+    foreign = None if recipe.features.server else open_foreign(recipe.data.path)
+    if recipe.features.layers and not (recipe.features.server or foreign):
+        raise ValueError(
+            "features.layers: expected features.server, or data of another toolkit, got neither; "
+            "leave it out, as head.feature_layers says what a head reads"
+        )
     if recipe.features.mode != "cached":
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
-    foreign = None if recipe.features.server else open_foreign(recipe.data.path)
     if foreign:
         sources = foreign_features(recipe, target, rows, layers, foreign)
         return sources[0], evaluated if target.adapter else sources[1]
@@ -313,11 +318,11 @@ def foreign_features(
     """The sources for rows of another toolkit's data. Raises ValueError if states are missing."""
     last = target.layers
     captured = sorted({*(recipe.features.layers or [2, last // 2, last - 3]), last})
-    reading = Captured(target, captured, layers, is_normed=folder.is_normed)
+    layout = StateLayout(target, captured, layers, is_normed=folder.is_normed)
     sizes = np.diff(rows[0].documents.spans)[:, 0].tolist()
     path = recipe.features.path or folder.path / folder.place
     states = ForeignStates(folder, path, sizes, len(captured), target.hidden_size)
-    return [CapturedFeatures(reading, each, states) for each in rows]
+    return [FileFeatures(layout, each, states) for each in rows]
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:

@@ -40,7 +40,7 @@ from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.placement import check_placement, read_config, reading
-from draftheads.heads.pretrained import decoder_layers, final_norm
+from draftheads.heads.pretrained import decoder_layers, outside
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, Rows, release
@@ -455,11 +455,11 @@ def write_outside(recipe: Recipe, folder: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    modules = (model.get_input_embeddings(), final_norm(model), model.get_output_embeddings())
-    saved = {}
-    for parameter in (each for module in modules for each in module.parameters()):
-        shape = (parameter.shape, torch.bfloat16)
-        saved[names[id(parameter)]] = torch.randn(shape[0], dtype=shape[1]) * SMALL
+    saved = {
+        names[id(each)]: torch.randn(each.shape, dtype=torch.bfloat16) * SMALL
+        for module in outside(model)
+        for each in module.parameters()
+    }
     folder.mkdir()
     config.save_pretrained(folder)
     save_file(saved, folder / SAFE_WEIGHTS_NAME)

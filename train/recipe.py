@@ -360,7 +360,8 @@ def key_table() -> list[tuple[str, ...]]:
             default = field.get_default(call_default_factory=True)
             if isinstance(default, BaseModel) or not field.description:
                 continue  # a section, whose keys follow
-            shown = "required" if field.is_required() else json.dumps(default, default=str).strip('"')
+            value = json.dumps(default, default=str).strip('"')
+            shown = "required" if field.is_required() else value
             limits = re.findall(r"\w+=[^,)]+", str(field.metadata))
             annotation = re.sub(
                 r"Annotated\[(\w+), [^\]]*\]", r"\1", inspect.formatannotation(field.annotation)

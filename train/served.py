@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import re
@@ -37,7 +36,6 @@ from torch.nn.utils.rnn import pad_sequence
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.train.batches import Rows
-from draftheads.train.captured import Captured
 from draftheads.train.data.server import (
     Completion,
     PromptRefused,
@@ -48,11 +46,14 @@ from draftheads.train.data.server import (
     connect,
 )
 from draftheads.train.recipe import FeatureChoices, Recipe
+from draftheads.train.states import StateLayout
 
 FILE_SECONDS = 30.0
 """How long a file may take after the answer that names it."""
 CLOSE_SECONDS = 10.0
 """How long the end waits for answers to what was asked."""
+ANSWERS = "cmpl-*.safetensors*"
+"""Files of vLLM's completions, and their locks."""
 OLD = 600.0
 """Seconds after which a file in the exchange folder is of a run that was killed."""
 BF16, FP8 = 0.02, 0.12
@@ -76,10 +77,10 @@ class WrongStates(ValueError):
     """A server gave something else than the states that training needs."""
 
 
-class Engines:
+class StateServers:
     """The servers, and the documents that they are asked for, in a thread of its own.
 
-    captured: the states that they were started with, as in `Captured`. Raises ValueError for a
+    captured: the states that they were started with, as in `StateLayout`. Raises ValueError for a
     folder that does not exist, servers of another model or with too little context, ServerError if
     one does not answer.
     """
@@ -300,7 +301,8 @@ class Engines:
     def _sweep(self) -> None:
         """Delete what a run that was killed has left."""
         limit = time.time() - OLD
-        old = [path for path in self.folder.glob("*.safetensors*") if path.stat().st_mtime < limit]
+        named = self.folder.glob(ANSWERS)  # nothing else that may lie there
+        old = [path for path in named if path.stat().st_mtime < limit]
         for path in old:
             with contextlib.suppress(OSError):  # another process deletes it as well
                 path.unlink()
@@ -309,15 +311,15 @@ class Engines:
 
 
 class Connection:
-    """Engines that are made when they are needed. make: returns them."""
+    """Servers that are asked for the first time when they are needed. make: returns them."""
 
-    def __init__(self, make: Callable[[], Engines]) -> None:
+    def __init__(self, make: Callable[[], StateServers]) -> None:
         self._make = make
-        self._made: Engines | None = None
+        self._made: StateServers | None = None
 
     @property
-    def engines(self) -> Engines:
-        """The engines, which are asked for the first time now, or were before."""
+    def servers(self) -> StateServers:
+        """The servers, which have proven what they serve."""
         self._made = self._made or self._make()
         return self._made
 
@@ -348,7 +350,7 @@ class ServedFeatures:
         for number in numbers:
             if number not in self._asked:
                 documents = documents_of(self.rows, number)
-                self._asked[number] = list(map(self._connection.engines.ask, documents))
+                self._asked[number] = list(map(self._connection.servers.ask, documents))
 
     def row(self, rows: Rows, number: int) -> Tensor:
         """features_TD of one row. Raises ServerError if no server gives them, WrongStates for
@@ -356,8 +358,8 @@ class ServedFeatures:
         """
         assert rows is self.rows
         self.ahead([number])
-        captured = Captured(self.target, self._connection.engines.captured, self.layers)
-        return captured.row([future.result() for future in self._asked.pop(number)])
+        layout = StateLayout(self.target, self._connection.servers.captured, self.layers)
+        return layout.row([future.result() for future in self._asked.pop(number)])
 
     def close(self) -> None:
         """End all requests."""
@@ -377,20 +379,20 @@ def served_features(
     is raised for something else, ServerError if one does not answer.
     """
     captured = recipe.features.layers or captured_states(layers, target.layers)
-    Captured(target, captured, layers)  # a mistake is said now
+    StateLayout(target, captured, layers)  # a mistake is said now
     length = max(max(each.sizes) for each in rows)
 
-    def connect() -> Engines:
-        engines = Engines(target, recipe.features, captured, length)
+    def proven_servers() -> StateServers:
+        servers = StateServers(target, recipe.features, captured, length)
         try:
-            proven = engines.probe(documents_of(rows[0], 0)[0])
+            proven = servers.probe(documents_of(rows[0], 0)[0])
         except BaseException:
-            engines.close()
+            servers.close()
             raise
-        log(f"{engines.servers[0].url} serves {target.name}: {proven}")
-        return engines
+        log(f"{servers.servers[0].url} serves {target.name}: {proven}")
+        return servers
 
-    connection = Connection(connect)
+    connection = Connection(proven_servers)
     train, heldout = (ServedFeatures(target, layers, each, connection) for each in rows)
     return train, heldout
 
@@ -418,17 +420,17 @@ def serve_command(recipe: Recipe, captured: Sequence[int]) -> str:
 
 
 def measured_rate(target: Target, recipe: Recipe, rows: Rows, captured: Sequence[int]) -> float:
-    """Tokens per second that the servers give, by the first rows. Raises what `Engines` raises."""
+    """Tokens per second that the servers give, by the first rows. Raises what StateServers do."""
     documents = [each for row in range(min(TRIED, len(rows))) for each in documents_of(rows, row)]
-    engines = Engines(target, recipe.features, captured, max(rows.sizes))
+    servers = StateServers(target, recipe.features, captured, max(rows.sizes))
     try:
-        engines.probe(documents[0])
+        servers.probe(documents[0])
         began = time.perf_counter()
-        for future in list(map(engines.ask, documents)):
+        for future in list(map(servers.ask, documents)):
             future.result()
         return sum(map(len, documents)) / (time.perf_counter() - began)
     finally:
-        engines.close()
+        servers.close()
 
 
 def captured_states(layers: Sequence[int], count: int) -> list[int]:
@@ -453,6 +455,8 @@ def _key(option: re.Match[str]) -> str:
 
 
 def _is_locked(path: Path) -> bool:
+    import fcntl  # not on Windows
+
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

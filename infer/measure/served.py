@@ -1,7 +1,7 @@
 """Benchmark of a head where it is served: an engine with drafts beside the same one without, both
 behind HTTP, decode the same prompts in turns. Acceptance is what the engine itself counted.
 
-Sources: v1/spec_decode/metrics.py of vLLM 0.32; SGLang's scheduler metrics.
+Source: v1/spec_decode/metrics.py of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ SAMPLE = re.compile(r"(?m)^([\w:]+)(?:\{(.*)\})?[ \t]+(\S+)")
 """A line of Prometheus' text: name, labels, value."""
 POSITION = re.compile(r'(?:^|,)position="(\d+)"')
 COUNT = r"\d+(\.\d+)?(e\+?\d+)?"
-GAUGE = "sglang:spec_accept_length"
-"""SGLang's tokens per step, of its last steps."""
 NAMES = {
     "vllm:spec_decode_num_drafts_total": "drafts",
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
@@ -48,7 +46,6 @@ NAMES = {
     "draftheads_steps_total": "steps",  # one of each answer verifies no draft
     "draftheads_accepted_prediction_tokens_total": "accepted",
     "draftheads_completion_tokens_total": "tokens",
-    GAUGE: "tau",
 }
 """What engines call what they count."""
 LEGEND = "τ: tokens per step. Speeds count the prompt, which a server may have cached."
@@ -128,7 +125,7 @@ def measure(
     rule = {"sampling": rule_name(options.sampling), "prompts": len(prompts)}
     return ServedReport(
         settings={**vars(options), **settings, **rule},
-        tokens_per_step=1 + growth["accepted"] / drafts if drafts else after.get("tau"),
+        tokens_per_step=1 + growth["accepted"] / drafts if drafts else None,
         acceptance_by_depth=[count / (drafts or 1) for count in by_position(growth)],
         drafts=int(drafts or 0),
         tokens=tokens,
@@ -158,8 +155,7 @@ def counts_of(engine: Served) -> dict[str, float]:
             )
         place = POSITION.search(labels)
         key = NAMES[name] + (place[1] if place else "")
-        before = 0.0 if name == GAUGE else counts.get(key, 0.0)
-        counts[key] = before + float(text)
+        counts[key] = counts.get(key, 0.0) + float(text)
     return counts
 
 
@@ -246,8 +242,6 @@ def cautions(report: ServedReport) -> list[str]:
     lines = []
     if report.tokens_per_step is None:
         lines.append("This server counts no drafts in /metrics: speed and text alone are measured.")
-    elif not report.drafts:
-        lines.append("τ is SGLang's own mean of its last steps; it counts nothing by position.")
     if report.foreign_tokens:
         lines.append(
             f"The engine counted {report.foreign_tokens:+,} tokens beside the {report.tokens:,} of "

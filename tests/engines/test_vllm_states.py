@@ -25,7 +25,7 @@ from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
 from draftheads.train.loop import fit
 from draftheads.train.recipe import FeatureChoices, load_recipe
-from draftheads.train.served import Engines
+from draftheads.train.served import StateServers
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
 PLACE = place_of("vllm")
@@ -72,7 +72,7 @@ def served(demo_target, tmp_path_factory) -> Iterator[list[str]]:
 def differences(target: Target, url: str, exchange: Path, texts: list[list[int]]) -> list[float]:
     """Of each state: the largest distance from the target's own, over the largest number."""
     choices = FeatureChoices(mode="served", server=[url], exchange=exchange)
-    asked = Engines(target, choices, CAPTURED, 256)
+    asked = StateServers(target, choices, CAPTURED, 256)
     found = [0.0] * len(CAPTURED)
     for text, future in [(text, asked.ask(text)) for text in texts]:
         own_PNH, _ = states_of(target.model, text)

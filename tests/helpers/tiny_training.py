@@ -22,20 +22,22 @@ from draftheads.train.recipe import Recipe
 VOCABULARY, HIDDEN, CONTEXT = 97, 32, 128
 
 
+def tiny_config(layers: int = 2) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+    )
+
+
 def tiny_model() -> LlamaForCausalLM:
     """A random Llama whose greedy text does not fall into a loop at once."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=CONTEXT,
-        )
-    )
+    model = LlamaForCausalLM(tiny_config())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

@@ -268,14 +268,6 @@ def test_an_engine_without_counters_is_said_in_a_line(measured, engines):
         assert "counts no drafts in /metrics" in " ".join(out.split())
 
 
-def test_sglangs_own_mean_is_shown_as_what_it_is(measured, engines):
-    page = b'# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length{tp_rank="0"} 2.75\n'
-    engines[0].server.metrics, engines[0].show = page, lambda: None
-    (_, out, _), figures = measured("--repetitions", 1)
-    assert figures["tokens_per_step"] == 2.75
-    assert figures["acceptance_by_depth"] == [] and "SGLang's own mean" in out
-
-
 def test_answers_of_text_alone_are_tokenized_here(measured, engines):
     for engine in engines:
         engine.ids = False

@@ -21,22 +21,23 @@ from tiny_training import (
     assert_same,
     random_answers,
     recipe_of,
+    tiny_config,
     tiny_recipe,
     weights,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.recipes import find_recipe
 from draftheads.train import loop
 from draftheads.train.batches import Documents, Rows
-from draftheads.train.captured import Captured, CapturedFeatures
 from draftheads.train.data.answers import Answer, read_answers
 from draftheads.train.data.foreign import ForeignStates, open_foreign
 from draftheads.train.loop import fit
 from draftheads.train.metrics import read_metrics
 from draftheads.train.plan import make_plan
+from draftheads.train.states import FileFeatures, StateLayout
 
 HIDDEN, LAYERS = 32, 8
 CAPTURED = [2, 4, 5, 8]
@@ -49,17 +50,7 @@ PYTHON = os.environ.get("DRAFTHEADS_SPECULATORS") or (
 
 def deep_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-        )
-    )
+    model = LlamaForCausalLM(tiny_config(LAYERS))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0)
@@ -231,9 +222,9 @@ def test_a_piece_of_a_long_document_has_the_states_of_the_document(tmp_path, too
     folder = open_foreign(tmp_path / "data")
     sizes = [len(answer.tokens) for answer in answers]
     read = ForeignStates(folder, folder.path / folder.place, sizes, 4, HIDDEN)
-    captured = Captured(target, CAPTURED, [2, -1], is_normed=toolkit == "specforge")
+    captured = StateLayout(target, CAPTURED, [2, -1], is_normed=toolkit == "specforge")
     numbers = list(range(len(rows)))
-    features_BTD = CapturedFeatures(captured, rows, read)(numbers, rows.batch(numbers))
+    features_BTD = FileFeatures(captured, rows, read)(numbers, rows.batch(numbers))
     before = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     for number in numbers:
         place = 0

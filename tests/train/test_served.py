@@ -251,13 +251,25 @@ def test_a_run_resumes_after_its_server_died(made, server, tmp_path, capsys):
     assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
 
 
-def test_what_a_killed_run_left_is_deleted(made, server, tmp_path):
+def test_what_a_killed_run_left_is_deleted_and_nothing_else(made, server, tmp_path):
     old, new = server.folder / "cmpl-1.safetensors", server.folder / "cmpl-2.safetensors"
-    for path in (old, new):
+    mine = server.folder / "model-00001-of-00002.safetensors"
+    for path in (old, new, mine):
         path.write_bytes(b"left")
-    os.utime(old, (1, 1))
+    for path in (old, mine):
+        os.utime(path, (1, 1))
     assert run(made, tmp_path / "run", *options(server)) == 0
-    assert not old.exists() and new.exists(), "a new one may be another trainer's"
+    assert not old.exists()
+    assert new.exists(), "a new one may be another trainer's"
+    assert mine.exists(), "the folder may be one of models, by mistake"
+
+
+def test_layers_of_files_mean_nothing_for_data_of_ours(made, tmp_path, capsys):
+    for mode in ("online", "cached"):
+        chosen = [f"features.mode={mode}", "features.layers=[0,1,2]"]
+        assert run(made, tmp_path / "run", *chosen) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert "features.layers: expected features.server, or data of another toolkit" in line
 
 
 def test_recipes_that_cannot_work(made, server, tmp_path, capsys):

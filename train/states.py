@@ -28,7 +28,7 @@ Read = Callable[[int, int, Array], Tensor]
 """(document, place of a piece's first token in it, ids of the piece) -> its states (P, L, H)."""
 
 
-class Captured:
+class StateLayout:
     """How captured states become features.
 
     captured: which states they are, by transformers' numbers, ascending: i enters layer i, and n,
@@ -81,11 +81,11 @@ class Captured:
         return torch.cat(chosen, dim=-1)
 
 
-class CapturedFeatures:
-    """A `FeatureSource` that does not run the target. read: called by several threads."""
+class FileFeatures:
+    """A `FeatureSource` of another toolkit's files. read: called by several threads."""
 
-    def __init__(self, captured: Captured, rows: Rows, read: Read) -> None:
-        self._captured = captured
+    def __init__(self, layout: StateLayout, rows: Rows, read: Read) -> None:
+        self._layout = layout
         self._rows = rows
         self._read = read
         self._starts_D = rows.documents.spans[:, 0]
@@ -96,7 +96,7 @@ class CapturedFeatures:
         """features_BTD. The states of a piece are those of its whole document."""
         self.ahead(numbers)
         states = [[each.result() for each in self._asked.pop(number)] for number in numbers]
-        return pad_sequence(list(map(self._captured.row, states)), batch_first=True)
+        return pad_sequence(list(map(self._layout.row, states)), batch_first=True)
 
     def ahead(self, numbers: Sequence[int]) -> None:
         """Begin to read these rows."""
