@@ -255,15 +255,21 @@ class Recipe(Section):
 
     def _check_server(self) -> None:
         if self.features.mode == "served" and not self.features.server:
-            raise ValueError("features.server: expected an address with features.mode=served")
+            raise ValueError(
+                "features.server: expected an address with features.mode=served, got none; set "
+                "features.server=[http://HOST:PORT]"
+            )
         if not self.features.server:
             return
         if self.features.mode == "online":
-            raise ValueError("features.mode: expected served or cached with features.server")
+            raise ValueError(
+                "features.mode: expected served or cached with features.server, got online; set "
+                "features.mode=served"
+            )
         if self.adapter or self.target_bits or self.target_placement != "whole":
             raise ValueError(
                 "features.server: expected adapter and target_bits null and target_placement "
-                "whole, as the layers of the target are not loaded"
+                "whole, as the layers of the target are not loaded; leave these keys out"
             )
 
 

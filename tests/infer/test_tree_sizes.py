@@ -5,7 +5,7 @@ whatever is drafted.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import count, cycle
+from itertools import count, cycle, islice
 
 import pytest
 import torch
@@ -116,6 +116,33 @@ def test_what_depends_on_drafts_keeps_the_whole_tree(schedulers, changing, is_sc
         for each in asked:
             each.answer()
     assert set(changing) == {head.tree}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", EACH)
+def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
+    """Caches of heads take what was committed meanwhile: drafts depend on the text alone."""
+    target = tiny_target()
+    engine = Speculator(target, random_head(name, target))
+    [prompt] = some_prompts(9)
+
+    def begin(text: list[int]) -> Decoding:
+        (decoding,) = Decoding.prefill(engine, Greedy(), [Row(target, text, None)], reserved=40)
+        return decoding
+
+    decoding, compared = begin(prompt), 0
+    for tree in islice(cycle([*TreeSizes(engine.tree).trees[1:], engine.tree]), 20):
+        decoding.use(tree)
+        drafted = decoding.drafter.propose(decoding.committed)
+        [row] = decoding.rows
+        if tree == engine.tree:
+            anew = begin(row.text[:-1])
+            expected = anew.drafter.propose(anew.committed)
+            assert torch.equal(drafted.tokens_BN, expected.tokens_BN)
+            compared += 1
+        [tokens] = decoding._verify(drafted)
+        row.step(tokens[: decoding.committed.counts[0]], 0, 0, (0.0, 0.0))
+    assert compared > 3
 
 
 @torch.inference_mode()
