@@ -299,11 +299,8 @@ def bench(
     from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.report import best, print_report
-    from draftheads.infer.measure.served import print_served
-    from draftheads.scripts.contest import Outputs, bench_served, contestants
+    from draftheads.scripts.contest import Outputs, contestants
     from draftheads.scripts.openings import openings
-    from draftheads.train.data.distill import Sampling
-    from draftheads.train.data.server import ServedTarget, ServerOptions
 
     is_remote = is_served(context)
     options = benches.BenchOptions(
@@ -316,21 +313,20 @@ def bench(
         batch=concurrency if is_remote else batch,
     )
     if server and is_remote:
-        urls = [server, server_plain] if server_plain else [server]
+        from draftheads.infer.measure.served import print_served
+        from draftheads.scripts.served import bench_served, served_target
+        from draftheads.train.data.distill import Sampling
+        from draftheads.train.data.server import ServerOptions
+
         servers = ServerOptions(
-            urls=urls,
+            urls=[server, server_plain] if server_plain else [server],
             model=server_model,
             api_key_env=api_key_env,
             concurrency=concurrency,
             tries=1,
         )
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        answering = ServedTarget(target, servers, revision)
-        if len(answering.servers) < len(urls):
-            raise ValueError(
-                "--server-plain: expected another server than --server, got the same address; "
-                "start one without drafts"
-            )
+        answering = served_target(target, servers, revision)
         side = replace(answering.text_side, template_args=prepared(template_args) or {})
         ids, _ = openings(side, prompts, prompt_words, limit)
         served = bench_served(answering, ids, sampling, options)

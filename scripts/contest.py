@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +15,7 @@ from draftheads.infer.measure.baseline import rivals
 from draftheads.infer.measure.bench import BenchOptions, BenchReport, Entry
 from draftheads.infer.measure.plot import new_figure, plot
 from draftheads.infer.measure.report import write_cards, write_json, write_markdown
-from draftheads.infer.measure.served import ServedReport, measure
-from draftheads.infer.race import fitting_prompts
 from draftheads.scripts.options import check_file, check_writable_head
-from draftheads.train.data.distill import Sampling
-from draftheads.train.data.server import ServedEngine, ServedTarget
 
 
 def contestants(
@@ -54,31 +47,6 @@ def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dic
             entries[f"{each}@{tree}"] = (drafts[each], parse_tree(tree))
             own.pop(each, None)
     return {**own, **entries}
-
-
-def bench_served(
-    model: ServedTarget, ids: Sequence[list[int]], sampling: Sampling, options: BenchOptions
-) -> ServedReport:
-    """Measure the first server of a target, which drafts, against the second, if there is one, on
-    prompts of token ids.
-    """
-    if sampling.temperature:
-        model.servers[0].warn_of_speculation()
-    prompts = fitting_prompts(model, ids, options.max_new_tokens)
-    with ExitStack() as stack:
-        engines = [
-            stack.enter_context(closing(ServedEngine(model, server, sampling)))
-            for server in model.servers
-        ]
-        settings = {
-            "target": model.name,
-            "model": model.model,
-            "servers": [engine.url for engine in engines],
-            "prompts_skipped": len(ids) - len(prompts),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        }
-        plain = engines[1] if len(engines) > 1 else None
-        return measure(engines[0], plain, prompts, options, settings)
 
 
 @dataclass(frozen=True)
