@@ -68,6 +68,7 @@ class RunState:
     best: float | None = None  # the greatest worth so far
     best_step: int = 0
     waited: int = 0  # evaluations since then
+    lacks_evaluation: bool = False  # held-out features failed: it is made up for after resuming
     files: dict[str, dict[str, int]] = field(default_factory=dict)  # "bytes", "crc32" by name
 
     @property

@@ -28,7 +28,7 @@ from draftheads.infer.engine import Speculator, Statistics
 from draftheads.infer.race import PLAIN, BenchPrompt, Candidate, Run, timed
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
-from draftheads.train.features import FeatureSource, OnlineFeatures
+from draftheads.train.features import FeatureSource, OnlineFeatures, SharedFaults
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import TrainingData
 
@@ -233,7 +233,7 @@ class Evaluator:
     accelerator: Accelerator
     target: Target
     data: TrainingData
-    features: FeatureSource
+    features: SharedFaults
 
     def __post_init__(self) -> None:
         rows_per_batch = self.recipe.data.rows_per_batch
@@ -257,6 +257,7 @@ class Evaluator:
             loss = None
             if self.recipe.measure == "loss":
                 loss = heldout_loss(head, self.target, self.share, self.features)
+        self.features.check(self.accelerator)
         calibration = calibrate(ranks_MK, self.recipe.head.nodes, head.tree)
         head.tree = calibration.tree
         drift = None

@@ -36,7 +36,7 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.data.foreign import ForeignFolder, ForeignStates, open_foreign
-from draftheads.train.launch import main_process_log
+from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import served_features
 from draftheads.train.states import FileFeatures, StateLayout
@@ -64,6 +64,47 @@ class FeatureSource(Protocol):
     def close(self) -> None:
         """End what goes on beside training."""
         ...
+
+
+class SharedFaults:
+    """Features whose errors wait until all processes can end together: a process that ended alone
+    would take the steps since the last checkpoint with it. Zeros stand in for what is missing.
+
+    fault: the first error of this process. is_broken: whether `check` has raised one.
+    """
+
+    def __init__(self, source: FeatureSource, target: Target, layers: int) -> None:
+        self._source, self._target = source, target
+        self._width = layers * target.hidden_size
+        self.fault: Exception | None = None
+        self.is_broken = False
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """A `FeatureSource`."""
+        try:
+            return self._source(numbers, batch)
+        except (ValueError, OSError) as error:
+            self.fault = self.fault or error
+            shape = (*batch.tokens_BT.shape, self._width)
+            return torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
+
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Begin with these rows, which will be asked for."""
+        self._source.ahead(numbers)
+
+    def close(self) -> None:
+        """End what goes on beside training."""
+        self._source.close()
+
+    def check(self, accelerator: Accelerator) -> None:
+        """A collective: raise, on all processes, the error of any."""
+        try:
+            with agreeing(accelerator):
+                if self.fault:
+                    raise self.fault
+        except (ValueError, OSError):
+            self.is_broken = True
+            raise
 
 
 class OnlineFeatures:

@@ -50,7 +50,7 @@ from draftheads.train.data.answers import read_manifest
 from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
-from draftheads.train.features import FeatureSource, make_features
+from draftheads.train.features import SharedFaults, make_features
 from draftheads.train.launch import (
     StopRequest,
     agreeing,
@@ -111,7 +111,7 @@ class Run:
     order: Order
     head: DraftHead
     engine: Engine
-    features: FeatureSource
+    features: SharedFaults
     evaluator: Evaluator
     checkpoints: Checkpoints
     state: RunState
@@ -238,9 +238,21 @@ def trial_seconds(run: Run) -> tuple[float, float]:
 
 def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     """Take steps until the run ends or is asked to stop; the last step is always saved."""
+    try:
+        return _steps(run, progress, stop)
+    except (ValueError, OSError):
+        if run.features.is_broken or run.evaluator.features.is_broken:
+            _save_without_evaluation(run)
+        raise
+
+
+def _steps(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
     recipe = run.recipe
     began = time.monotonic() - run.state.seconds
     by = ""
+    if run.state.lacks_evaluation:
+        with progress.paused():
+            save(run, progress, scheduled=run.evaluator.due(run.state.step, run.state.steps))
     while run.state.step < run.state.steps and not by and not run.state.exhausted:
         failed = run.checkpoints.failed or run.data.verification.failed
         result = train_step(run, stop.pending() or failed or bool(run.asked))
@@ -264,6 +276,8 @@ def _train(run: Run, progress: Progress, stop: StopRequest) -> Outcome:
 def _is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
     """Whether a run has no step left under this recipe."""
     planned = state.planned_steps(recipe)
+    if state.lacks_evaluation:
+        return False
     if planned is not None and state.step >= planned:
         return True
     state = replace(state, recipe=recipe)
@@ -284,7 +298,8 @@ def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
     """One optimizer step over all processes; skipped if the gradient is not finite. stop: whether
     this process was asked to stop. is_trial: takes the time of a step, and is skipped.
 
-    The loss is one mean over all learned tokens of the step.
+    The loss is one mean over all learned tokens of the step. Raises, on all processes, the error of
+    the features of any.
     """
     recipe, step, device = run.recipe, run.state.step, run.accelerator.device
     rank, world = run.accelerator.process_index, run.accelerator.num_processes
@@ -304,17 +319,20 @@ def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
             out = run.engine.model(batch, features_BTD, run.target, done)
             loss = out.loss / learned
             # a non-finite loss must give non-finite gradients on every engine
-            is_good = loss.detach().isfinite() & (not is_trial)
+            is_good = loss.detach().isfinite() & (not is_trial) & (run.features.fault is None)
             poison = torch.where(is_good, 1.0, math.nan)
             run.engine.backward(loss * poison, last=last)
         losses.append(loss.detach())
         ranks.append(out.ranks_KR)
     mine = torch.stack(losses)
-    # one collective for both: whoever is asked to stop, all stop after the same step
-    sums = torch.stack([mine.sum(), torch.tensor(float(stop), device=mine.device)])
-    loss_sum, stops = run.accelerator.reduce(sums, "sum").tolist()
+    # one collective for all: whoever is asked to stop, all stop after the same step
+    flags = torch.tensor([stop, run.features.fault is not None], device=mine.device)
+    sums = torch.cat([mine.sum()[None], flags.to(mine)])
+    loss_sum, stops, faults = run.accelerator.reduce(sums, "sum").tolist()
     rates = run.engine.learner.rates(recipe.optim, step, run.state.steps)
     norm = run.engine.update(rates)
+    if faults:
+        run.features.check(run.accelerator)
     documents: list[int] = []
     if not math.isfinite(norm):
         bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
@@ -354,16 +372,10 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     """Evaluate the heads on held-out documents, fit their tree to the result, and begin to write a
     checkpoint. scheduled: False if the run was interrupted.
     """
-    head = run.engine.full_head()
-    step = run.state.step
-    if not all(weight.isfinite().all() for weight in head.state_dict().values()):
-        raise ValueError(
-            f"weights are not finite after step {step}, which was not saved; lower optim.lr, then "
-            "run again from the last checkpoint"
-        )
+    head = _finite_head(run)
     evaluation = run.evaluator(head, decode=scheduled)
     run.head.tree = head.tree
-    figures = progress.evaluated(step, evaluation)
+    figures = progress.evaluated(run.state.step, evaluation)
     calibration = evaluation.calibration
     measured = asdict(evaluation.measured) if evaluation.measured else None
     run.state = replace(
@@ -372,17 +384,59 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
         measured=measured,
         drift=asdict(evaluation.drift) if evaluation.drift else None,
         heldout_loss=evaluation.loss,
+        lacks_evaluation=False,
     )
     if scheduled:
         run.state = run.state.evaluated()
-    facts = {
-        "steps": step,
-        "tokens": run.state.tokens,
-        "seconds": run.state.seconds,
-        "loss": run.state.loss,
+    results = {
         "predicted_tokens_per_step": calibration.tokens_per_step,
         "heldout_top1": calibration.top1,
         **({"decoding": measured} if measured else {}),
+    }
+    _write(run, head, results)
+    is_main = run.accelerator.is_main_process
+    if run.on_evaluation and is_main and run.on_evaluation(run.state.step, figures) is False:
+        run.asked = "on_evaluation"
+
+
+def _save_without_evaluation(run: Run) -> None:
+    """Keep what was learned before features failed; held-out ones would fail, too."""
+    run.checkpoints.wait()
+    step = run.state.step
+    with agreeing(run.accelerator) as values:
+        values["saved"] = is_saved = not step or run.checkpoints.folder(step).exists()
+    if not is_saved:
+        run.state = replace(
+            run.state,
+            tokens_per_step=1.0,
+            measured=None,
+            drift=None,
+            heldout_loss=None,
+            lacks_evaluation=run.evaluator.features.is_broken,
+        )
+        _write(run, _finite_head(run), {})
+        run.checkpoints.wait()
+
+
+def _finite_head(run: Run) -> DraftHead:
+    """The whole head; a collective. Raises ValueError if weights are not finite."""
+    head = run.engine.full_head()
+    if not all(weight.isfinite().all() for weight in head.state_dict().values()):
+        raise ValueError(
+            f"weights are not finite after step {run.state.step}, which was not saved; lower "
+            "optim.lr, then run again from the last checkpoint"
+        )
+    return head
+
+
+def _write(run: Run, head: DraftHead, results: dict[str, Any]) -> None:
+    """Begin to write a checkpoint. results: of its evaluation."""
+    facts = {
+        "steps": run.state.step,
+        "tokens": run.state.tokens,
+        "seconds": run.state.seconds,
+        "loss": run.state.loss,
+        **results,
         **training_facts(run.recipe, run.data, run.accelerator),
     }
     run.checkpoints.wait()  # before the copies: only one is in memory
@@ -395,8 +449,6 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
             target.adapter = target.adapter.on_host()
         on_host = run.engine.on_host(head)
         run.checkpoints.save(Content(on_host, optimizer_state, run.state, target, facts))
-    if run.on_evaluation and is_main and run.on_evaluation(step, figures) is False:
-        run.asked = "on_evaluation"
 
 
 def start(
@@ -435,7 +487,9 @@ def start(
         spares_lm_head = not (head.needs_unembed or recipe.features.server)
         freed = target.release(lm_head=spares_lm_head, layers=is_cached)
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
-    evaluator = Evaluator(recipe, accelerator, target, data, heldout)
+    layers = len(head.training_layers)
+    safe, safe_heldout = (SharedFaults(each, target, layers) for each in (features, heldout))
+    evaluator = Evaluator(recipe, accelerator, target, data, safe_heldout)
     size = 12 * trained  # weights and two moments, float32
     checkpoints = Checkpoints(recipe, accelerator, checkpoint.folder if checkpoint else None, size)
     return Run(
@@ -446,7 +500,7 @@ def start(
         order,
         head,
         engine,
-        features,
+        safe,
         evaluator,
         checkpoints,
         state,

@@ -45,7 +45,7 @@ from draftheads.train.evaluate import (
     as_decoded,
     heldout_loss,
 )
-from draftheads.train.features import OnlineFeatures
+from draftheads.train.features import OnlineFeatures, SharedFaults
 from draftheads.train.metrics import Progress, evaluation_cells, read_metrics
 from draftheads.train.setup import create_head, load_data
 
@@ -75,7 +75,8 @@ def evaluator_of(folder: Path, target: Target, **choices) -> Evaluator:
     values["eval"] = {"prompts": 4, "new_tokens": 24, **choices}
     recipe, accelerator = recipe_of(values), Accelerator(cpu=True)
     data = load_data(recipe, target, lambda line: None)
-    return Evaluator(recipe, accelerator, target, data, OnlineFeatures(target, (-1,)))
+    features = SharedFaults(OnlineFeatures(target, (-1,)), target, 1)
+    return Evaluator(recipe, accelerator, target, data, features)
 
 
 def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearly_one(tmp_path):

@@ -34,6 +34,7 @@ from tiny_training import (
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
 from draftheads.train import served
+from draftheads.train.checkpoint import read_state
 from draftheads.train.plan import make_plan
 
 LAYERS = 2
@@ -238,17 +239,47 @@ def test_several_servers_share_the_documents_and_one_may_die(made, server, tmp_p
     other.close()
 
 
-def test_a_run_resumes_after_its_server_died(made, server, tmp_path, capsys):
+def test_nothing_is_lost_when_the_server_dies(made, server, tmp_path, capsys):
     assert run(made, tmp_path / "whole", *options(server)) == 0
     server.fault = lambda number, request: 404 if number > first + 30 else None
     first = len(server.asked)
-    ahead = "features.in_flight=1"
-    code = run(made, tmp_path / "run", *options(server, ahead, "run.save_every=1"))
+    rarely = options(server, "features.in_flight=1", "run.save_every=6")
+    code = run(made, tmp_path / "run", *rarely)
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 2 and "HTTP 404" in line and "again to resume" in line
+    [checkpoint] = (tmp_path / "run").glob("step-*")
+    assert 0 < read_state(checkpoint).step < 6
     server.fault = lambda number, request: None
-    assert run(made, tmp_path / "run", *options(server, ahead, "run.save_every=1")) == 0
+    assert run(made, tmp_path / "run", *rarely) == 0
     assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
+
+
+def test_what_was_learned_is_kept_when_held_out_rows_fail(made, server, tmp_path, capsys):
+    assert run(made, tmp_path / "whole", *options(server)) == 0
+    heldout = server.asked[-1]["prompt"]
+    server.fault = lambda number, request: 404 if request["prompt"] == heldout else None
+    assert run(made, tmp_path / "run", *options(server)) == 2
+    assert "HTTP 404" in capsys.readouterr().err
+    server.fault = lambda number, request: None
+    assert run(made, tmp_path / "run", *options(server)) == 0
+    assert "resuming" in capsys.readouterr().out
+    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
+
+
+@pytest.mark.slow
+def test_a_fault_of_one_process_ends_all_with_a_checkpoint(made, server, tmp_path):
+    assert run(made, tmp_path / "whole", *options(server)) == 0
+    refused = 2 * len(server.asked) - 12  # of the last step, or nearly
+    script, recipe = str(ROOT / "train" / "medusa.py"), str(tmp_path / "recipe.yaml")
+    two = [script, recipe, *options(server, "run.save_every=6"), f"run.output={tmp_path / 'two'}"]
+    server.fault = lambda number, request: 404 if number == refused else None
+    done = torchrun(*two)
+    assert done.returncode != 0 and "HTTP 404" in done.stderr
+    server.fault = lambda number, request: None
+    resumed = torchrun(*two)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming" in resumed.stdout
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
 def test_what_a_killed_run_left_is_deleted_and_nothing_else(made, server, tmp_path):
