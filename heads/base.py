@@ -30,7 +30,7 @@ from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
 from draftheads.heads.losses import RANKS, Objective, Teacher
 from draftheads.heads.target import Target
-from draftheads.heads.tree import Tree
+from draftheads.heads.tree import DynamicTree, Tree
 
 Result = TypeVar("Result")
 
@@ -97,6 +97,9 @@ class DraftHead(nn.Module, ABC):
     """Gradient checkpointing: layers are computed again in the backward pass. Never saved."""
     rows_may_leave: ClassVar[bool] = True
     """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
+
+    vocabulary_weights: ClassVar[str] = r"lm_heads?\."
+    """Pattern of its tensors with a row for each token of the draft vocabulary."""
 
     why_not_compiled: str | None = None
     """Why drafting with this head cannot be compiled; None if it can."""
@@ -176,6 +179,15 @@ class DraftHead(nn.Module, ABC):
         choices: an instance of `Choices`; None: its defaults. vocabulary: target ids of a reduced
         draft vocabulary; None: all. Raises ValueError for a target that this head does not fit.
         """
+
+    def train_with(self, choices: Any) -> None:
+        """Set the choices of a recipe; those of sizes are of no effect. With a field `top_k`, they
+        also give the tree.
+        """
+        self.choices = choices
+        top_k = getattr(choices, "top_k", None)
+        if top_k is not None:
+            self.tree = DynamicTree(choices.nodes, self.depth, top_k)
 
     def check_labels(self, target: Target) -> None:
         """Raise ValueError, before the first step, for soft labels of a target without logits."""

@@ -305,6 +305,7 @@ class BlockHead(Vocabulary, DraftHead):
     Choices = BlockChoices
     choices: BlockChoices
     feature_layers: tuple[int, ...] = ()
+    vocabulary_weights = r"lm_head\.|markov_head\.markov_w2\."
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()
@@ -361,9 +362,7 @@ class BlockHead(Vocabulary, DraftHead):
         """Set the choices for training and decoding; draw what starts neither as zeros nor from
         the target's lm_head.
         """
-        self.choices = choices
-        if choices.top_k is not None:
-            self.tree = DynamicTree(choices.nodes, self.depth, choices.top_k)
+        self.train_with(choices)
         embedded_VD = target.model.get_input_embeddings().weight.detach()
         if self.design.own_embeddings:
             self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])

@@ -28,7 +28,9 @@ def expanded(value: Any) -> Any:
 class Section(BaseModel):
     """Refuses unknown keys, empty values, non-finite and absurdly large numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +71,13 @@ class HeadChoices(Section):
     """Keys that only decoding reads, so they may change when a run is resumed."""
     takes_adapter: ClassVar[bool] = False
     """Whether the heads can be trained together with an adapter of the target."""
+
+    source: str | None = Field(
+        None,
+        alias="from",
+        description="head, run or Hub id to continue, which gives the sizes; null: new",
+        exclude_if=lambda source: source is None,
+    )
 
     if TYPE_CHECKING:  # as fields of this class they would precede all others in recorded recipes
         kind: str = ""

@@ -144,8 +144,8 @@ class AutoregressiveHead(DraftHead):
         self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
         self.feature_layers, self.tree = design.feature_layers, DynamicTree()
 
-    def prepare(self, choices: Eagle3Choices | EagleChoices) -> None:
-        """Set a recipe's choices for training and its tree."""
+    def train_with(self, choices: Eagle3Choices | EagleChoices) -> None:
+        """Set the choices of a recipe, which give the tree any depth."""
         self.choices = choices
         self.tree = DynamicTree(choices.nodes, choices.depth, choices.top_k)
 
@@ -287,7 +287,7 @@ class EagleHead(AutoregressiveHead):
         choices = choices or EagleChoices()
         head = cls(EagleDesign.of(target, choices, draft_vocab_size=target.vocab_size))
         target.unembed_weight()  # raises here rather than in the first step
-        head.prepare(choices)
+        head.train_with(choices)
         return head
 
     def regressed(
@@ -396,7 +396,7 @@ class Eagle3Head(Vocabulary, AutoregressiveHead):
             "draft_vocab_size": target.vocab_size if ids_v is None else len(ids_v),
         }
         head = cls(EagleDesign.of(target, choices, **more))
-        head.prepare(choices)
+        head.train_with(choices)
         head.check_labels(target)
         head.lm_head.weight.data.copy_(lm_head_rows(target, ids_v))
         if ids_v is not None:

@@ -142,7 +142,7 @@ class MedusaHead(DraftHead):
 
     def prepare(self, target: Target, choices: MedusaChoices) -> None:
         """Set the choices for training, and initialise own lm_heads with the target's."""
-        self.choices = choices
+        self.train_with(choices)
         if not self.own_lm_head:
             target.unembed_weight()  # raises here rather than in the first step
         self.check_labels(target)

@@ -134,8 +134,6 @@ class SequentialHead(MedusaHead):
         kind = CONDITIONINGS[choices.conditioning]
         head = kind(MedusaDesign.of(target, choices, vocabulary), choices.rank, prefix)
         head.prepare(target, choices)
-        if choices.top_k is not None:
-            head.tree = DynamicTree(choices.nodes, choices.depth, choices.top_k)
         return head
 
     def config(self) -> dict[str, Any]:
@@ -248,6 +246,7 @@ class MarkovHead(LowRankHead):
     """The preceding token changes the logits."""
 
     conditioning = "markov"
+    vocabulary_weights = r"lm_heads\.|up\."
 
     def add_conditioning(self, rank: int | None) -> None:
         self._add_matrices(rank or 64, self.hidden_size, self.draft_vocab_size)

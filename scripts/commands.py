@@ -231,7 +231,14 @@ def plan(
     write_figures(json_out, made.to_json())
 
 
-def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) -> None:
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    source: Annotated[
+        str | None, Option("--from", help="a head, run or Hub id to continue: head.from=...")
+    ] = None,
+    threads: Threads = None,
+) -> None:
     """Train heads of any kind in this process (a recipe without head.kind: Medusa heads).
 
     In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
@@ -240,7 +247,8 @@ def train(recipe: Recipe, overrides: Overrides = None, threads: Threads = None) 
     from draftheads.train.entry import train as run
 
     set_threads(threads)
-    sys.exit(run(str(recipe), overrides or [], "medusa"))
+    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
+    sys.exit(run(str(recipe), values, "medusa"))
 
 
 def demo(

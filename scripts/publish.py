@@ -43,7 +43,7 @@ format kind feature_layers target adapter tree tree_order tuned training measure
 name revision fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
-versions hardware merged_adapter
+versions hardware merged_adapter continued difference tokens_per_step
 documents learned_tokens digest sampling prompts seed
 temperature top_p top_k max_new_tokens max_turns reasoning template_args
 source count sha256
@@ -54,7 +54,7 @@ what a server is called, and where it is, is in some of them.
 WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
 WHOLE |= {"versions", "template_args", "rope_scaling"}
 """Published keys below which all keys are."""
-NAMES, PATHS = {"name", "target", "source"}, {"path", "output"}
+NAMES, PATHS = {"name", "target", "source", "from"}, {"path", "output"}
 """Keys of what may be on the Hub; keys of local paths."""
 LICENCES = """
 apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0

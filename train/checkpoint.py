@@ -36,6 +36,7 @@ from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.launch import agreeing
+from draftheads.train.origin import Origin
 from draftheads.train.recipe import Recipe
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
@@ -68,7 +69,8 @@ class RunState:
     best: float | None = None  # the greatest worth so far
     best_step: int = 0
     waited: int = 0  # evaluations since then
-    lacks_evaluation: bool = False  # held-out features failed: it is made up for after resuming
+    lacks_evaluation: bool = False  # of this step, which comes before the next one
+    origin: Origin | None = None  # the head that the run continues
     files: dict[str, dict[str, int]] = field(default_factory=dict)  # "bytes", "crc32" by name
 
     @property
@@ -98,7 +100,7 @@ class RunState:
     @property
     def exhausted(self) -> bool:
         """Whether `eval.patience` evaluations have passed without improvement."""
-        patience = self.recipe.eval.patience
+        patience = self.recipe.patience
         return patience is not None and self.waited >= patience
 
     def planned_steps(self, recipe: Recipe) -> int | None:

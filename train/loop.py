@@ -59,6 +59,7 @@ from draftheads.train.launch import (
     use_huge_pages,
 )
 from draftheads.train.metrics import Progress, check_trackers
+from draftheads.train.origin import read_origin
 from draftheads.train.recipe import Recipe, differences
 from draftheads.train.setup import (
     Log,
@@ -388,6 +389,10 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     )
     if scheduled:
         run.state = run.state.evaluated()
+    if run.state.origin and run.state.origin.tokens_per_step is None:
+        tau = evaluation.measured or calibration
+        origin = replace(run.state.origin, tokens_per_step=tau.tokens_per_step)
+        run.state = replace(run.state, origin=origin)
     results = {
         "predicted_tokens_per_step": calibration.tokens_per_step,
         "heldout_top1": calibration.top1,
@@ -439,6 +444,8 @@ def _write(run: Run, head: DraftHead, results: dict[str, Any]) -> None:
         **results,
         **training_facts(run.recipe, run.data, run.accelerator),
     }
+    if run.state.origin:
+        facts["continued"] = asdict(run.state.origin)
     run.checkpoints.wait()  # before the copies: only one is in memory
     run.data.verification.wait()  # nothing learned from damaged files is kept
     is_main = run.accelerator.is_main_process
@@ -466,7 +473,7 @@ def start(
         data = load_data(recipe, target, log)
         values["target"], values["data"] = target.fingerprint(), data.counts["digest"]
     order, state = _plan(recipe, accelerator, target, data, checkpoint)
-    head = create_head(recipe, target, data.documents)
+    head = create_head(recipe, target, data.documents, checkpoint and checkpoint.folder)
     if checkpoint:
         head.load_state_dict(load_file(checkpoint.folder / WEIGHTS))
         if target.adapter:
@@ -551,6 +558,10 @@ def _plan(
         versions=versions(),
     )
     if checkpoint is None:
+        if recipe.head.source is not None:
+            origin = read_origin(recipe.head.source, target)
+            state = replace(state, origin=origin, lacks_evaluation=True)
+            log(f"continuing {origin}")
         return order, state
     check_inputs(checkpoint, state)
     log(f"resuming {checkpoint.folder} at step {checkpoint.state.step} of {steps}")
@@ -579,6 +590,7 @@ def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
 
 def _early_end(state: RunState) -> str:
     return (
-        f"ended at step {state.step} of {state.steps}: {state.waited} evaluations without better "
-        f"{state.recipe.measure}; the best was at step {state.best_step}"
+        f"ended at step {state.step} of {state.steps}, after {state.tokens:,} tokens: "
+        f"{state.waited} evaluations without better {state.recipe.measure}; the best was at step "
+        f"{state.best_step}"
     )

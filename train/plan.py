@@ -38,6 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.placement import check_placement, read_config, reading
 from draftheads.heads.pretrained import decoder_layers, outside
@@ -50,6 +51,7 @@ from draftheads.train.entry import one_line
 from draftheads.train.features import OnlineFeatures, stored_features, write_missing
 from draftheads.train.launch import use_huge_pages
 from draftheads.train.loop import AHEAD, fit
+from draftheads.train.origin import shape_of
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import captured_states, measured_rate, serve_command
 from draftheads.train.setup import create_head, excess, load_data, load_target
@@ -133,7 +135,10 @@ class Shapes:
         self.vocabulary = self.target.vocab_size if vocabulary is None else len(vocabulary)
         self.adapter = self.adapted = 0
         with torch.device("meta"):
-            head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
+            if recipe.head.source:
+                head = shape_of(open_head(recipe.head.source), recipe, self.target)
+            else:
+                head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
             if recipe.adapter:
                 keys = {"rank", "alpha", "layers", "modules"}
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))

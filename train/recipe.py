@@ -57,6 +57,9 @@ SERVER_KEYS = frozenset(
 )
 """Keys of features that say where servers are."""
 
+PATIENCE = 3
+"""Evaluations without improvement after which training that continues a head ends."""
+
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -147,7 +150,11 @@ class EvalChoices(Section):
         "decoding; simulated: from held-out ranks; loss: on held-out documents; null: "
         "tokens_per_step, or simulated if every: 0",
     )
-    patience: int | None = Field(None, ge=1, description="evaluations to wait for improvement")
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="evaluations to wait for improvement; null: all, or 3 with head.from",
+    )
 
 
 class RunChoices(Section):
@@ -221,6 +228,11 @@ class Recipe(Section):
     def rows_ahead(self) -> int:
         """Rows of a process that servers are asked for before they are needed."""
         return self.features.in_flight * len(self.features.server)
+
+    @property
+    def patience(self) -> int | None:
+        """Evaluations to wait for improvement; None: the run does not end early."""
+        return self.eval.patience or (PATIENCE if self.head.source else None)
 
     @property
     def measure(self) -> Measure:
@@ -339,7 +351,8 @@ def recipe_keys(
     kind: str, model: type[BaseModel] = Recipe, prefix: str = ""
 ) -> Iterator[tuple[str, FieldInfo]]:
     """All keys of recipes with a head of this kind, each section before its keys."""
-    for name, field in model.model_fields.items():
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
         yield prefix + name, field
         types = (field.annotation, *get_args(field.annotation))
         if name == "head":

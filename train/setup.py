@@ -14,11 +14,13 @@ import torch
 from accelerate import Accelerator
 
 from draftheads.heads.base import DraftHead
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows, Verification, release
 from draftheads.train.data.answers import read_manifest
+from draftheads.train.origin import continued_head
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
@@ -132,9 +134,15 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     return TrainingData(documents, train, heldout, manifest, path)
 
 
-def create_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
-    """A new head of the recipe's kind, in float32 on the target's device."""
+def create_head(
+    recipe: Recipe, target: Target, documents: Documents, saved: Path | None = None
+) -> DraftHead:
+    """A head of the recipe's kind, in float32 on the target's device: a new one, or the one that it
+    continues. saved: the checkpoint of a run that is resumed.
+    """
     choices, vocabulary = recipe.head, None
+    if choices.source is not None:
+        return continued_head(open_head(saved or choices.source), recipe, target, documents)
     if choices.draft_vocabulary is not None:
         vocabulary = documents.frequent_tokens(choices.draft_vocabulary, target.vocab_size)
     torch.manual_seed(recipe.run.seed)

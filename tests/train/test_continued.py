@@ -1,0 +1,198 @@
+"""The promise: any head can be the start of a run; what it was is measured, kept and recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_training import (
+    HEAD_SECTIONS,
+    assert_same,
+    random_answers,
+    recipe_of,
+    run,
+    tiny_model,
+    tiny_recipe,
+    weights,
+    write_answers,
+    write_target,
+)
+
+from draftheads.heads.formats.hub import load_head
+from draftheads.heads.target import Target
+from draftheads.scripts.convert import converted
+from draftheads.train.checkpoint import read_state
+from draftheads.train.loop import fit
+from draftheads.train.medusa import main
+from draftheads.train.plan import make_plan
+
+LAYOUTS = {"medusa": "vllm", "eagle3": "speculators", "eagle": "vllm", "block": "speculators"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A target, its data, and a trained head of each kind."""
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(40))
+    for kind in HEAD_SECTIONS:
+        mask = ["head.mask=96"] if kind == "block" else []  # a learned one is for our layout alone
+        assert run(folder, folder / kind, *mask, kind=kind) == 0
+    return folder
+
+
+def bare(made: Path, kind: str, output: Path, **head: Any) -> dict[str, Any]:
+    """A recipe that says nothing of the sizes of a head."""
+    recipe = tiny_recipe(made, kind, output=str(output))
+    sizes = recipe["head"]
+    recipe["head"] = {"kind": kind, "nodes": 7, "from": str(made / kind), **head}
+    if kind.startswith("eagle"):  # else its tree is larger
+        recipe["head"] |= {key: sizes[key] for key in ("depth", "top_k", "steps")}
+    return recipe
+
+
+@pytest.mark.parametrize("kind", HEAD_SECTIONS)
+def test_a_run_starts_from_a_head_of_any_kind(made, tmp_path, capsys, kind):
+    outcome = fit(recipe_of(bare(made, kind, tmp_path / "run")))
+    source = load_file(made / kind / "best" / "model.safetensors")
+    assert_same(weights(tmp_path / "run", 0), source)
+    trained = load_file(outcome.checkpoint / "model.safetensors")
+    assert {name: x.shape for name, x in trained.items()} == {
+        name: x.shape for name, x in source.items()
+    }
+    assert any(not torch.equal(trained[name], source[name]) for name in source)
+    facts = load_facts(outcome.checkpoint)["continued"]
+    assert facts["name"] == str(made / kind)
+    assert facts["tokens_per_step"] == read_state(tmp_path / "run" / "step-000000").tokens_per_step
+    assert "on the target that it was trained on" in capsys.readouterr().out
+    assert f"| continued.name | {made / kind} |" in (outcome.checkpoint / "README.md").read_text()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_heads_of_other_layouts_are_continued_and_exported(made, tmp_path, kind):
+    target = Target(tiny_model(), name=str(made / "target"))
+    foreign = tmp_path / "foreign"
+    converted(made / kind / "best", foreign, to=LAYOUTS[kind], target=target)
+    fit(recipe_of(bare(made, kind, tmp_path / "run", **{"from": str(foreign)})))
+    again = tmp_path / "again"
+    converted(tmp_path / "run" / "step-000000", again, to=LAYOUTS[kind], target=target)
+    for path in foreign.glob("*.safetensors"):
+        assert_same(load_file(path), load_file(again / path.name))
+
+
+def test_a_continued_run_resumes_without_its_source(made, tmp_path):
+    whole = fit(recipe_of(bare(made, "medusa", tmp_path / "whole"))).checkpoint
+    shutil.copytree(made / "medusa", tmp_path / "source", symlinks=True)
+    recipe = bare(made, "medusa", tmp_path / "run", **{"from": str(tmp_path / "source")})
+    recipe["run"]["save_every"] = 2
+    fit(recipe_of(recipe), on_evaluation=lambda step, figures: step != 2)
+    shutil.rmtree(tmp_path / "source")
+    fit(recipe_of(recipe))
+    assert_same(weights(tmp_path / "run", 6), load_file(whole / "model.safetensors"))
+    assert read_state(tmp_path / "run" / "step-000006").origin is not None
+
+
+def test_training_ends_when_it_stops_paying(made, tmp_path, capsys):
+    recipe = bare(made, "medusa", tmp_path / "run")
+    recipe["optim"]["lr"] = 1e-12
+    recipe["run"] |= {"steps": 40, "save_every": 1}
+    fit(recipe_of(recipe))
+    assert "ended at step 3 of 40, after" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block", "sequential"])
+def test_another_draft_vocabulary_keeps_what_both_have(made, tmp_path, kind):
+    sizes: dict[str, dict[str, Any]] = {
+        "block": {"lm_head": "own"},
+        "sequential": {"conditioning": "markov"},
+    }
+    start = tiny_recipe(made, kind, output=str(tmp_path / "start"))
+    start["head"] |= {"vocabulary": 60, **sizes.get(kind, {})}
+    fit(recipe_of(start))
+    more = {"vocabulary": 50, **({"lm_head": "own"} if kind == "block" else {})}
+    recipe = bare(made, kind, tmp_path / "run", **{"from": str(tmp_path / "start")}, **more)
+    fit(recipe_of(recipe))
+    before = load_head(tmp_path / "start")
+    after = load_head(tmp_path / "run" / "step-000000")
+    old, new = before.token_map.tolist(), after.token_map.tolist()
+    assert len(new) == 50 and set(new) < set(old), "the most frequent ones of the same text"
+    places = torch.tensor([old.index(token) for token in new])
+    changed = 0
+    for name, tensor in after.state_dict().items():
+        other = before.state_dict()[name]
+        if name not in ("token_map", "d2t", "t2d") and tensor.shape != other.shape:
+            assert torch.equal(tensor, other[places])
+            changed += 1
+    assert changed == {"medusa": 3, "eagle3": 1, "block": 2, "sequential": 6}[kind]
+
+
+def test_new_words_start_from_the_targets_lm_head(made, tmp_path):
+    recipe = bare(made, "eagle3", tmp_path / "run", vocabulary=97)
+    fit(recipe_of(recipe))
+    head = load_head(tmp_path / "run" / "step-000000")
+    old = load_head(made / "eagle3")
+    assert head.token_map is None
+    lm_head_VD = tiny_model().get_output_embeddings().weight
+    missing = [token for token in range(97) if token not in old.token_map.tolist()]
+    assert torch.equal(head.lm_head.weight[missing], lm_head_VD[missing])
+    assert torch.equal(head.lm_head.weight[old.token_map], old.lm_head.weight)
+
+
+def test_what_differs_from_its_target_is_said(made, tmp_path, capsys):
+    model = tiny_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.add_(0.1)
+    model.save_pretrained(tmp_path / "tuned")
+    recipe = bare(made, "medusa", tmp_path / "run") | {"target": str(tmp_path / "tuned")}
+    recipe["head"].pop("from")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert main([str(path), f"head.from={made / 'medusa'}"]) == 0
+    assert "other matrices of layers (a LoRA or a fine-tune) than" in capsys.readouterr().out
+
+
+def test_heads_that_cannot_be_continued(made, tmp_path, capsys):
+    def refusal(kind: str, **changes: Any) -> str:
+        recipe = bare(made, kind, tmp_path / "run") | changes
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        assert main([str(path)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        return line
+
+    other = {"kind": "medusa", "from": str(made / "eagle3")}
+    assert "got eagle3; set head.kind=eagle3" in refusal("medusa", head=other)
+    wide = tiny_model().config
+    wide.hidden_size = 64
+    type(tiny_model())(wide).save_pretrained(tmp_path / "wide")
+    assert "hidden size 32" in refusal("medusa", target=str(tmp_path / "wide"))
+    narrow = tiny_model()
+    narrow.resize_token_embeddings(80)
+    narrow.save_pretrained(tmp_path / "narrow")
+    answers = [a for a in random_answers(400) if max(a.tokens) < 80]
+    data = {**tiny_recipe(made)["data"], "path": str(write_answers(tmp_path / "few", answers))}
+    line = refusal("medusa", target=str(tmp_path / "narrow"), data=data)
+    assert "vocabulary 97" in line and "80" in line
+    line = refusal("medusa", head={"kind": "medusa", "from": str(tmp_path / "none")})
+    assert "none" in line
+    shared = {"kind": "block", "from": str(made / "block"), "vocabulary": 50, "lm_head": "own"}
+    assert "head.vocabulary" in refusal("block", head=shared)
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_counts_the_head_that_is_continued(made, tmp_path):
+    plan = make_plan(recipe_of(bare(made, "medusa", tmp_path / "run")), probe=False)
+    source = load_file(made / "medusa" / "best" / "model.safetensors")
+    assert plan.shapes.head == sum(tensor.numel() for tensor in source.values())
+
+
+def load_facts(checkpoint: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())["draftheads"]
+    return facts["training"]

@@ -1,0 +1,162 @@
+"""Training that starts from a head (`head.from`): any that can be loaded, for this target or one of
+the same width and vocabulary.
+
+Legend: v draft vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.formats.facts import HeadFacts
+from draftheads.heads.formats.hub import HeadFolder, open_head
+from draftheads.heads.pretrained import same_weights
+from draftheads.heads.target import Target
+from draftheads.heads.vocabulary import lm_head_rows, t2d, token_map
+from draftheads.train.batches import Documents
+from draftheads.train.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The head that a run continues. revision: on the Hub. target, fingerprint: those that it was
+    trained on, if they are recorded. difference: between that target and this one, in words.
+    tokens: what it had read in training. tokens_per_step: its τ on this target before the first
+    step, decoded or else simulated.
+    """
+
+    name: str
+    revision: str | None
+    target: str | None
+    fingerprint: str | None
+    difference: str
+    tokens: int | None
+    tokens_per_step: float | None = None
+
+    def __str__(self) -> str:
+        if not self.difference:
+            return f"{self.name} on the target that it was trained on"
+        return f"{self.name} on another target: {self.difference}"
+
+
+def read_origin(source: str, target: Target) -> Origin:
+    """What a recipe's head.from names."""
+    folder = open_head(source)
+    facts = folder.facts
+    return Origin(
+        folder.name,
+        folder.revision,
+        facts.target.name,
+        facts.target.fingerprint,
+        difference(facts, target),
+        facts.training.get("tokens"),
+    )
+
+
+def continued_head(
+    folder: HeadFolder, recipe: Recipe, target: Target, documents: Documents
+) -> DraftHead:
+    """The head of a folder, in float32, to be trained with a recipe. Its sizes stay; with
+    head.vocabulary it drafts the most frequent tokens of these documents.
+
+    Raises ValueError for a head of another kind, width or vocabulary of the target.
+    """
+    shape_of(folder, recipe, target)
+    with _other_weights():
+        head = folder.load(target, dtype=torch.float32)
+    size = recipe.head.draft_vocabulary
+    if size is not None:
+        frequent = documents.frequent_tokens(size, target.vocab_size)
+        head = with_vocabulary(head, target, token_map(frequent, target.vocab_size))
+    head.train_with(recipe.head)
+    head.check_labels(target)
+    if head.needs_unembed:
+        target.unembed_weight()
+    return head.float().to(target.device).train()
+
+
+def shape_of(folder: HeadFolder, recipe: Recipe, target: Target) -> DraftHead:
+    """The head of a folder on the meta device. Raises ValueError as `continued_head` does."""
+    with _other_weights():
+        head, _ = folder.read(target)
+    if head.kind != recipe.head.kind:
+        raise ValueError(
+            f"head.from={recipe.head.source}: expected a head of kind {recipe.head.kind}, got "
+            f"{head.kind}; set head.kind={head.kind}"
+        )
+    head.train_with(recipe.head)
+    return head
+
+
+@contextmanager
+def _other_weights() -> Iterator[None]:
+    """Other weights of the target are what a head is trained further for: no warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def difference(facts: HeadFacts, target: Target) -> str:
+    """How a target differs from the one that a head was trained on; "" if it does not."""
+    recorded, now = facts.target, target.fingerprint()
+    differences = []
+    if not same_weights(recorded.fingerprint, now):
+        vectors = (recorded.fingerprint or "").partition("-")[0]
+        is_near = vectors and vectors == now.partition("-")[0]
+        what = "matrices of layers (a LoRA or a fine-tune)" if is_near else "weights"
+        differences.append(f"other {what} than {recorded.name}")
+    if facts.is_ours and recorded.quantisation != target.quantisation:
+        before, after = recorded.quantisation or "no", target.quantisation or "no"
+        differences.append(f"{after} quantisation instead of {before}")
+    if facts.adapter_fingerprint and not target.adapter:
+        differences.append("no adapter, with which the head was trained")
+    return "; ".join(differences)
+
+
+def with_vocabulary(head: DraftHead, target: Target, ids_v: Tensor | None) -> DraftHead:
+    """The head with another draft vocabulary (None: all tokens): what it has learned of a token
+    stays, others start as those of a new head do.
+
+    Raises ValueError for a head that has no lm_head of its own.
+    """
+    before = head.token_map
+    old_v = torch.arange(head.vocab_size) if before is None else before.cpu()
+    new_v = torch.arange(head.vocab_size) if ids_v is None else ids_v
+    if torch.equal(old_v, new_v):
+        return head
+    tensors = {name: tensor.cpu() for name, tensor in head.state_dict().items()}
+    names = [name for name in tensors if re.match(head.vocabulary_weights, name)]
+    if not any("lm_head" in name for name in names):
+        raise ValueError(
+            "head.vocabulary: expected head.from with an lm_head of its own, got one that "
+            "uses the target's; leave head.vocabulary out"
+        )
+    place_V = torch.full((head.vocab_size,), -1)
+    place_V[old_v] = torch.arange(len(old_v))
+    places_v = place_V[new_v]
+    is_kept_v = places_v >= 0
+    for name in names:
+        rows_vD = torch.zeros(len(new_v), tensors[name].shape[1])
+        if "lm_head" in name:
+            rows_vD = lm_head_rows(target, ids_v).clone()
+        rows_vD[is_kept_v] = tensors[name][places_v[is_kept_v]]
+        tensors[name] = rows_vD
+    for name in ("token_map", "d2t", "t2d"):
+        tensors.pop(name, None)
+    if ids_v is not None and hasattr(head, "d2t"):
+        tensors["d2t"] = ids_v - torch.arange(len(ids_v))
+        tensors["t2d"] = t2d(ids_v, head.vocab_size)
+    elif ids_v is not None:
+        tensors["token_map"] = ids_v
+    other = type(head).from_config({**head.config(), "draft_vocab_size": len(new_v)}, tensors)
+    other.load_state_dict(tensors)
+    other.tree = head.tree
+    return other
