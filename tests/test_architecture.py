@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 59_100, "infer": 14_400, "train": 26_800}
+CORE = {"heads": 59_100, "infer": 14_400, "train": 28_600}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -47,6 +47,7 @@ WINGS = {
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {
+    "heads.formats.facts",
     "heads.formats.hub",
     "train.data.answers",
     "train.data.foreign",
