@@ -1,0 +1,313 @@
+"""The head that answers, trained a short piece at a time while nothing is asked.
+
+A round waits for new answers, trains on them with a replay of earlier ones and of the head's own
+training data, and compares the head with the served one on conversations that it never learns from.
+The better one is served from then on.
+
+Legend: B batch, T tokens, D feature width, K draft depth, M held-out positions.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
+from draftheads.heads.target import Target
+from draftheads.infer.background import Point, with_head
+from draftheads.infer.drafters.ngram import Memory
+from draftheads.infer.engine import Speculator
+from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import Answer
+from draftheads.train.engines import Learner, learning_rate
+from draftheads.train.evaluate import calibrate
+from draftheads.train.learn.texts import Conversation, Texts
+from draftheads.train.learn.versions import Versions
+from draftheads.train.recipe import OptimChoices
+
+APART = 5
+"""Of so many conversations, one is held out."""
+HELD_OUT = 4096
+"""Tokens of the newest held-out conversations that decide."""
+FEWEST = 128
+"""Held-out answers' tokens without which nothing is decided."""
+NEWS = 512
+"""Tokens of answers that a round waits for."""
+PASSES = 2
+"""Times that a round reads what is new."""
+REPLAY = 1.0
+"""Tokens of earlier conversations and of the head's own data in a round, for one of the new."""
+STEP = 512
+"""Learned tokens of an optimizer step."""
+PIECE_SECONDS = 0.1
+"""Time of a piece, for which a request may wait."""
+PIECE_TOKENS = 32, 1024
+"""Fewest and most tokens of a piece."""
+PATIENCE = 2
+"""Rounds without improvement after which training starts from the served head again."""
+PAUSE = 5.0
+"""Seconds until new answers are looked for again."""
+RATE = 0.3
+"""Of the peak learning rate with which the head was trained."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is learned from, besides use. folder: of the head that learning started from. replay:
+    the data that it was trained on, if that is here. nodes: of its tree.
+    """
+
+    folder: HeadFolder
+    replay: Documents | None = None
+
+    @property
+    def optim(self) -> OptimChoices:
+        """The optimizer of the training, slower."""
+        recorded = self.folder.facts.training.get("recipe", {}).get("optim", {})
+        optim = OptimChoices.model_validate(recorded)
+        return optim.model_copy(update={"lr": RATE * optim.lr})
+
+
+class UseLearner:
+    """A `Background` that trains the head of an engine.
+
+    memory: of n-grams, which is given all conversations. Raises ValueError for a head that cannot
+    be trained on this target.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        source: Source,
+        texts: Texts,
+        versions: Versions,
+        memory: Memory | None = None,
+    ) -> None:
+        self.target, self.source, self.texts, self.versions = target, source, texts, versions
+        self.memory = memory
+        folder = open_head(versions.served) if versions.served else source.folder
+        self.served = folder.load(target, dtype=torch.float32)
+        recorded = source.folder.facts.training.get("recipe", {}).get("head", {})
+        fields = self.served.Choices.model_fields
+        self.choices = self.served.Choices.model_validate(
+            {key: value for key, value in recorded.items() if key in fields}
+        )
+        self.nodes = self.served.tree.draft_nodes or self.choices.nodes
+        self.served.check_labels(target)
+        if self.served.needs_unembed:
+            target.unembed_weight()
+        self.tokens = max((point.tokens for point in versions.state.points), default=0)
+        self._restart()
+        self._length = PIECE_TOKENS[0]
+        self._until = max((point.time for point in versions.state.points), default=0.0)
+        new = [talk for talk in texts.conversations if talk.time > self._until]
+        self._news = sum(talk.answered for talk in new if not is_apart(talk))
+        self._adopted: Path | None = None
+        self._rounds = self._work()
+        if memory is not None:
+            for talk in texts.conversations:
+                memory.append(talk.tokens.tolist())
+
+    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keep an answer, and learn from it later."""
+        if not answer:
+            return
+        talk = self.texts.add(prompt, answer)
+        if not is_apart(talk):
+            self._news += len(answer)
+        if self.memory is not None:
+            self.memory.append(talk.tokens.tolist())
+
+    def work(self, engine: Speculator) -> tuple[Speculator, float]:
+        """A piece of training or of comparing; the engine with the better head after a round."""
+        began = time.perf_counter()
+        with torch.enable_grad():
+            seconds = next(self._rounds)
+        if seconds == 0.0:
+            self._fit_piece(time.perf_counter() - began)
+        if self._adopted is not None:
+            head = open_head(self._adopted).load(self.target).pack(self.target)
+            self._adopted = None
+            engine = with_head(engine, head)
+        return engine, seconds
+
+    def points(self) -> list[Point]:
+        """What each round came to."""
+        return list(self.versions.state.points)
+
+    def _fit_piece(self, seconds: float) -> None:
+        """Pieces get as many tokens as take PIECE_SECONDS."""
+        least, most = PIECE_TOKENS
+        factor = min(2.0, max(0.5, PIECE_SECONDS / seconds))
+        self._length = min(most, max(least, int(self._length * factor)))
+
+    def _restart(self) -> None:
+        """Train from the served head on."""
+        self.head = copy.deepcopy(self.served)
+        self.head.train_with(self.choices)
+        self.head.tree = self.served.tree  # which may be a tuned one
+        self.head.train()
+        self._learner = Learner(self.head, "fp32")
+        self._optimizer = self._learner.optimizer(self.source.optim)
+        self._rejected = 0
+
+    def _work(self) -> Iterator[float]:
+        """All pieces; yields seconds to wait before the next."""
+        while True:
+            while self._news < NEWS or self._heldout_tokens() < FEWEST:
+                yield PAUSE
+            yield from self._train(self._lesson())
+            yield from self._decide()
+
+    def _lesson(self) -> list[Answer]:
+        """Documents of a round: what is new, each PASSES times, and a replay."""
+        talks = [talk for talk in self.texts.conversations if not is_apart(talk)]
+        new = [talk for talk in talks if talk.time > self._until]
+        old = [talk for talk in talks if talk.time <= self._until]
+        self._until, self._news = time.time(), 0
+        chance = random.Random(int(self._until))
+        lesson = [answer_of(talk) for talk in new] * PASSES
+        room = REPLAY * sum(len(answer.tokens) for answer in lesson)
+        for answer in replay(old, self.source.replay, chance):
+            if room <= 0:
+                break
+            room -= len(answer.tokens)
+            lesson.append(answer)
+        chance.shuffle(lesson)
+        return lesson
+
+    def _train(self, lesson: Sequence[Answer]) -> Iterator[float]:
+        """Optimizer steps over the lesson, a row of a document per piece."""
+        optim = self.source.optim
+        steps = max(1, sum(map(learned_of, lesson)) // STEP)
+        step = waiting = 0
+        for number, answer in enumerate(lesson, start=1):
+            rows = self._rows([answer])
+            for row in range(len(rows)):
+                self._backward(rows, row)
+                waiting += rows.learned[row]
+                yield 0.0
+            if waiting >= STEP or (waiting and number == len(lesson)):
+                self._update(learning_rate(optim, min(step, steps - 1), steps), waiting)
+                self.tokens += waiting
+                step, waiting = step + 1, 0
+                yield 0.0
+
+    def _backward(self, rows: Rows, row: int) -> None:
+        batch, features_BTD = self._features(rows, row)
+        loss = self._learner(batch, features_BTD, self.target, 0.0).loss
+        loss.backward()
+
+    def _update(self, rate: float, learned: int) -> None:
+        """A step; the gradient is of the mean over learned tokens."""
+        parameters = list(self._learner.trained().values())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad /= learned
+        norm = nn.utils.clip_grad_norm_(parameters, self.source.optim.clip)
+        if norm.isfinite():
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _decide(self) -> Iterator[float]:
+        """Serve the trained head unless it is worse than the served one on held-out text."""
+        rows = self._rows([answer_of(talk) for talk in self._heldout()])
+        ranks: list[tuple[Tensor, Tensor]] = []
+        for row in range(len(rows)):
+            batch, features_BTD = self._features(rows, row)
+            heads = (self.head.eval(), self.served.eval())
+            new_MK, old_MK = (
+                head.token_ranks(batch, features_BTD, self.target).cpu() for head in heads
+            )
+            ranks.append((new_MK, old_MK))
+            yield 0.0
+        self.head.train()
+        news, olds = zip(*ranks, strict=True)
+        new = calibrate(torch.cat(news), self.nodes, self.head.tree)
+        old = calibrate(torch.cat(olds), self.nodes, self.served.tree)
+        if new.tokens_per_step < old.tokens_per_step:
+            self.versions.note(self._point(old.tokens_per_step, adopted=False))
+            self._rejected += 1
+            if self._rejected >= PATIENCE:
+                self._restart()
+            return
+        self._rejected = 0
+        self.served = copy.deepcopy(self.head).eval()
+        self.served.tree = new.tree
+        self._adopted = self.versions.adopt(
+            self._write, self._point(new.tokens_per_step, adopted=True)
+        )
+
+    def _write(self, folder: Path) -> None:
+        facts = {
+            **self.source.folder.facts.training,
+            "continued": {"name": self.source.folder.name, "tokens": self.tokens},
+        }
+        write_head(self.served, folder, target=self.target, training=facts)
+
+    def _point(self, tokens_per_step: float, *, adopted: bool) -> Point:
+        served = self.versions.state.served
+        version = self.versions.state.newest + 1 if adopted else served
+        return Point(self._until, version, tokens_per_step, self.tokens, adopted)
+
+    def _features(self, rows: Rows, row: int) -> tuple[Batch, Tensor]:
+        batch = rows.batch([row]).to(self.target.device)
+        with torch.no_grad():
+            return batch, self.target.features(batch, self.head.training_layers)
+
+    def _rows(self, answers: Sequence[Answer]) -> Rows:
+        documents = Documents.read(answers)
+        length = min(self._length, self.target.context)
+        return Rows(documents, documents.spans, length, pack=False, seed=0)
+
+    def _heldout(self) -> list[Conversation]:
+        """The newest held-out conversations."""
+        talks, tokens = [], 0
+        for talk in reversed(self.texts.conversations):
+            if is_apart(talk) and tokens < HELD_OUT:
+                talks.append(talk)
+                tokens += len(talk.tokens)
+        return talks
+
+    def _heldout_tokens(self) -> int:
+        return sum(talk.answered for talk in self._heldout())
+
+
+def is_apart(talk: Conversation) -> bool:
+    """Whether a conversation is held out: for good, however it goes on."""
+    return talk.key % APART == 0
+
+
+def answer_of(talk: Conversation) -> Answer:
+    """A document that learns its answers."""
+    return Answer(talk.tokens.tolist(), talk.answers)
+
+
+def learned_of(answer: Answer) -> int:
+    """Tokens to learn of a document."""
+    return sum(stop - start for start, stop in answer.learn)
+
+
+def replay(
+    talks: Sequence[Conversation], documents: Documents | None, chance: random.Random
+) -> Iterator[Answer]:
+    """Earlier conversations and documents of the head's own data in turns, at random."""
+    while talks or documents is not None:
+        if talks:
+            yield answer_of(chance.choice(talks))
+        if documents is not None:
+            number = chance.randrange(len(documents))
+            start, stop = documents.spans[number].tolist()
+            [learned] = documents.mask(start, stop).nonzero()
+            spans = [(int(place), int(place) + 1) for place in learned]
+            yield Answer(documents.tokens(start, stop).tolist(), spans)

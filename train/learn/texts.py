@@ -1,0 +1,136 @@
+"""What was asked and answered, as token ids, for training on this machine: one line per answer.
+
+    1764100000000.jsonl    {"time": seconds, "start": 17, "tokens": [...]}
+
+Tokens from `start` on are the answer. Only their owner can read the files. A line is on disk when
+`add` returns; one that was cut by the end of a process is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SUFFIX = ".jsonl"
+FILE_BYTES = 1 << 20
+"""A file is no longer written to when it is larger, so that deleting the oldest costs few texts."""
+NEAR = 64
+"""Conversations, from the newest, of which an answer may be the next one."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """The tokens of a conversation so far, and the half-open spans of them that are answers.
+
+    time: of the last answer. key: of the text up to the first answer's end, the same for ever.
+    """
+
+    tokens: array[int]
+    answers: list[tuple[int, int]]
+    time: float
+    key: int
+
+    @property
+    def answered(self) -> int:
+        """Tokens of its answers."""
+        return sum(stop - start for start, stop in self.answers)
+
+    def is_begun_in(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt continues it."""
+        size = len(self.tokens)
+        return size <= len(prompt) and self.tokens == array("i", prompt[:size])
+
+
+class Texts:
+    """A store of at most `most_bytes`, whose texts are deleted after `keep_days`.
+
+    Raises OSError where nothing can be written, ValueError for limits that keep nothing.
+    """
+
+    def __init__(self, folder: Path, *, most_bytes: int, keep_days: float) -> None:
+        if most_bytes < FILE_BYTES or keep_days <= 0:
+            raise ValueError(
+                f"expected room for {FILE_BYTES >> 20} MB of texts or more, and some days, got "
+                f"{most_bytes / 1e6:g} MB and {keep_days:g} days"
+            )
+        self.folder, self.most_bytes, self.keep_days = folder, most_bytes, keep_days
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.conversations: list[Conversation] = []
+        self.tidy()
+        for prompt, answer, seconds in self._read():
+            self._append(prompt, answer, seconds)
+
+    @property
+    def files(self) -> list[Path]:
+        """The oldest first."""
+        return sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: int(path.stem))
+
+    @property
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Conversation:
+        """Keep an answer; returns its conversation."""
+        now = time.time()
+        values = {"time": now, "start": len(prompt), "tokens": [*prompt, *answer]}
+        line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
+        files = self.files
+        path = files[-1] if files else None
+        if path is None or path.stat().st_size > FILE_BYTES:
+            path = self.folder / f"{int(now * 1000)}{SUFFIX}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        file = os.open(path, flags, 0o600)
+        try:
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":  # a line that was cut
+                line = b"\n" + line
+            os.write(file, line)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        self.tidy()
+        return self._append(prompt, answer, now)
+
+    def tidy(self) -> None:
+        """Delete files that are too old, and the oldest ones of too many bytes."""
+        limit = time.time() - self.keep_days * 86400
+        files = self.files
+        sizes = [path.stat().st_size for path in files]
+        total = sum(sizes)
+        for path, size in zip(files, sizes, strict=True):
+            if path.stat().st_mtime < limit or total > self.most_bytes:
+                path.unlink(missing_ok=True)
+                total -= size
+
+    def _append(self, prompt: Sequence[int], answer: Sequence[int], seconds: float) -> Conversation:
+        """The newest conversation that the prompt continues grows; else a new one begins."""
+        span = (len(prompt), len(prompt) + len(answer))
+        tokens = array("i", [*prompt, *answer])
+        grown = Conversation(tokens, [span], seconds, zlib.crc32(tokens.tobytes()))
+        for begun in self.conversations[: -NEAR - 1 : -1]:
+            if begun.is_begun_in(prompt):
+                self.conversations.remove(begun)
+                grown.answers, grown.key = [*begun.answers, span], begun.key
+                break
+        self.conversations.append(grown)
+        return grown
+
+    def _read(self) -> Iterator[tuple[list[int], list[int], float]]:
+        """Prompts, answers and times of all intact lines, the oldest first."""
+        for path in self.files:
+            for line in path.read_bytes().splitlines():
+                try:
+                    values = json.loads(line)
+                    tokens, start = values["tokens"], int(values["start"])
+                    seconds = float(values["time"])
+                    array("i", tokens)
+                except (ValueError, TypeError, KeyError, OverflowError):
+                    continue
+                yield tokens[:start], tokens[start:], seconds

@@ -1,0 +1,108 @@
+"""The heads that learning from use has made, and which of them is served.
+
+    v000001/      a head folder, renamed into place when it is complete
+    state.json    which is served, and what was measured; replaced as a whole
+
+Version 0 is the head that learning started from, which stays where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from draftheads.heads.files import staged, sweep, write_text
+from draftheads.infer.background import Point
+
+STATE = "state.json"
+KEPT = 3
+"""Versions that stay on disk, the served one included."""
+
+
+@dataclass(frozen=True)
+class State:
+    """served: the version that answers. newest: the last that was made. points: after each round of
+    learning.
+    """
+
+    served: int = 0
+    newest: int = 0
+    points: tuple[Point, ...] = ()
+
+
+_STATE = TypeAdapter(State)
+
+
+class Versions:
+    """The folder of one head's versions. Raises ValueError for a damaged state.json."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep(folder, "v*")
+        self.state = State()
+        path = folder / STATE
+        if path.exists():
+            try:
+                self.state = _STATE.validate_json(path.read_bytes())
+            except ValidationError as error:
+                raise ValueError(
+                    f"{path}: expected the state of learning, got other content; delete {folder} "
+                    "to start from the head again"
+                ) from error
+
+    @property
+    def served(self) -> Path | None:
+        """The served head; None: the one that learning started from. Raises ValueError if it is
+        gone.
+        """
+        if not self.state.served:
+            return None
+        path = self.path(self.state.served)
+        if not path.is_dir():
+            raise ValueError(f"{path}: expected the served head, found none; delete {self.folder}")
+        return path
+
+    def path(self, version: int) -> Path:
+        """The folder of a version."""
+        return self.folder / f"v{version:06d}"
+
+    def adopt(self, write: Callable[[Path], None], point: Point) -> Path:
+        """Serve a new version. write: its files into a folder."""
+        version = self.state.newest + 1
+        with staged(self.path(version)) as folder:
+            write(folder)
+        self._replace(State(version, version, (*self.state.points, point)))
+        older = sorted(self.folder.glob("v[0-9]*"))
+        for path in older[:-KEPT]:
+            shutil.rmtree(path)
+        return self.path(version)
+
+    def note(self, point: Point) -> None:
+        """Keep what was measured of a head that is not served."""
+        state = self.state
+        self._replace(State(state.served, state.newest, (*state.points, point)))
+
+    def rollback(self) -> int:
+        """Serve the version before the served one that is still there, in the end the head that
+        learning started from; returns it. Raises ValueError if that is served already.
+        """
+        served = self.state.served
+        if not served:
+            raise ValueError(
+                f"{self.folder}: expected a head that has learned, got the one that learning "
+                "started from; there is nothing to go back to"
+            )
+        earlier = [number for number in range(1, served) if self.path(number).is_dir()]
+        before = max(earlier, default=0)
+        self._replace(State(before, self.state.newest, self.state.points))
+        return before
+
+    def _replace(self, state: State) -> None:
+        self.state = state
+        write_text(self.folder / STATE, json.dumps(asdict(state), indent=2) + "\n")
