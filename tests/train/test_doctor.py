@@ -372,4 +372,4 @@ def test_a_mistake_gets_one_line(examine, bench, tmp_path):
     folder = save_head(head, tmp_path / "head", target=bench.target)
     code, found, printed = examine(folder)
     assert code == 2 and found is None
-    assert "give one of them" in printed and len(printed.splitlines()) == 1
+    assert "give --prompts or --data" in printed and len(printed.splitlines()) == 1
