@@ -14,7 +14,7 @@ from typer import Context, Exit, Option
 from draftheads.infer.pipeline import loading
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor
+from draftheads.scripts.following import after_doctor, say_next
 from draftheads.scripts.options import (
     DECODED,
     EXAMINED,
@@ -37,7 +37,6 @@ from draftheads.scripts.options import (
 )
 
 if TYPE_CHECKING:
-    from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
@@ -89,17 +88,22 @@ def doctor(
 
     check_places(context, EXAMINED, DECODED, "nothing is decoded")
     folder = open_head(head)
-    servers = {"server": server, "server_model": server_model, "api_key_env": api_key_env}
-    servers |= {"exchange": exchange, "layers": layers and layers.split(",")}
-    served = _served(folder, servers) if server else None
-    place = models.Place(dtype, device, placement="skeleton" if served else "whole")
+    training = folder.facts.training
+    features = _features(
+        training,
+        server=server,
+        server_model=server_model,
+        api_key_env=api_key_env,
+        exchange=exchange,
+        layers=layers and layers.split(","),
+    )
+    place = models.Place(dtype, device, placement="skeleton" if server else "whole")
     variables = models.prepared(template_args)
     model = loading.load_target(target, place, heads=[folder], template_args=variables)
     choose_threads(threads, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
         drafter = folder.load(model)
-    training = folder.facts.training
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     documents, manifest = _read_data(data or _data_of(folder.path, recorded), model)
     if prompts:
@@ -108,7 +112,7 @@ def doctor(
         spans = unseen(training, documents)
         openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
-        needed = "--data" if served else "--prompts or --data"
+        needed = "--data" if server else "--prompts or --data"
         raise ValueError(
             f"expected {needed}, got none, and the head's training data, "
             f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
@@ -124,29 +128,27 @@ def doctor(
         manifest,
         max_new_tokens,
         sampling,
-        served,
+        features,
         models.say_beside,
     )
     diagnosis = _diagnosis(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    checks = [finding.check for finding in diagnosis.findings]
-    after_doctor(target, head, checks, served=bool(server))
+    if not server:
+        after_doctor(target, head, [finding.check for finding in diagnosis.findings])
+    elif not diagnosis.findings:
+        say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
     raise Exit(1 if diagnosis.findings else 0)
 
 
-def _served(folder: HeadFolder, options: dict[str, Any]) -> FeatureChoices:
-    """The servers that these options name. Raises ValueError for a head whose target is adapted."""
+def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
+    """Where features come from by these options; states are those of the training by default."""
     from draftheads.train.recipe import FeatureChoices
 
-    if folder.adapter:
-        raise ValueError(
-            f"--server: expected a head without an adapter, got {folder.path} with one (Medusa-2); "
-            "run draftheads merge, and serve the merged model"
-        )
-    recorded = folder.facts.training.get("recipe", {}).get("features", {}).get("layers")
-    options = {"layers": recorded, **{key: each for key, each in options.items() if each}}
-    return FeatureChoices(mode="served", **options)
+    choices = {key: value for key, value in options.items() if value}
+    recorded = training.get("recipe", {}).get("features", {}).get("layers")
+    mode = "served" if choices else "online"
+    return FeatureChoices(mode=mode, **{"layers": recorded, **choices})
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:
@@ -155,7 +157,7 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
     from draftheads.train.doctor import diagnose
 
     try:
-        with closing(evidence):
+        with closing(evidence.connection):
             return diagnose(evidence)
     except (ValueError, ServerError) as error:
         line = KEY.sub(lambda key: "--" + key[1].replace("_", "-"), str(error))
@@ -191,13 +193,11 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     console = SafeConsole(highlight=False)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     measured = "nothing was decoded (measure it with draftheads bench --server)"
-    worth = "tokens"
     if diagnosis.measured is not None:
         measured = (
             f"{diagnosis.measured:.2f} tokens per step measured (greedy, with the target's own "
             "token)"
         )
-        worth = "tokens or time"
     console.print(
         f"{evidence.head.kind} head on {evidence.target.name}: {measured}; "
         f"{diagnosis.predicted:.2f} tokens per step predicted for the best fixed tree of "
@@ -209,7 +209,7 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
             f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
         )
     if not diagnosis.findings:
-        console.print(f"healthy: nothing found that costs {worth}", style="green")
+        console.print("healthy: no fault was found", style="green")
     for number, finding in enumerate([*diagnosis.findings, *diagnosis.remarks], start=1):
         if number <= len(diagnosis.findings):
             verb = "lacks" if finding.check == "speed" else "explains"

@@ -32,18 +32,12 @@ REMEDIES = {
 """Checks of `doctor` -> the command that mends what they find."""
 
 
-def after_doctor(target: str, head: str, checks: Sequence[str], *, served: bool) -> None:
+def after_doctor(target: str, head: str, checks: Sequence[str]) -> None:
     """checks: those that found something, the most expensive first. Others are mended by no command
-    alone. served: the target is too large for this machine.
+    alone.
     """
     commands = [REMEDIES[check] for check in checks if check in REMEDIES]
-    if served:
-        server = ("--server", "http://HOST:PORT", "--prompts", "PROMPTS")
-        if not checks:
-            say_next("bench", *server)
-        elif "distill" in commands:
-            say_next("distill", "--target", target, *server, "--out", "data")
-    elif not checks:
+    if not checks:
         say_next("chat", "--target", target, "--head", head)
     elif commands[:1] == ["tune"]:
         say_next("tune", "--target", target, "--head", head, "--prompts", "PROMPTS")

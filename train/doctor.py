@@ -10,7 +10,6 @@ Legend: M learned positions, K draft depth, v draft vocabulary.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +43,10 @@ from draftheads.train.recipe import FeatureChoices
 from draftheads.train.served import (
     Connection,
     ServedFeatures,
-    StateServers,
     captured_states,
     proven_servers,
 )
 from draftheads.train.setup import LOW_SHARE
-
-logger = logging.getLogger("draftheads")
 
 TEXT_TOKENS = 4096
 """Tokens of the documents on which heads are evaluated."""
@@ -110,9 +106,9 @@ class Evidence:
     """A head, what it is examined on, and lazy measurements.
 
     facts: what its config.json records. openings: token ids of prompts to decode.
-    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. served:
-    servers of the states of a target without layers, which decodes nothing. report: called with
-    what they have proven. findings: of the checks so far.
+    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. features:
+    "online", or "served" for a target without layers, which decodes nothing. report: called with
+    what servers have proven. findings: of the checks so far.
     """
 
     target: Target
@@ -123,41 +119,32 @@ class Evidence:
     manifest: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 64
     sampling: Acceptance | None = None
-    served: FeatureChoices | None = None
-    report: Callable[[str], object] = logger.info
+    features: FeatureChoices = field(default_factory=FeatureChoices)
+    report: Callable[[str], object] = print
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.training = self.facts.training
-        choices = self.training.get("recipe", {}).get("head", {})
-        self.nodes: int = choices.get("nodes") or self.head.tree.draft_nodes
+        recipe = self.training.get("recipe", {})
+        self.nodes: int = recipe.get("head", {}).get("nodes") or self.head.tree.draft_nodes
         self.states: Sequence[int] = range(self.target.layers + 1)  # layer 0: the embeddings
         self.layers = tuple(layer % len(self.states) for layer in self.head.feature_layers)
         self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
         self.length = min(self.target.context, TEXT_TOKENS)
-        if self.served:
-            self.states = self.served.layers or captured_states(self.layers, self.target.layers)
-            trained = self.training.get("recipe", {}).get("data", {}).get("sequence_length")
-            self.length = min(self.length, trained or TEXT_TOKENS)  # servers of training take it
+        if not self.decodes:
+            self.states = self.features.layers or captured_states(self.layers, self.target.layers)
+            trained = recipe.get("data", {}).get("sequence_length", TEXT_TOKENS)
+            self.length = min(self.length, trained)  # servers of a training take no more
+        self.connection = Connection(
+            lambda: proven_servers(
+                self.target, self.features, self.states, [self.rows], self.report
+            )
+        )
 
     @property
     def decodes(self) -> bool:
-        """Whether anything can be decoded here."""
-        return self.served is None
-
-    @cached_property
-    def connection(self) -> Connection:
-        """To the servers, if there are any."""
-
-        def make() -> StateServers:
-            assert self.served
-            return proven_servers(self.target, self.served, self.states, [self.rows], self.report)
-
-        return Connection(make)
-
-    def close(self) -> None:
-        """End what was asked of servers."""
-        self.connection.close()
+        """Whether the target has its layers."""
+        return self.features.mode == "online"
 
     @cached_property
     def decoded(self) -> Decoded:
@@ -575,9 +562,22 @@ def other_template(evidence: Evidence) -> Finding | None:
     other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]
     if len(other) <= 0.5 * len(texts):
         return None
-    price, cost = evidence.rest, "what that costs was not measured"
+    price = evidence.rest
+    cost = "what that costs was not measured"
     if evidence.decodes:
-        price, cost = template_price(evidence, openings, before, after)
+        few = texts[: len(evidence.openings)]
+        start = end = ""  # what all prompts share is the other template
+        if len(few) > 1:
+            start = commonprefix(few)
+            end = commonprefix([text[::-1] for text in few])[::-1]
+        prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in few]
+        ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+        past = evidence.decode(openings[: len(few)])
+        current = evidence.decode(ids)
+        price = 0.0
+        if is_above(past.accepted.float(), current.accepted.float()):
+            price = past.tokens_per_step - current.tokens_per_step
+        cost = f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now"
     return Finding(
         "template",
         price,
@@ -587,30 +587,6 @@ def other_template(evidence: Evidence) -> Finding | None:
         "the same tokens around every prompt",
         "use the template (system prompt, BOS) that the data was made with, or distill again",
     )
-
-
-def template_price(
-    evidence: Evidence, openings: Sequence[list[int]], before: str, after: str
-) -> tuple[float, str]:
-    """What it costs in tokens per step to decode prompts with `before` and `after` around them, not
-    with what they share; in words, too.
-    """
-    tokenizer = evidence.target.tokenizer
-    few = openings[: len(evidence.openings)]
-    texts = [tokenizer.decode(opening) for opening in few]
-    start = end = ""  # what all prompts share is the other template
-    if len(texts) > 1:
-        start = commonprefix(texts)
-        end = commonprefix([text[::-1] for text in texts])[::-1]
-    prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in texts]
-    ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    past = evidence.decode(few)
-    current = evidence.decode(ids)
-    price = 0.0
-    if is_above(past.accepted.float(), current.accepted.float()):
-        price = past.tokens_per_step - current.tokens_per_step
-    words = f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now"
-    return price, words
 
 
 def other_writer(evidence: Evidence) -> Finding | None:
