@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Exit, Option
 
-from draftheads.infer.pipeline import loading
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
 from draftheads.scripts.following import after_doctor, say_next
@@ -37,6 +36,8 @@ from draftheads.scripts.options import (
 )
 
 if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
+    from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
@@ -98,12 +99,8 @@ def doctor(
         layers=layers and layers.split(","),
     )
     place = models.Place(dtype, device, placement="skeleton" if server else "whole")
-    variables = models.prepared(template_args)
-    model = loading.load_target(target, place, heads=[folder], template_args=variables)
+    model, drafter = _load(target, folder, place, template_args)
     choose_threads(threads, model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a changed target is a finding with a price
-        drafter = folder.load(model)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     documents, manifest = _read_data(data or _data_of(folder.path, recorded), model)
     if prompts:
@@ -139,6 +136,16 @@ def doctor(
     elif not diagnosis.findings:
         say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
     raise Exit(1 if diagnosis.findings else 0)
+
+
+def _load(
+    target: str, folder: HeadFolder, place: models.Place, template_args: str | None
+) -> tuple[Target, DraftHead]:
+    """The target, and the head on it."""
+    model = models.load_target(target, place, heads=[folder], template_args=template_args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a changed target is a finding with a price
+        return model, folder.load(model)
 
 
 def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
