@@ -154,8 +154,7 @@ def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
 
     choices = {key: value for key, value in options.items() if value}
     recorded = training.get("recipe", {}).get("features", {}).get("layers")
-    mode = "served" if choices else "online"
-    return FeatureChoices(mode=mode, **{"layers": recorded, **choices})
+    return FeatureChoices(mode="served" if choices else "online", **{"layers": recorded, **choices})
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:
