@@ -41,7 +41,7 @@ WINGS = {
     "train.data": 22_900,
     "train.plan": 5_500,
     "train.suggest": 1_200,
-    "train.doctor": 5_100,
+    "train.doctor": 5_050,
     "train.served": 2_900,
     "scripts": 17_800,
 }
