@@ -203,8 +203,9 @@ class Target:
 
         merge: add it to the matrices, which makes decoding as fast as without, but cannot be
         undone; quantised matrices are never merged. Raises ValueError for an adapter of another
-        target.
+        target, and for a target without layers.
         """
+        self._check_layers()
         self.adapter = Adapter.load(self.model, self.fingerprint(), Path(folder))
         if merge and not getattr(self.model.config, "quantization_config", None):
             self.adapter.merge()

@@ -107,7 +107,7 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    loaded = load_target(target, place.dtype, place.device, revision)
+    loaded = load_target(target, place, revision)
     choose_threads(place.threads or recorded_threads(options.out), loaded, options.batch_size)
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
@@ -691,7 +691,7 @@ def convert(
         say(converted(source, out, to, target_file=file))
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
-    say(converted(source, out, to, load_target(target, dtype, device) if target else None))
+    say(converted(source, out, to, load_target(target, Place(dtype, device)) if target else None))
     if to == "draftheads":
         say_next("chat", "--head", out, *(["--target", target] if target else []))
     else:

@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Exit, Option
+from typer import Context, Exit, Option
 
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor
+from draftheads.scripts.following import after_doctor, say_next
 from draftheads.scripts.options import (
+    DECODED,
+    EXAMINED,
     PROMPT_CHECK,
     Device,
     Dtype,
     Head,
     Json,
+    KeyVariable,
     MaybeTemplateArgs,
     PromptWords,
     Seed,
+    ServerModel,
     TargetName,
     Temperature,
     Threads,
+    check_places,
     rule,
     write_figures,
 )
 
 if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
+    from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
+    from draftheads.train.recipe import FeatureChoices
+
+SERVER = """http://HOST:PORT of a vLLM that captures hidden states (`plan` prints how) for a target
+whose layers are not loaded; repeatable"""
+LAYERS = """states that it captures, such as 0,18,36; default: the recipe's, or what the head reads,
+the first and the last"""
+
+KEY = re.compile(r"\bfeatures\.(server_model|server|api_key_env|exchange|layers)\b")
+"""Keys of recipes, which are options here."""
 
 
 def doctor(
+    context: Context,
     target: TargetName,
     head: Head,
     data: Annotated[
@@ -48,6 +67,11 @@ def doctor(
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
     temperature: Temperature = 0.0,
+    server: Annotated[list[str] | None, Option(help=SERVER)] = None,
+    server_model: ServerModel = None,
+    api_key_env: KeyVariable = None,
+    exchange: Annotated[Path | None, Option(help="folder to which it writes states")] = None,
+    layers: Annotated[str | None, Option(help=LAYERS)] = None,
     json_out: Json = None,
     template_args: MaybeTemplateArgs = None,
     dtype: Dtype = "auto",
@@ -57,19 +81,26 @@ def doctor(
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
-    Exit code 0: healthy. 1: something was found.
+    With --server nothing is decoded. Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.openings import opening_ids
-    from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
+    from draftheads.train.doctor import Evidence, openings_of, unseen
 
+    check_places(context, EXAMINED, DECODED, "nothing is decoded")
     folder = open_head(head)
-    model = models.load_target(target, dtype, device, heads=[folder], template_args=template_args)
-    choose_threads(threads, model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a changed target is a finding with a price
-        drafter = folder.load(model)
     training = folder.facts.training
+    features = _features(
+        training,
+        server=server,
+        server_model=server_model,
+        api_key_env=api_key_env,
+        exchange=exchange,
+        layers=layers and layers.split(","),
+    )
+    place = models.Place(dtype, device, placement="skeleton" if server else "whole")
+    model, drafter = _load(target, folder, place, template_args)
+    choose_threads(threads, model)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     documents, manifest = _read_data(data or _data_of(folder.path, recorded), model)
     if prompts:
@@ -78,20 +109,65 @@ def doctor(
         spans = unseen(training, documents)
         openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
+        needed = "--data" if server else "--prompts or --data"
         raise ValueError(
-            "expected --prompts or --data, got neither, and the head's training data, "
+            f"expected {needed}, got none, and the head's training data, "
             f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
-            "give one of them"
+            f"give {needed}"
         )
     sampling = rule(temperature, seed=seed) if temperature else None
     evidence = Evidence(
-        model, drafter, folder.facts, openings, documents, manifest, max_new_tokens, sampling
+        model,
+        drafter,
+        folder.facts,
+        openings,
+        documents,
+        manifest,
+        max_new_tokens,
+        sampling,
+        features,
+        models.say_beside,
     )
-    diagnosis = diagnose(evidence)
+    diagnosis = _diagnosis(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    after_doctor(target, head, [finding.check for finding in diagnosis.findings])
+    if not server:
+        after_doctor(target, head, [finding.check for finding in diagnosis.findings])
+    elif not diagnosis.findings:
+        say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
     raise Exit(1 if diagnosis.findings else 0)
+
+
+def _load(
+    target: str, folder: HeadFolder, place: models.Place, template_args: str | None
+) -> tuple[Target, DraftHead]:
+    """The target, and the head on it."""
+    model = models.load_target(target, place, heads=[folder], template_args=template_args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a changed target is a finding with a price
+        return model, folder.load(model)
+
+
+def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
+    """Where features come from by these options; states are those of the training by default."""
+    from draftheads.train.recipe import FeatureChoices
+
+    choices = {key: value for key, value in options.items() if value}
+    recorded = training.get("recipe", {}).get("features", {}).get("layers")
+    return FeatureChoices(mode="served" if choices else "online", **{"layers": recorded, **choices})
+
+
+def _diagnosis(evidence: Evidence) -> Diagnosis:
+    """That of `diagnose`. Raises its errors with options in place of a recipe's keys."""
+    from draftheads.train.data.server import ServerError
+    from draftheads.train.doctor import diagnose
+
+    try:
+        with closing(evidence.connection):
+            return diagnose(evidence)
+    except (ValueError, ServerError) as error:
+        line = KEY.sub(lambda key: "--" + key[1].replace("_", "-"), str(error))
+        raise ValueError(line) from error
 
 
 def _data_of(head: Path, recorded: str) -> Path | None:
@@ -122,25 +198,30 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
 
     console = SafeConsole(highlight=False)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
+    measured = "nothing was decoded (measure it with draftheads bench --server)"
+    if diagnosis.measured is not None:
+        measured = (
+            f"{diagnosis.measured:.2f} tokens per step measured (greedy, with the target's own "
+            "token)"
+        )
     console.print(
-        f"{evidence.head.kind} head on {evidence.target.name}: {diagnosis.measured:.2f} tokens per "
-        "step measured (greedy, with the target's own token); "
-        f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {evidence.nodes} draft "
-        f"nodes{recorded}"
+        f"{evidence.head.kind} head on {evidence.target.name}: {measured}; "
+        f"{diagnosis.predicted:.2f} tokens per step predicted for the best fixed tree of "
+        f"{evidence.nodes} draft nodes{recorded}"
     )
-    if diagnosis.break_even and evidence.head.tree.draft_nodes:
+    if diagnosis.measured and diagnosis.break_even and evidence.head.tree.draft_nodes:
         console.print(
             f"a step costs {diagnosis.break_even:.2f} plain ones here (break-even τ): "
             f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
         )
     if not diagnosis.findings:
-        console.print("healthy: nothing found that costs tokens or time", style="green")
+        console.print("healthy: no fault was found", style="green")
     for number, finding in enumerate([*diagnosis.findings, *diagnosis.remarks], start=1):
         if number <= len(diagnosis.findings):
             verb = "lacks" if finding.check == "speed" else "explains"
             title = f"{number}. {finding.check}: {verb} {finding.explains:.2f} tokens per step"
             console.print(title, style="bold red")
         else:
-            console.print(f"also seen, at no cost: {finding.check}", style="yellow")
+            console.print(f"also seen, at no measured cost: {finding.check}", style="yellow")
         lines = {"  found": finding.shown, "  normal": finding.normal, "  next": finding.advice}
         console.print(labelled(lines))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,25 +85,40 @@ COMMON |= {"temperature", "top_p", "top_k", "json_out", "template_args", "revisi
 """Parameters of every `bench`; the rest is for heads in this process."""
 
 
+EXAMINED = {"server_model", "api_key_env", "exchange", "layers"}
+"""Parameters of `doctor --server` alone."""
+DECODED = {"prompts", "prompt_words", "limit", "max_new_tokens", "temperature", "seed"}
+"""Parameters of `doctor` without it."""
+
+
 def is_served(context: Context) -> bool:
     """Whether `bench` measures servers. Raises ValueError for options that are not for what it
     measures, and for those that it lacks.
     """
     words = {parameter.name: parameter.opts[0] for parameter in context.command.params}
-    typed = [name for name in words if is_typed(context, name)]
-    served = "server" in typed
-    others = [words[name] for name in typed if (name in SERVED) != served and name not in COMMON]
-    if others and served:
-        raise ValueError(f"{', '.join(others)}: omit these with --server, the server decodes")
-    if others:
-        raise ValueError(f"{', '.join(others)}: expected --server, too, got none; pass it")
-    missing = [words[name] for name in ("target", "head") if name not in typed]
+    check_places(context, SERVED, words.keys() - SERVED - COMMON, "the server decodes")
+    served = is_typed(context, "server")
+    missing = [words[name] for name in ("target", "head") if not is_typed(context, name)]
     if missing and not served:
         raise ValueError(
             f"bench: expected --target and --head, or --server, got no {' and no '.join(missing)}; "
             "pass them"
         )
     return served
+
+
+def check_places(context: Context, remote: Set[str], local: Set[str], reason: str) -> None:
+    """Raise ValueError for `remote` parameters without --server, and for `local` ones with it,
+    which mean nothing then for this reason.
+    """
+    served = is_typed(context, "server")
+    useless = local if served else remote
+    options = [each for each in context.command.params if each.name in useless]
+    others = [each.opts[0] for each in options if is_typed(context, each.name)]
+    if others and served:
+        raise ValueError(f"{', '.join(others)}: omit these with --server, {reason}")
+    if others:
+        raise ValueError(f"{', '.join(others)}: expected --server, too, got none; pass it")
 
 
 def is_typed(context: Context, name: str | None) -> bool:

@@ -38,6 +38,14 @@ from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
 from draftheads.train.evaluate import calibrate
+from draftheads.train.features import FeatureSource, OnlineFeatures
+from draftheads.train.recipe import FeatureChoices
+from draftheads.train.served import (
+    Connection,
+    ServedFeatures,
+    captured_states,
+    proven_servers,
+)
 from draftheads.train.setup import LOW_SHARE
 
 TEXT_TOKENS = 4096
@@ -98,8 +106,9 @@ class Evidence:
     """A head, what it is examined on, and lazy measurements.
 
     facts: what its config.json records. openings: token ids of prompts to decode.
-    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. findings:
-    of the checks so far.
+    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. features:
+    "online", or "served" for a target without layers, which decodes nothing. report: called with
+    what servers have proven. findings: of the checks so far.
     """
 
     target: Target
@@ -110,15 +119,32 @@ class Evidence:
     manifest: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 64
     sampling: Acceptance | None = None
+    features: FeatureChoices = field(default_factory=FeatureChoices)
+    report: Callable[[str], object] = print
     findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.training = self.facts.training
-        choices = self.training.get("recipe", {}).get("head", {})
-        self.nodes: int = choices.get("nodes") or self.head.tree.draft_nodes
-        states = self.target.layers + 1  # layer 0: the embeddings
-        self.layers = tuple(layer % states for layer in self.head.feature_layers)
+        recipe = self.training.get("recipe", {})
+        self.nodes: int = recipe.get("head", {}).get("nodes") or self.head.tree.draft_nodes
+        self.states: Sequence[int] = range(self.target.layers + 1)  # layer 0: the embeddings
+        self.layers = tuple(layer % len(self.states) for layer in self.head.feature_layers)
         self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
+        self.length = min(self.target.context, TEXT_TOKENS)
+        if not self.decodes:
+            self.states = self.features.layers or captured_states(self.layers, self.target.layers)
+            trained = recipe.get("data", {}).get("sequence_length", TEXT_TOKENS)
+            self.length = min(self.length, trained)  # servers of a training take no more
+        self.connection = Connection(
+            lambda: proven_servers(
+                self.target, self.features, self.states, [self.rows], self.report
+            )
+        )
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the target has its layers."""
+        return self.features.mode == "online"
 
     @cached_property
     def decoded(self) -> Decoded:
@@ -130,6 +156,8 @@ class Evidence:
         """What a step with the head's tree costs over one without drafts, here and now: as many
         tokens per step make decoding as fast as without. 0 if that cannot be told.
         """
+        if not self.decodes:
+            return 0.0
         drafted: list[float] = []
         plain: list[float] = []
         for answer in self.decoded.answers[:TIMED]:  # in turns: other work slows both alike
@@ -142,7 +170,12 @@ class Evidence:
 
     @cached_property
     def decoded_rows(self) -> Rows:
-        """The decoded answers, one per row."""
+        """The decoded answers, one per row. Raises ValueError where nothing can be decoded."""
+        if not self.decodes:
+            raise ValueError(
+                "expected data with held-out tokens to learn, got none, and servers of states "
+                "decode nothing; pass other --data"
+            )
         documents = Documents.read(self.decoded.answers)
         return Rows(documents, documents.spans, self.target.context, pack=False, seed=0)
 
@@ -157,14 +190,13 @@ class Evidence:
         spread = random.Random(0).sample(useful, len(useful))
         ends = accumulate(stop - start for start, stop in spread)
         few = [span for span, end in zip(spread, ends, strict=True) if end <= TEXT_TOKENS]
-        length = min(self.target.context, TEXT_TOKENS)
-        rows = Rows(documents, few or spread[:1], length, pack=False, seed=0)
+        rows = Rows(documents, few or spread[:1], self.length, pack=False, seed=0)
         return rows if len(rows) else self.decoded_rows
 
     @property
     def on_data(self) -> bool:
         """Whether `rows` are documents of the data."""
-        return self.rows is not self.decoded_rows
+        return not self.decodes or self.rows is not self.decoded_rows
 
     @cached_property
     def ranks_MK(self) -> Tensor:
@@ -218,7 +250,9 @@ class Evidence:
         """Tokens per step predicted less for decoded text than for the data; 0 where that is not
         significant.
         """
-        if not self.on_data or not is_above(runs(self.ranks_MK), runs(self.used_MK)):
+        if not (self.decodes and self.on_data):
+            return 0.0
+        if not is_above(runs(self.ranks_MK), runs(self.used_MK)):
             return 0.0
         return max(0.0, self.best_tree(self.ranks_MK) - self.best_tree(self.used_MK))
 
@@ -236,15 +270,23 @@ class Evidence:
         """ranks_MK of each variant. The target reads every row once."""
         layers = sorted({layer for variant in variants for layer in variant.layers})
         ranks: list[list[Tensor]] = [[] for _ in variants]
-        for on_host in batches(rows):
+        source = self.source(rows, layers)
+        source.ahead(range(len(rows)))
+        for numbers, on_host in batches(rows):
             batch = on_host.to(self.target.device)
-            chunks = self.target.features(batch, layers).chunk(len(layers), dim=-1)
+            chunks = source(numbers, batch).chunk(len(layers), dim=-1)
             states = dict(zip(layers, chunks, strict=True))
             for variant, parts in zip(variants, ranks, strict=True):
                 features_BTD = torch.cat([states[layer] for layer in variant.layers], dim=-1)
                 features_BTD = features_BTD.roll(variant.shift, dims=1)
                 parts.append(variant.head.token_ranks(batch, features_BTD, self.target).cpu())
         return [torch.cat(parts) for parts in ranks]
+
+    def source(self, rows: Rows, layers: Sequence[int]) -> FeatureSource:
+        """The states of these layers, from the target or from servers."""
+        if self.decodes:
+            return OnlineFeatures(self.target, layers, adapted=True)
+        return ServedFeatures(self.target, layers, rows, self.connection)
 
     def decode(
         self,
@@ -282,16 +324,17 @@ class Evidence:
         return Decoded(answers, torch.tensor(accepted), tokens_per_step, seconds)
 
 
-def batches(rows: Rows) -> Iterator[Batch]:
-    """All rows, in order."""
+def batches(rows: Rows) -> Iterator[tuple[Sequence[int], Batch]]:
+    """All rows, in order, with their numbers."""
     for start in range(0, len(rows), ROWS_PER_BATCH):
-        yield rows.batch(range(len(rows))[start : start + ROWS_PER_BATCH])
+        numbers = range(len(rows))[start : start + ROWS_PER_BATCH]
+        yield numbers, rows.batch(numbers)
 
 
 def truth(rows: Rows, depth: int) -> Tensor:
     """int64 (M, K): the tokens after each learned position; -1: not written by the target."""
     parts = []
-    for batch in batches(rows):
+    for _, batch in batches(rows):
         columns = [
             torch.where(torch.from_numpy(here_BT), batch.tokens_BT.roll(-k, dims=1), -1)
             for k, here_BT in enumerate(batch.root_masks(depth), start=1)
@@ -431,7 +474,7 @@ def other_layers(evidence: Evidence) -> Iterator[Variant]:
         for place in range(len(layers)):
             others.append((*layers[:place], layers[place] + step, *layers[place + 1 :]))
     for other in dict.fromkeys(others):
-        if other == layers or min(other) < 0 or max(other) > evidence.target.layers:
+        if other == layers or not set(other) <= set(evidence.states):
             continue
         key = (
             "draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers are "
@@ -519,24 +562,28 @@ def other_template(evidence: Evidence) -> Finding | None:
     other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]
     if len(other) <= 0.5 * len(texts):
         return None
-    few = texts[: len(evidence.openings)]
-    start = end = ""  # what all prompts share is the other template
-    if len(few) > 1:
-        start = commonprefix(few)
-        end = commonprefix([text[::-1] for text in few])[::-1]
-    prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in few]
-    ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-    past = evidence.decode(openings[: len(few)])
-    current = evidence.decode(ids)
-    price = 0.0
-    if is_above(past.accepted.float(), current.accepted.float()):
-        price = past.tokens_per_step - current.tokens_per_step
+    price = evidence.rest
+    cost = "what that costs was not measured"
+    if evidence.decodes:
+        few = texts[: len(evidence.openings)]
+        start = end = ""  # what all prompts share is the other template
+        if len(few) > 1:
+            start = commonprefix(few)
+            end = commonprefix([text[::-1] for text in few])[::-1]
+        prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in few]
+        ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+        past = evidence.decode(openings[: len(few)])
+        current = evidence.decode(ids)
+        price = 0.0
+        if is_above(past.accepted.float(), current.accepted.float()):
+            price = past.tokens_per_step - current.tokens_per_step
+        cost = f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now"
     return Finding(
         "template",
         price,
         f"{len(other)} of {len(texts)} prompts of the data differ from what the tokenizer makes: "
         f"{other[0][:40]!r} ... {other[0][-20:]!r}, not {before[:40]!r} ... {after[-20:]!r}; "
-        f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now",
+        f"{cost}",
         "the same tokens around every prompt",
         "use the template (system prompt, BOS) that the data was made with, or distill again",
     )
@@ -718,6 +765,8 @@ CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     undertrained,
     slower_than_plain,
 )
+DECODING = (temperature, other_use, slower_than_plain)
+"""Checks of what was decoded."""
 SKIPPED = (other_reading, other_use, fallen_short, undertrained)
 """Checks that fail because of other faults, too: skipped once something was found."""
 
@@ -727,25 +776,30 @@ class Diagnosis:
     """findings: the one that explains most first, and speed, which the others lower, last; remarks:
     findings too small to notice.
 
-    Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
-    prediction that training recorded), break_even (that are as fast as no drafts).
+    Tokens per step: measured (greedy decoding; None if nothing was decoded), predicted (for the
+    best fixed tree), expected (the prediction that training recorded), break_even (that are as fast
+    as no drafts; 0: not measured).
     """
 
     findings: list[Finding]
     remarks: list[Finding]
-    measured: float
+    measured: float | None
     predicted: float
     expected: float | None
     break_even: float
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Examine a head. Raises ValueError where nothing can be decoded."""
+    """Examine a head. Raises ValueError where nothing can be decoded, though it should be, and what
+    servers do.
+    """
     findings = evidence.findings
     checks = CHECKS
     if not evidence.finite:
         checks = (unfit_weights,)  # ranks of NaN mean nothing
     for check in checks:
+        if check in DECODING and not evidence.decodes:
+            continue
         if check in SKIPPED and any(finding.explains >= WORTH for finding in findings):
             continue
         finding = check(evidence)
@@ -755,7 +809,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return Diagnosis(
         findings=[finding for finding in findings if finding.explains >= WORTH],
         remarks=[finding for finding in findings if finding.explains < WORTH],
-        measured=evidence.decoded.tokens_per_step,
+        measured=evidence.decoded.tokens_per_step if evidence.decodes else None,
         predicted=evidence.predicted,
         expected=evidence.training.get("predicted_tokens_per_step"),
         break_even=evidence.break_even,

@@ -380,21 +380,30 @@ def served_features(
     """
     captured = recipe.features.layers or captured_states(layers, target.layers)
     StateLayout(target, captured, layers)  # a mistake is said now
-    length = max(max(each.sizes) for each in rows)
-
-    def proven_servers() -> StateServers:
-        servers = StateServers(target, recipe.features, captured, length)
-        try:
-            proven = servers.probe(documents_of(rows[0], 0)[0])
-        except BaseException:
-            servers.close()
-            raise
-        log(f"{servers.servers[0].url} serves {target.name}: {proven}")
-        return servers
-
-    connection = Connection(proven_servers)
+    connection = Connection(lambda: proven_servers(target, recipe.features, captured, rows, log))
     train, heldout = (ServedFeatures(target, layers, each, connection) for each in rows)
     return train, heldout
+
+
+def proven_servers(
+    target: Target,
+    choices: FeatureChoices,
+    captured: Sequence[int],
+    rows: Sequence[Rows],
+    log: Callable[[str], object],
+) -> StateServers:
+    """Servers for these rows, the first document of which has proven what they serve. Raises what
+    `StateServers` and their `probe` do.
+    """
+    length = max(max(each.sizes) for each in rows)
+    servers = StateServers(target, choices, captured, length)
+    try:
+        proof = servers.probe(documents_of(rows[0], 0)[0])
+    except BaseException:
+        servers.close()
+        raise
+    log(f"{servers.servers[0].url} serves {target.name}: {proof}")
+    return servers
 
 
 def documents_of(rows: Rows, number: int) -> list[list[int]]:

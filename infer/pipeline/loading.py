@@ -13,7 +13,7 @@ from draftheads.infer.threads import choose_threads, set_threads
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.heads.placement import Bits
+    from draftheads.heads.placement import Bits, Placement
     from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
@@ -25,7 +25,7 @@ logger = logging.getLogger("draftheads")
 class Place:
     """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
     None: the fastest number. bits: quantise it, on a CPU to int8. report: called with a choice that
-    was made, to be shown.
+    was made, to be shown. placement: as of `Target.load`.
     """
 
     dtype: str = "auto"
@@ -33,6 +33,7 @@ class Place:
     threads: int | None = None
     bits: Bits | None = None
     report: Callable[[object], None] = logger.info
+    placement: Placement = "whole"
 
 
 def load_target(
@@ -65,7 +66,12 @@ def load_target(
     if template_args is None:
         template_args = shared_template_args(heads)
     target = Target.load(
-        name, dtype=place.dtype, device=place.device, revision=revision, bits=place.bits
+        name,
+        dtype=place.dtype,
+        device=place.device,
+        revision=revision,
+        placement=place.placement,
+        bits=place.bits,
     )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target

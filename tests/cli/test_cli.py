@@ -503,9 +503,13 @@ def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds,
     monkeypatch.setattr(torch, "get_num_threads", lambda: count[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda number: count.__setitem__(0, number))
     monkeypatch.setattr(threads.time, "perf_counter", lambda: clock[0])
-    target = SimpleNamespace(model=forward, device=torch.device("cpu"))
+    target = SimpleNamespace(model=forward, device=torch.device("cpu"), is_skeleton=False)
     threads.choose_threads(given, target)
     assert count == [chosen]
+    count[0] = 4
+    without = SimpleNamespace(device=torch.device("cpu"), is_skeleton=True)
+    threads.choose_threads(None, without)
+    assert count == [4], "a target without layers is not timed"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     count[0] = 4
     threads.choose_threads(None, target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from states_server import StatesServer
 from tiny_chat import byte_tokenizer, llama
 from tiny_heads import overfitted, random_head, written_by
 from tiny_training import write_answers
@@ -140,7 +142,7 @@ def examine(bench, tmp_path, monkeypatch, capsys):
         words = {"--target": bench.folder / "target", "--head": head, "--json": out}
         words["--max-new-tokens"] = 24
         words |= {f"--{name}": value for name, value in changed.items()}
-        line = [str(word) for pair in words.items() for word in pair]
+        line = [str(word) for pair in words.items() for word in pair if pair[1] is not None]
         monkeypatch.setattr(sys, "argv", ["draftheads", "doctor", *line, *map(str, options)])
         with pytest.raises(SystemExit) as stopped:
             cli.main()
@@ -345,8 +347,9 @@ def test_a_bad_tree_is_named_first(examine, bench, tmp_path):
     assert first(examine(save(bench, head, tmp_path / "head", fit_tree=False))) == "tree"
 
 
-def test_features_that_come_late_are_named_first(examine, bench, tmp_path):
-    """The alignment law, broken in training."""
+@pytest.fixture(scope="module")
+def late(bench) -> Path:
+    """A head in whose training the alignment law was broken."""
     target, head = bench.target, by_heart(bench, "medusa", updates=1)
     late_BTD = target.features(bench.texts, head.feature_layers).roll(1, dims=1)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2, weight_decay=0.0)
@@ -354,7 +357,11 @@ def test_features_that_come_late_are_named_first(examine, bench, tmp_path):
         head(bench.texts, late_BTD, target).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert first(examine(save(bench, head.eval(), tmp_path / "head"))) == "alignment"
+    return save(bench, head.eval(), bench.folder / "late")
+
+
+def test_features_that_come_late_are_named_first(examine, late):
+    assert first(examine(late)) == "alignment"
 
 
 def test_a_temperature_that_scatters_the_text_is_named_first(examine, good):
@@ -372,4 +379,87 @@ def test_a_mistake_gets_one_line(examine, bench, tmp_path):
     folder = save_head(head, tmp_path / "head", target=bench.target)
     code, found, printed = examine(folder)
     assert code == 2 and found is None
-    assert "give one of them" in printed and len(printed.splitlines()) == 1
+    assert "give --prompts or --data" in printed and len(printed.splitlines()) == 1
+
+
+@pytest.fixture
+def server(bench, tmp_path) -> Iterator[StatesServer]:
+    """Of the states that a server is started with for heads that read the first or the last."""
+    server = StatesServer(bench.target.model, tmp_path / "exchange", [0, 2])
+    yield server
+    server.close()
+
+
+def unwrapped(printed: str) -> str:
+    return " ".join(printed.split())
+
+
+def at(server: StatesServer, **changed: object) -> dict[str, object]:
+    """Options of the command, which decodes otherwise."""
+    options = {"max-new-tokens": None, "server": server.url, "exchange": server.folder}
+    return {**options, **changed}
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block"])
+def test_a_target_at_a_server_gives_the_same_prediction(examine, good, server, kind):
+    server.captured = {"block": [0, 1, 2]}.get(kind, [0, 2])
+    _, whole, _ = examine(good[kind])
+    code, found, printed = examine(good[kind], **at(server))
+    assert code == 0 and found["healthy"] and found["measured"] is None, printed
+    assert found["predicted"] == pytest.approx(whole["predicted"], abs=1e-4)
+    assert "nothing was decoded (measure it with draftheads bench --server" in unwrapped(printed)
+    assert "state 0 is the checkpoint's embeddings" in printed
+    assert "next: draftheads bench --server http://HOST:PORT" in printed
+    assert server.asked and not list(server.folder.iterdir())
+
+
+def test_faults_are_named_first_by_states_of_a_server(examine, good, late, server, tmp_path):
+    folder = Path(shutil.copytree(good["eagle3"], tmp_path / "head"))
+    config = json.loads((folder / "config.json").read_text())
+    features_swapped(config, {})
+    (folder / "config.json").write_text(json.dumps(config))
+    assert first(examine(folder, **at(server))) == "features"
+    assert first(examine(late, **at(server))) == "alignment"
+
+
+def test_layers_beside_those_of_the_head_are_tried_if_a_server_has_them(
+    examine, good, server, tmp_path
+):
+    """A head that reads a layer too low."""
+    folder = Path(shutil.copytree(good["eagle3"], tmp_path / "head"))
+    config = json.loads((folder / "config.json").read_text())
+    features_a_layer_low(config, {})
+    (folder / "config.json").write_text(json.dumps(config))
+    code, _, printed = examine(folder, **at(server))
+    assert code == 2 and "set --layers to those that the server captures" in printed
+    server.captured = [0, 1, 2]
+    assert first(examine(folder, **at(server, layers="0,1,2"))) == "features"
+
+
+def test_a_mistake_with_a_server_gets_one_line(examine, bench, good, server, tmp_path):
+    def line(head: Path = good["medusa"], **more: object) -> str:
+        code, found, printed = examine(head, **(at(server) | more))
+        errors = [line for line in printed.splitlines() if " serves " not in line]
+        assert code == 2 and found is None and len(errors) == 1, printed
+        return errors[0]
+
+    head = save_head(random_head("medusa", bench.target), tmp_path / "head", target=bench.target)
+    assert "expected --data, got none" in line(head)
+    nothing = replace(bench.texts, loss_mask_BT=torch.zeros_like(bench.texts.loss_mask_BT))
+    data = write_data(bench, nothing, tmp_path / "data")
+    assert "expected data with held-out tokens to learn" in line(data=data)
+    assert "omit these with --server, nothing is decoded" in line(temperature=1.0)
+    assert "--exchange: expected --server, too" in line(server=None)
+    assert "--exchange: expected the folder to which" in line(exchange=tmp_path / "none")
+    assert "layers.0: expected" in line(layers="first")
+    server.models = [{"id": "tiny"}, {"id": "other"}]
+    assert "--server-model" in line()
+    server.models = server.models[:1]
+    server.model = llama().model
+    server.model.get_input_embeddings().weight.data += 1.0
+    assert "expected the embeddings of" in line() and not list(server.folder.iterdir())
+    server.model = bench.target.model
+    server.token_of = lambda number, token: (token + 1) % 97
+    assert "expected the token that lm_head(norm(last state))" in line()
+    server.close()
+    assert "expected an OpenAI-compatible server" in line()

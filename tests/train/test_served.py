@@ -329,6 +329,7 @@ def test_the_target_has_no_layers(made):
         lambda: skeleton.features(batch, [1]),
         lambda: skeleton.prefill([[1, 2]], skeleton.new_cache(1, 8), ()),
         lambda: next(Speculator(skeleton).generate([1, 2])),
+        lambda: skeleton.attach(made),
     ):
         with pytest.raises(ValueError, match="load it whole to decode, or ask its server"):
             run_it()
