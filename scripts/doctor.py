@@ -102,7 +102,7 @@ def doctor(
     model, drafter = _load(target, folder, place, template_args)
     choose_threads(threads, model)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
-    documents, manifest = _read_data(data or _data_of(folder.path, recorded), model)
+    documents, manifest = _read_data(data or data_of(folder.path, recorded), model)
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)
     elif documents:
@@ -170,7 +170,7 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
         raise ValueError(line) from error
 
 
-def _data_of(head: Path, recorded: str) -> Path | None:
+def data_of(head: Path, recorded: str) -> Path | None:
     """The recorded training data: relative to the working directory or to a folder above the
     head's, as the run's output was; None if it is in none of them.
     """

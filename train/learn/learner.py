@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any as Memory
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
 from draftheads.heads.target import Target
 from draftheads.infer.background import Point, with_head
-from draftheads.infer.drafters.ngram import Memory
 from draftheads.infer.engine import Speculator
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer

@@ -73,14 +73,15 @@ class Versions:
         return self.folder / f"v{version:06d}"
 
     def adopt(self, write: Callable[[Path], None], point: Point) -> Path:
-        """Serve a new version. write: its files into a folder."""
-        version = self.state.newest + 1
+        """Serve a new version. write: its files into a folder. Versions that were taken back go."""
+        state, version = self.state, self.state.newest + 1
         with staged(self.path(version)) as folder:
             write(folder)
-        self._replace(State(version, version, (*self.state.points, point)))
-        older = sorted(self.folder.glob("v[0-9]*"))
-        for path in older[:-KEPT]:
-            shutil.rmtree(path)
+        self._replace(State(version, version, (*state.points, point)))
+        there = [number for number in range(1, version) if self.path(number).is_dir()]
+        earlier = [number for number in there if number <= state.served]
+        for number in set(there) - set(earlier[-KEPT + 1 :]):
+            shutil.rmtree(self.path(number))
         return self.path(version)
 
     def note(self, point: Point) -> None:

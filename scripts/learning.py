@@ -1,0 +1,125 @@
+"""`--learn` of chat and serve, and the commands for what was learned: rollback and forget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from draftheads.extras import extras
+from draftheads.scripts.models import say_beside
+from draftheads.scripts.options import HEAD_CHECK
+from draftheads.train.entry import say
+
+if TYPE_CHECKING:
+    from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.infer.engine import Speculator
+    from draftheads.train.batches import Documents
+    from draftheads.train.learn.learner import UseLearner
+    from draftheads.train.learn.place import Place
+
+Learn = Annotated[
+    bool, Option("--learn", help="keep questions and answers here, and train the head on them")
+]
+LearnKeep = Annotated[float, Option(min=0.01, help="days after which they are deleted")]
+LearnSize = Annotated[float, Option("--learn-mb", min=2, help="megabytes of them, at most")]
+LearnFolder = Annotated[
+    Path | None, Option(help="where they are kept; default: draftheads/learned in your data")
+]
+LearnedHead = Annotated[str, Option(callback=HEAD_CHECK, help="as for chat or serve")]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Options of chat and serve with these names."""
+
+    keep_days: float
+    size_mb: float
+    folder: Path | None
+
+
+def learner_for(
+    engine: Speculator, head: str | None, options: Learning
+) -> tuple[Speculator, UseLearner, Place]:
+    """The engine with the newest head that was learned, what trains it, and its folder, to be
+    closed. Raises ValueError unless --head names one head, for compiled steps, and as `UseLearner`
+    and `Place` do.
+    """
+    with extras():
+        from draftheads.train.learn.learner import Source, UseLearner
+        from draftheads.train.learn.place import Place, place_of
+    from draftheads.heads.formats.hub import open_head
+    from draftheads.infer.background import with_head
+
+    folder = learned_folder(head)
+    if engine.compile:
+        raise ValueError("--learn: expected no --compile, as steps would be compiled again")
+    path = place_of(folder, options.folder)
+    target = engine.target
+    place = Place(path, target, most_mb=options.size_mb, keep_days=options.keep_days)
+    try:
+        source = Source(folder, training_data(folder, engine))
+        learner = UseLearner(target, source, place.texts, place.versions)
+        if place.versions.served:
+            head = open_head(place.versions.served).load(target).pack(target)
+            engine = with_head(engine, head)
+    except BaseException:
+        place.close()
+        raise
+    say_beside(
+        f"learning from use: what is asked and answered is kept in {path}, on this machine, for "
+        f"{options.keep_days:g} days, at most {options.size_mb:g} MB; draftheads forget deletes it"
+    )
+    return engine, learner, place
+
+
+def learned_folder(head: str | None) -> HeadFolder:
+    """The one head that --head names. Raises ValueError for none or several."""
+    from draftheads.infer.drafters.named import named_drafts
+
+    folders = named_drafts(head).folders if head else []
+    if len(folders) != 1:
+        raise ValueError(
+            f"--learn: expected --head with one head, got {len(folders)}; name the head to train"
+        )
+    return folders[0]
+
+
+def training_data(folder: HeadFolder, engine: Speculator) -> Documents | None:
+    """What the head was trained on, if that is here."""
+    from draftheads.scripts.doctor import data_of
+    from draftheads.train.batches import Documents
+
+    recorded = folder.facts.training.get("recipe", {}).get("data", {}).get("path")
+    path = data_of(folder.path, str(recorded or ""))
+    if path is None:
+        return None
+    return Documents.open(path, engine.target.vocab_size, str(engine.target.name))
+
+
+def rollback(head: LearnedHead, learn_folder: LearnFolder = None) -> None:
+    """Serve the head before the newest that was learned, from the next start on."""
+    from draftheads.train.learn.place import place_of
+    from draftheads.train.learn.place import rollback as run
+
+    version = run(place_of(learned_folder(head), learn_folder))
+    what = f"version {version}" if version else "the head that learning started from"
+    say(f"{head} is served as {what} from now on")
+
+
+def forget(
+    head: Annotated[
+        str | None, Option(callback=HEAD_CHECK, help="of this head; default: of all")
+    ] = None,
+    learn_folder: LearnFolder = None,
+) -> None:
+    """Delete what chat and serve have kept with --learn: texts, and the heads made from them."""
+    from draftheads.train.learn.place import default_place, place_of
+    from draftheads.train.learn.place import forget as run
+
+    root = learn_folder or default_place()
+    places = [place_of(learned_folder(head), root)] if head else sorted(root.glob("*-*"))
+    size = sum(map(run, places))
+    say(f"deleted {size / 1e6:.3g} MB in {root}")

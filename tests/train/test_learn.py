@@ -1,0 +1,215 @@
+"""The promise: what is asked and answered makes the head better, never worse, and never lost; it is
+kept where nobody else reads it, within its limits, and can be deleted and taken back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import (
+    conversation,
+    random_answers,
+    run,
+    tiny_model,
+    tiny_target,
+    write_answers,
+    write_target,
+)
+
+from draftheads.heads.formats.hub import open_head
+from draftheads.heads.target import Target
+from draftheads.infer.background import Point
+from draftheads.infer.engine import Speculator
+from draftheads.train.learn import learner as learning
+from draftheads.train.learn.learner import Source, UseLearner, is_apart
+from draftheads.train.learn.place import Place, forget, place_of, rollback
+from draftheads.train.learn.texts import Texts
+from draftheads.train.learn.versions import STATE, Versions
+
+
+def texts_in(folder: Path, **limits: Any) -> Texts:
+    return Texts(folder, **{"most_bytes": 1 << 20, "keep_days": 30, **limits})
+
+
+def test_what_was_said_is_there_again_after_a_start(tmp_path):
+    texts = texts_in(tmp_path / "texts")
+    texts.add([1, 2], [3, 4])
+    texts.add([5], [6])
+    grown = texts.add([1, 2, 3, 4, 9], [7])  # continues the first
+    assert [list(talk.tokens) for talk in texts.conversations] == [[5, 6], [1, 2, 3, 4, 9, 7]]
+    assert grown.answers == [(2, 4), (5, 6)]
+    again = texts_in(tmp_path / "texts")
+    for one, other in zip(texts.conversations, again.conversations, strict=True):
+        assert (one.tokens, one.answers, one.key) == (other.tokens, other.answers, other.key)
+
+
+def test_a_conversation_stays_on_its_side_of_the_hold_out(tmp_path):
+    texts = texts_in(tmp_path)
+    first = texts.add([1], [2])
+    assert is_apart(texts.add([1, 2, 3], [4])) == is_apart(first)
+    sides = [is_apart(texts.add([number, 50], [number])) for number in range(60)]
+    assert 4 <= sum(sides) <= 24
+
+
+def test_only_the_owner_reads_the_texts(tmp_path):
+    texts = texts_in(tmp_path / "texts")
+    texts.add([1], [2])
+    assert stat.S_IMODE((tmp_path / "texts").stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in texts.files] == [0o600]
+
+
+def test_a_line_that_was_cut_costs_no_other(tmp_path):
+    texts = texts_in(tmp_path)
+    texts.add([1], [2])
+    [path] = texts.files
+    with path.open("a") as file:
+        file.write('{"time":1,"start":1,"tok')
+    texts_in(tmp_path).add([3], [4])
+    with path.open("a") as file:
+        file.write('{"time":1,"start":1,"tokens":[1e99]}\n[]\n')
+    assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
+
+
+def test_texts_are_deleted_in_time_and_within_their_room(tmp_path):
+    texts = texts_in(tmp_path, most_bytes=3 << 20)
+    for number in range(70):
+        texts.add([number], [7] * 50_000)
+        assert texts.size <= 3 << 20
+    assert [talk.tokens[0] for talk in texts_in(tmp_path).conversations][-1] == 69
+    for path in texts.files:
+        os.utime(path, (time.time() - 31 * 86400,) * 2)
+    assert texts_in(tmp_path).conversations == []
+    with pytest.raises(ValueError, match="1 MB of texts or more"):
+        texts_in(tmp_path, most_bytes=1000)
+
+
+def point(version: int) -> Point:
+    return Point(time.time(), version, 2.0, 100, adopted=True)
+
+
+def write(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def test_versions_are_kept_and_taken_back(tmp_path):
+    versions = Versions(tmp_path)
+    assert versions.served is None
+    for number in range(1, 6):
+        assert versions.adopt(write, point(number)).name == f"v{number:06d}"
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v000003", "v000004", "v000005"]
+    assert versions.rollback() == 4
+    again = Versions(tmp_path)
+    assert again.served == tmp_path / "v000004"
+    again.adopt(write, point(6))  # what was taken back is not served again
+    assert sorted(path.name for path in tmp_path.glob("v*")) == ["v000003", "v000004", "v000006"]
+    assert [again.rollback(), again.rollback(), again.rollback()] == [4, 3, 0]
+    with pytest.raises(ValueError, match="nothing to go back to"):
+        again.rollback()
+    (tmp_path / STATE).write_text("{")
+    with pytest.raises(ValueError, match=r"state\.json: expected the state of learning"):
+        Versions(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    write_target(folder / "target")
+    write_answers(folder / "data", random_answers(40))
+    for kind in ("medusa", "eagle3", "block"):
+        assert run(folder, folder / kind, kind=kind) == 0
+    return folder
+
+
+def learner_in(made: Path, kind: str, path: Path) -> tuple[UseLearner, Place]:
+    target = Target(tiny_model(), name="tiny")
+    place = Place(path, target, most_mb=2, keep_days=1)
+    source = Source(open_head(made / kind))
+    return UseLearner(target, source, place.texts, place.versions), place
+
+
+def use(learner: UseLearner, count: int) -> None:
+    """Ask and answer, as an engine reports it."""
+    for seed in range(count):
+        prompt = [seed % 97, (7 * seed) % 97, 3]
+        whole = conversation(learner.target, prompt, 40).tokens
+        learner.answered(prompt, whole[3:])
+
+
+def rounds(learner: UseLearner, engine: Speculator) -> Speculator:
+    """Work until there is nothing to do."""
+    for _ in range(2000):
+        engine, seconds = learner.work(engine)
+        if seconds:
+            return engine
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block"])
+def test_a_head_becomes_better_by_use(made, tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(learning, "RATE", 3.0)  # the tiny heads have hardly been trained
+    monkeypatch.setattr(learning, "PASSES", 12)
+    learner, place = learner_in(made, kind, tmp_path / "place")
+    engine = Speculator(learner.target, open_head(made / kind).load(learner.target))
+    use(learner, 40)
+    better = rounds(learner, engine)
+    [first] = learner.points()
+    assert first.adopted and first.version == 1
+    assert better is not engine
+    prompt = [5, 35, 3]
+    expected = conversation(learner.target, prompt, 30).tokens
+    steps = list(better.generate(prompt, max_new_tokens=30))
+    assert [*prompt, *(token for step in steps for token in step.tokens)] == expected
+    assert rounds(learner, better) is better, "nothing new was asked"
+    before = first.tokens_per_step
+    use(learner, 60)
+    rounds(learner, better)
+    assert learner.points()[-1].tokens_per_step > before - 0.3
+    place.close()
+    again, place = learner_in(made, kind, tmp_path / "place")
+    assert again.tokens == learner.tokens
+    assert rounds(again, better) is better, "what was learned is not new again"
+    place.close()
+
+
+def test_a_head_that_is_worse_is_not_served(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "RATE", 1e4)
+    learner, place = learner_in(made, "medusa", tmp_path / "place")
+    engine = Speculator(learner.target, open_head(made / "medusa").load(learner.target))
+    use(learner, 40)
+    assert rounds(learner, engine) is engine
+    assert [point.adopted for point in learner.points()] == [False]
+    assert place.versions.served is None
+    place.close()
+
+
+def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
+    path = place_of(open_head(made / "medusa"), tmp_path)
+    assert (
+        path == place_of(open_head(made / "medusa" / "best"), tmp_path) or path.parent == tmp_path
+    )
+    target = tiny_target()
+    place = Place(path, target, most_mb=2, keep_days=1)
+    for action in (lambda: Place(path, target, most_mb=2, keep_days=1), lambda: forget(path)):
+        with pytest.raises(ValueError, match="another process learns there"):
+            action()
+    place.close()
+    other = tiny_model()
+    with torch.no_grad():
+        other.model.norm.weight.mul_(2)
+    with pytest.raises(ValueError, match="tiny with other weights"):
+        Place(path, Target(other, name="tiny"), most_mb=2, keep_days=1)
+    packed = tiny_target().pack(8)
+    with pytest.raises(ValueError, match="with none quantisation"):
+        Place(path, packed, most_mb=2, keep_days=1)
+    assert forget(path) > 0 and not path.exists()
+    assert forget(path) == 0
+    with pytest.raises(ValueError, match="found none there"):
+        rollback(path)
+    assert json.dumps({})
