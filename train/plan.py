@@ -105,6 +105,8 @@ class Shapes:
 
     def __init__(self, recipe: Recipe) -> None:
         check_path(recipe.target)
+        if recipe.target_adapter:
+            Lora.open(recipe.target_adapter)
         config = read_config(recipe.target, recipe.target_revision)
         saved = config.get_text_config(decoder=True).dtype or torch.float32
         dtype = getattr(torch, recipe.target_dtype, saved)
@@ -293,6 +295,7 @@ class Rehearsal:
         values |= {
             "target": str(folder / "target"),
             "target_revision": None,
+            "target_adapter": None,
             "target_placement": "whole",
             "features": {},
             "eval": {"every": 0},

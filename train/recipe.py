@@ -195,6 +195,9 @@ class Recipe(Section):
         "auto", description="auto: float32 on CPU, else as saved"
     )
     target_revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    target_adapter: str | None = Field(
+        None, description="LoRA in PEFT's format, merged into the target: folder or Hub id"
+    )
     target_placement: Literal["whole", "split", "sharded"] = Field(
         "whole",
         description="whole: a copy per process; split: over all GPUs of a single process; sharded: "
@@ -249,6 +252,11 @@ class Recipe(Section):
         if self.adapter and not self.head.takes_adapter:
             kinds = " or ".join(kind for kind in HEADS if HEADS[kind].Choices.takes_adapter)
             raise ValueError(f"adapter needs head.kind {kinds}, got {self.head.kind}")
+        if self.target_adapter and (self.target_bits or self.target_placement != "whole"):
+            raise ValueError(
+                "target_adapter needs target_bits null and target_placement whole; or merge it "
+                "with PEFT (merge_and_unload), save the result, and set target to that"
+            )
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
@@ -266,10 +274,12 @@ class Recipe(Section):
                 "features.mode: expected served or cached with features.server, got online; set "
                 "features.mode=served"
             )
-        if self.adapter or self.target_bits or self.target_placement != "whole":
+        loaded = self.adapter or self.target_adapter or self.target_bits
+        if loaded or self.target_placement != "whole":
             raise ValueError(
-                "features.server: expected adapter and target_bits null and target_placement "
-                "whole, as the layers of the target are not loaded; leave these keys out"
+                "features.server: expected adapter, target_adapter and target_bits null and "
+                "target_placement whole, as the layers of the target are not loaded; leave these "
+                "keys out"
             )
 
 
@@ -324,7 +334,7 @@ def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     """Choices that must not change when a run is resumed. The target is compared by fingerprint."""
     compared = {"prompts", "new_tokens"} if recipe.measure in DECODED else set()
     free: Any = {
-        **dict.fromkeys(("target", "target_revision", "target_placement"), True),
+        **dict.fromkeys(("target", "target_revision", "target_adapter", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
         "features": {"path", "disk_gb", *SERVER_KEYS},
         "head": set(recipe.head.decoding_keys),

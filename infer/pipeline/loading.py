@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from draftheads.infer.threads import choose_threads, set_threads
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.placement import Bits
     from draftheads.heads.target import Target
@@ -24,15 +26,20 @@ logger = logging.getLogger("draftheads")
 @dataclass(frozen=True)
 class Place:
     """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
-    None: the fastest number. bits: quantise it, on a CPU to int8. report: called with a choice that
-    was made, to be shown.
+    None: the fastest number. bits: quantise it, on a CPU to int8. lora: as of `Target.load`.
+    report: called with a choice that was made, to be shown.
     """
 
     dtype: str = "auto"
     device: str | None = None
     threads: int | None = None
     bits: Bits | None = None
+    lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
+
+    def recorded(self, lora: str | None) -> Place:
+        """The same, with the LoRA that a head records, unless another one is named."""
+        return replace(self, lora=self.lora or lora)
 
 
 def load_target(
@@ -65,7 +72,12 @@ def load_target(
     if template_args is None:
         template_args = shared_template_args(heads)
     target = Target.load(
-        name, dtype=place.dtype, device=place.device, revision=revision, bits=place.bits
+        name,
+        dtype=place.dtype,
+        device=place.device,
+        revision=revision,
+        bits=place.bits,
+        lora=place.lora,
     )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target
@@ -138,7 +150,7 @@ def load_parts(
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
-    one that the head records. Raises ValueError if neither names a target.
+    one that the head records, with its LoRA. Raises ValueError if neither names a target.
     """
     from draftheads.infer.drafters.named import load_drafts, named_drafts
 
@@ -146,6 +158,7 @@ def load_parts(
     name, revision = target, None
     if drafts is not None and not target:
         name, revision = drafts.target
+        place = place.recorded(drafts.lora)
     if name is None:
         raise ValueError("expected a head or a target, got neither; pass one")
     folders = drafts.folders if drafts else []
