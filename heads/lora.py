@@ -51,9 +51,7 @@ class Lora:
         folder = Path(os.path.expanduser(name))
         if not folder.is_dir():
             repository, _, revision = name.partition("@")
-            folder = download(
-                "adapter", repository, revision or None, [CONFIG, WEIGHTS, *TEXTS]
-            )
+            folder = download("adapter", repository, revision or None, [CONFIG, WEIGHTS, *TEXTS])
             name = f"{repository}@{folder.name}"
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
@@ -90,7 +88,9 @@ class Lora:
                 left = self._merge(model)
         except Exception as error:  # what does not fit may raise anything, in many lines
             reason = " ".join(str(error).split())
-            raise ValueError(self._misfit(model, f"{type(error).__name__}: {reason:.300}")) from error
+            raise ValueError(
+                self._misfit(model, f"{type(error).__name__}: {reason:.300}")
+            ) from error
         if left:
             raise ValueError(self._misfit(model, f"{len(left)} tensors differ, such as {left[0]}"))
         if untied:

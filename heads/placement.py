@@ -47,19 +47,18 @@ Bits = Literal[4, 8]
 
 
 class LoadOptions(TypedDict, total=False):
-    """Options of `Target.load`."""
+    """Options of `Target.load`, besides its LoRA."""
 
     dtype: str
     device: str | None
     revision: str | None
     placement: Placement | dict[str, Any]
     bits: Bits | None
-    lora: str | Path | None
 
 
 @dataclass(frozen=True)
 class Loading:
-    """`LoadOptions` with their defaults, and the LoRA found."""
+    """`LoadOptions` with their defaults, and a LoRA to merge."""
 
     dtype: str = "auto"
     device: str | None = None

@@ -157,6 +157,8 @@ class Target:
     def load(
         cls,
         name_or_path: str | Path,
+        *,
+        lora: str | Path | None = None,
         **options: Unpack[LoadOptions],
     ) -> Target:
         """Load a target from a folder or from the Hub; FOLDER/NAME.gguf is a GGUF file there.
@@ -173,10 +175,9 @@ class Target:
         Raises ValueError for a placement that is not possible on this machine, for incomplete or
         damaged weights, and for a LoRA that cannot be merged into them.
         """
-        path, source = str(name_or_path), options.pop("lora", None)
-        lora = None if source is None else Lora.open(source)
-        how = Loading(**options, lora=lora)
-        if how.placement == "skeleton" and lora is None:
+        path = str(name_or_path)
+        how = Loading(**options, lora=Lora.open(lora) if lora else None)
+        if how.placement == "skeleton" and how.lora is None:
             model = load_skeleton(path, how.dtype, how.device, how.revision)
             fingerprint = None
         else:
@@ -184,7 +185,7 @@ class Target:
         commit = how.revision or getattr(model.config, "_commit_hash", None)
         tokenizer = _tokenizer(path, how)
         target = cls(model, tokenizer, name=path, revision=commit, fingerprint=fingerprint)
-        target.lora = lora and lora.name
+        target.lora = how.lora.name if how.lora else None
         saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
         target.saved_dtype = dtype_name(saved or torch.float32)
         return target

@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
-from draftheads.scripts.following import after_answers, after_bench, say_next
+from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
 from draftheads.scripts.models import (
     Drafting,
     Place,
@@ -48,6 +48,7 @@ from draftheads.scripts.options import (
     Limit,
     MaybeHead,
     MaybeHeads,
+    MaybeLora,
     MaybeNodes,
     MaybeTarget,
     MaybeTemplateArgs,
@@ -107,7 +108,7 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    loaded = load_target(target, place.dtype, place.device, revision)
+    loaded = load_target(target, place, revision)
     choose_threads(place.threads or recorded_threads(options.out), loaded, options.batch_size)
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
@@ -144,6 +145,7 @@ def distill(
     api_key_env: KeyVariable = None,
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32,
     revision: Revision = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -156,8 +158,10 @@ def distill(
     from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
     from draftheads.train.data.server import ServedTarget, ServerOptions
 
-    if server and (head or tree or max_batch_tokens):
-        raise ValueError("--head, --tree, --max-batch-tokens: omit these, the server decodes")
+    if server and (head or tree or max_batch_tokens or adapter):
+        raise ValueError(
+            "--head, --tree, --max-batch-tokens, --adapter: omit these, the server decodes"
+        )
     options = distillation.DistillOptions(
         temperature=temperature,
         top_p=top_p,
@@ -191,13 +195,13 @@ def distill(
         )
         answerer = ServedTarget(target, servers, revision)
     else:
-        place = Place(dtype, device, threads)
+        place = Place(dtype, device, threads, lora=adapter)
         answerer = local_answerer(target, revision, place, head, tree, options)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
     if not report.others:
-        after_answers(target, out)
+        after_answers(target, out, adapter)
 
 
 def plan(
@@ -287,6 +291,7 @@ def bench(
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -338,7 +343,7 @@ def bench(
     outputs.check()
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    place = Place(dtype, device, threads, bits)
+    place = Place(dtype, device, threads, bits, adapter)
     model = load_fast_target(target, place, revision, folders, template_args)
     loaded = load_drafts(drafts, model, options.sampling, adaptive)
     ids, categories = openings(model, prompts, prompt_words, limit)
@@ -348,7 +353,7 @@ def bench(
     print_report(report, explain=explain)
     outputs.write(report, drafts)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
-    after_bench(target, prompts, sources, best(report))
+    after_bench(target_options(target, adapter), prompts, sources, best(report))
 
 
 def tune(
@@ -374,6 +379,7 @@ def tune(
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -398,10 +404,10 @@ def tune(
         seed=seed,
         compile=compile,
     )
-    place = Place(dtype, device, threads, bits)
+    place = Place(dtype, device, threads, bits, adapter)
     if head is None:
         write_figures(json_out, target_curve(target, revision, place, context, options))
-        say_next("init", "--target", target, "--out", "recipe.yaml")
+        say_next("init", *target_options(target, adapter), "--out", "recipe.yaml")
         return
     if not dry_run:
         check_writable_head(head, "--head")
@@ -409,6 +415,7 @@ def tune(
         raise ValueError("expected --prompts to tune the head on, got none; pass a file")
     folder = open_head(head)
     name, commit = (target, revision) if target else folder.target
+    place = place if target else place.recorded(folder.facts.target.lora)
     model = load_fast_target(name, place, commit, [folder], template_args)
     ids = opening_ids(model, prompts, prompt_words, limit)
     tuned = run(
@@ -419,7 +426,7 @@ def tune(
         record_tuned(folder.path, tuned.best.tree, tuned.facts())
         say(f"written to {folder.path}")
     write_figures(json_out, asdict(tuned))
-    say_next("chat", "--target", name, "--head", head)
+    say_next("chat", *target_options(name, model.lora), "--head", head)
 
 
 def target_curve(
@@ -454,6 +461,7 @@ def chat(
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -467,7 +475,9 @@ def chat(
 
     sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(target, drafting, Place(dtype, device, threads, bits), template_args)
+    engine = load_engine(
+        target, drafting, Place(dtype, device, threads, bits, adapter), template_args
+    )
     options = ChatOptions(
         system=system,
         sampling=sampling,
@@ -503,6 +513,7 @@ def serve(
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -530,9 +541,12 @@ def serve(
     )
     sampling = rule(temperature, top_p, top_k)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(target, drafting, Place(dtype, device, threads, bits), template_args)
+    engine = load_engine(
+        target, drafting, Place(dtype, device, threads, bits, adapter), template_args
+    )
     if not name:
-        folder = Path(os.path.expanduser(engine.target.name)).absolute()
+        loaded = engine.target
+        folder = Path(os.path.expanduser(loaded.lora or loaded.name)).absolute()
         options = replace(options, name=folder.name)
     run(engine, options, host, port)
 
@@ -667,6 +681,7 @@ def convert(
     target: Annotated[
         str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
     ] = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
@@ -683,9 +698,10 @@ def convert(
         say(converted(source, out, to, target_file=file))
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
-    say(converted(source, out, to, load_target(target, dtype, device) if target else None))
+    place = Place(dtype, device, lora=adapter)
+    say(converted(source, out, to, load_target(target, place) if target else None))
     if to == "draftheads":
-        say_next("chat", "--head", out, *(["--target", target] if target else []))
+        say_next("chat", "--head", out, *target_options(target, adapter))
     else:
         say(f"next: the command in {out / CARD}", sys.stderr)
 

@@ -11,13 +11,14 @@ from typer import Exit, Option
 
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor
+from draftheads.scripts.following import after_doctor, target_options
 from draftheads.scripts.options import (
     PROMPT_CHECK,
     Device,
     Dtype,
     Head,
     Json,
+    MaybeLora,
     MaybeTemplateArgs,
     PromptWords,
     Seed,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 def doctor(
     target: TargetName,
     head: Head,
+    adapter: MaybeLora = None,
     data: Annotated[
         Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
@@ -64,7 +66,8 @@ def doctor(
     from draftheads.train.doctor import Evidence, diagnose, openings_of, unseen
 
     folder = open_head(head)
-    model = models.load_target(target, dtype, device, heads=[folder], template_args=template_args)
+    place = models.Place(dtype, device, lora=adapter)
+    model = models.load_target(target, place, heads=[folder], template_args=template_args)
     choose_threads(threads, model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
@@ -90,7 +93,8 @@ def doctor(
     diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    after_doctor(target, head, [finding.check for finding in diagnosis.findings])
+    words = target_options(target, adapter)
+    after_doctor(words, head, [finding.check for finding in diagnosis.findings])
     raise Exit(1 if diagnosis.findings else 0)
 
 
@@ -123,7 +127,7 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     console = SafeConsole(highlight=False)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
-        f"{evidence.head.kind} head on {evidence.target.name}: {diagnosis.measured:.2f} tokens per "
+        f"{evidence.head.kind} head on {evidence.target.title}: {diagnosis.measured:.2f} tokens per "
         "step measured (greedy, with the target's own token); "
         f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {evidence.nodes} draft "
         f"nodes{recorded}"

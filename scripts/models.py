@@ -27,22 +27,22 @@ def say_beside(line: object) -> None:
 
 @dataclass(frozen=True)
 class Place(loading.Place):
-    """Where and how a command loads a target: --dtype, --device and --threads."""
+    """Where and how a command loads a target: --dtype, --device, --threads, --bits and
+    --adapter.
+    """
 
     report: Callable[[object], None] = say_beside
 
 
 def load_target(
     name: str,
-    dtype: str,
-    device: str | None,
+    place: Place,
     revision: str | None = None,
     heads: Sequence[HeadFolder] = (),
     template_args: str | None = None,
 ) -> Target:
     """`loading.load_target`. template_args: the value of --template-args."""
-    variables = prepared(template_args)
-    return loading.load_target(name, Place(dtype, device), revision, heads, variables)
+    return loading.load_target(name, place, revision, heads, prepared(template_args))
 
 
 def load_fast_target(

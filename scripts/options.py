@@ -15,6 +15,7 @@ from typer import Argument, Context, Option
 
 from draftheads.arguments import (
     check_folder,
+    check_lora,
     check_new,
     check_path,
     head_folder,
@@ -129,6 +130,9 @@ Keep = Literal["keep", "drop"]
 TargetName = Annotated[
     str, Option("--target", callback=early(check_path), help="target model: a folder or a Hub id")
 ]
+LORA = """LoRA of the target in PEFT's format, to be merged into it: a folder or a Hub id
+(user/name@revision); default: without --target, the one the head records"""
+MaybeLora = Annotated[str | None, Option("--adapter", callback=early(check_lora), help=LORA)]
 MaybeTarget = Annotated[
     str | None,
     Option("--target", callback=early(check_path), help="default: the one the head records"),

@@ -39,7 +39,14 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.placement import check_placement, read_config, reading
+from draftheads.heads.lora import Lora
+from draftheads.heads.placement import (
+    Loading,
+    check_mergeable,
+    check_placement,
+    read_config,
+    reading,
+)
 from draftheads.heads.pretrained import decoder_layers, outside
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
@@ -106,7 +113,8 @@ class Shapes:
     def __init__(self, recipe: Recipe) -> None:
         check_path(recipe.target)
         if recipe.target_adapter:
-            Lora.open(recipe.target_adapter)
+            lora = Lora.open(recipe.target_adapter)
+            check_mergeable(recipe.target, Loading(revision=recipe.target_revision, lora=lora))
         config = read_config(recipe.target, recipe.target_revision)
         saved = config.get_text_config(decoder=True).dtype or torch.float32
         dtype = getattr(torch, recipe.target_dtype, saved)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from draftheads.infer.threads import choose_threads, set_threads
 
@@ -37,7 +37,7 @@ class Place:
     lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
 
-    def recorded(self, lora: str | None) -> Place:
+    def recorded(self, lora: str | None) -> Self:
         """The same, with the LoRA that a head records, unless another one is named."""
         return replace(self, lora=self.lora or lora)
 
