@@ -62,9 +62,8 @@ class Lora:
         kind = read_json(folder / CONFIG).get("peft_type")
         if kind != "LORA":
             raise ValueError(
-                f"adapter {name}: expected a LoRA (peft_type LORA), got {kind}, which is not merged "
-                "into matrices here; merge it with PEFT if it can be, and pass the result as the "
-                "target"
+                f"adapter {name}: expected a LoRA, got one of peft_type {kind}; merge it with "
+                "PEFT, if it can be, save the result, and pass that as the target"
             )
         return cls(name, folder)
 
@@ -87,10 +86,8 @@ class Lora:
                 warnings.simplefilter("ignore")  # about ties, and layers that are merged already
                 left = self._merge(model)
         except Exception as error:  # what does not fit may raise anything, in many lines
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                self._misfit(model, f"{type(error).__name__}: {reason:.300}")
-            ) from error
+            reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+            raise ValueError(self._misfit(model, reason)) from error
         if left:
             raise ValueError(self._misfit(model, f"{len(left)} tensors differ, such as {left[0]}"))
         if untied:

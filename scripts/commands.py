@@ -475,9 +475,8 @@ def chat(
 
     sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(
-        target, drafting, Place(dtype, device, threads, bits, adapter), template_args
-    )
+    place = Place(dtype, device, threads, bits, adapter)
+    engine = load_engine(target, drafting, place, template_args)
     options = ChatOptions(
         system=system,
         sampling=sampling,
@@ -541,13 +540,14 @@ def serve(
     )
     sampling = rule(temperature, top_p, top_k)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(
-        target, drafting, Place(dtype, device, threads, bits, adapter), template_args
-    )
+    place = Place(dtype, device, threads, bits, adapter)
+    engine = load_engine(target, drafting, place, template_args)
     if not name:
         loaded = engine.target
         folder = Path(os.path.expanduser(loaded.lora or loaded.name)).absolute()
-        options = replace(options, name=folder.name)
+        options = replace(
+            options, name=folder.name.partition("@")[0] if loaded.lora else folder.name
+        )
     run(engine, options, host, port)
 
 
@@ -715,9 +715,11 @@ def merge(
         Path, Argument(callback=NEW_CHECK, help="new folder to write: the model, with heads/ in it")
     ],
     target: MaybeTarget = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Write the adapted target of Medusa-2 heads as a plain model that any engine loads.
+    """Write the adapted target of heads (Medusa-2's, or a LoRA's) as a plain model that any engine
+    loads.
 
     Its heads are in OUT/heads. --dtype auto is the target's own.
     """
@@ -726,5 +728,5 @@ def merge(
     from draftheads.scripts.convert import merged
 
     transformers.logging.disable_progress_bar()
-    say(merged(head, out, target, dtype))
+    say(merged(head, out, target, dtype, adapter))
     say_next("chat", "--target", out, "--head", out / "heads")

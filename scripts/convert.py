@@ -85,13 +85,13 @@ def converted(
     return out
 
 
-def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
+def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | None = None) -> Path:
     """Write the adapted target to `out` and its heads to out/heads, which is returned.
 
     Raises ValueError for heads whose target has no adapter, FileExistsError if `out` exists.
     """
     folder = open_head(head)
-    lora = folder.facts.target.lora
+    lora = lora or folder.facts.target.lora
     if folder.adapter is None and lora is None:
         raise ValueError(
             f"{head}: expected heads with an adapter/, or of a target with a LoRA, found neither; "

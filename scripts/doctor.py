@@ -127,8 +127,8 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     console = SafeConsole(highlight=False)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
-        f"{evidence.head.kind} head on {evidence.target.title}: {diagnosis.measured:.2f} tokens per "
-        "step measured (greedy, with the target's own token); "
+        f"{evidence.head.kind} head on {evidence.target.title}: {diagnosis.measured:.2f} tokens "
+        "per step measured (greedy, with the target's own token); "
         f"{diagnosis.predicted:.2f} predicted for the best fixed tree of {evidence.nodes} draft "
         f"nodes{recorded}"
     )

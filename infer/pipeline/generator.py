@@ -285,8 +285,8 @@ def load(
 
     head: a head folder, the folder of a training run, a Hub id, or the name of another drafter
     ("ngram"; all: docs/drafters.md); None: no drafts. target: default: the one that the head
-    records, with its LoRA. tree: in place of the head's own, as `--tree` takes it. compile: as of `Speculator`.
-    place: `PlaceOptions`.
+    records, with its LoRA. tree: in place of the head's own, as `--tree` takes it. compile: as of
+    `Speculator`. place: `PlaceOptions`.
 
     Raises ValueError or FileNotFoundError for what cannot be loaded. For loaded parts:
     `TextGenerator(Speculator(target, head))`.
