@@ -128,7 +128,13 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
         dtype = "float32"
     read = partial(_read, path, dtype=dtype, revision=revision)
     if how.lora is not None:
-        check_mergeable(path, how)
+        method = quantised_by(read_config(path, revision)) or (bits and f"bits={bits}")
+        if placement != "whole" or method:
+            raise ValueError(
+                f"adapter {how.lora.name}: expected a target that is whole and not quantised, to "
+                f"merge it into, got {path} with {method or f'placement {placement}'}; merge it "
+                "with PEFT (merge_and_unload), save the result, and pass that as the target"
+            )
         read = partial(_merged, path, how.lora, dtype=dtype, revision=revision)
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
@@ -316,34 +322,16 @@ def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
     return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))
 
 
-def check_mergeable(path: str, how: Loading) -> None:
-    """Raise ValueError for a target whose matrices a LoRA is not merged into."""
-    method = quantised_by(read_config(path, how.revision))
-    obstacle = None
-    if how.placement != "whole":
-        obstacle = f"placement {how.placement}"
-    elif how.bits or method:
-        obstacle = f"matrices quantised by {method or f'bits={how.bits}'}"
-    if obstacle and how.lora:
-        raise ValueError(
-            f"adapter {how.lora.name}: expected a whole target in floating point to merge it into, "
-            f"got {obstacle} ({path}); merge it with PEFT (merge_and_unload), save the result, and "
-            "pass that as the target"
-        )
-
-
 def _merged(path: str, lora: Lora, *, dtype: str, revision: str | None) -> PreTrainedModel:
     """The model with a LoRA, merged in the checkpoint's own dtype whatever dtype is asked for, so
     that the fingerprint is the same in all of them.
     """
     own = read_config(path, revision).get_text_config(decoder=True).dtype or torch.float32
-    model = _read(path, dtype=dtype_name(own), revision=revision)
+    model = _read(path, dtype=own, revision=revision)
     lora.merge(model)
     like = _read(path, dtype=dtype, revision=revision, device_map="meta")
-    dtypes = {name: parameter.dtype for name, parameter in like.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes.get(name, like.dtype))
-    model.config.dtype = like.config.dtype
+        parameter.data = parameter.data.to(like.get_parameter(name).dtype)
     return model
 
 

@@ -629,7 +629,7 @@ class Target:
 def _tokenizer(path: str, how: Loading) -> Any:
     """The tokenizer of a target, or of its LoRA if that brings one; None without any."""
     revision = how.revision
-    if how.lora and how.lora.has_tokenizer:
+    if how.lora and any(how.lora.folder.glob("tokenizer*")):
         path, revision = str(how.lora.folder), None
     local = Path(os.path.expanduser(path))
     if local.is_dir() and not any(local.glob("tokenizer*")) and not any(local.glob("vocab*")):

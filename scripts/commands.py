@@ -415,7 +415,7 @@ def tune(
         raise ValueError("expected --prompts to tune the head on, got none; pass a file")
     folder = open_head(head)
     name, commit = (target, revision) if target else folder.target
-    place = place if target else place.recorded(folder.facts.target.lora)
+    place = place if target else place.recorded(folder)
     model = load_fast_target(name, place, commit, [folder], template_args)
     ids = opening_ids(model, prompts, prompt_words, limit)
     tuned = run(
@@ -543,11 +543,8 @@ def serve(
     place = Place(dtype, device, threads, bits, adapter)
     engine = load_engine(target, drafting, place, template_args)
     if not name:
-        loaded = engine.target
-        folder = Path(os.path.expanduser(loaded.lora or loaded.name)).absolute()
-        options = replace(
-            options, name=folder.name.partition("@")[0] if loaded.lora else folder.name
-        )
+        model = engine.target.lora or engine.target.name
+        options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
     run(engine, options, host, port)
 
 

@@ -111,11 +111,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | Non
         model.model.to(getattr(torch, dtype)).save_pretrained(staging)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
-        training = {
-            **folder.facts.training,
-            "merged_lora": lora,
-            "merged_adapter": folder.facts.adapter,
-        }
+        training = {**folder.facts.training, "merged_adapter": folder.facts.adapter}
         plain = Target(model.model, name=str(out))
         save_head(heads, staging / "heads", target=plain, training=training)
     return out / "heads"

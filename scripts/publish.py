@@ -43,7 +43,7 @@ format kind feature_layers target adapter tree tree_order tuned training measure
 name revision lora fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
-versions hardware merged_adapter merged_lora
+versions hardware merged_adapter
 documents learned_tokens digest sampling prompts seed
 temperature top_p top_k max_new_tokens max_turns reasoning template_args
 source count sha256
@@ -54,7 +54,7 @@ what a server is called, and where it is, is in some of them.
 WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
 WHOLE |= {"versions", "template_args", "rope_scaling"}
 """Published keys below which all keys are."""
-NAMES = {"name", "target", "source", "lora", "merged_lora", "target_adapter"}
+NAMES = {"name", "target", "source", "lora", "target_adapter"}
 PATHS = {"path", "output"}
 """Keys of what may be on the Hub; keys of local paths."""
 LICENCES = """

@@ -41,8 +41,6 @@ from draftheads.heads.adapter import Adapter
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.lora import Lora
 from draftheads.heads.placement import (
-    Loading,
-    check_mergeable,
     check_placement,
     read_config,
     reading,
@@ -113,8 +111,7 @@ class Shapes:
     def __init__(self, recipe: Recipe) -> None:
         check_path(recipe.target)
         if recipe.target_adapter:
-            lora = Lora.open(recipe.target_adapter)
-            check_mergeable(recipe.target, Loading(revision=recipe.target_revision, lora=lora))
+            Lora.open(recipe.target_adapter)
         config = read_config(recipe.target, recipe.target_revision)
         saved = config.get_text_config(decoder=True).dtype or torch.float32
         dtype = getattr(torch, recipe.target_dtype, saved)

@@ -252,10 +252,12 @@ class Recipe(Section):
         if self.adapter and not self.head.takes_adapter:
             kinds = " or ".join(kind for kind in HEADS if HEADS[kind].Choices.takes_adapter)
             raise ValueError(f"adapter needs head.kind {kinds}, got {self.head.kind}")
-        if self.target_adapter and (self.target_bits or self.target_placement != "whole"):
+        elsewhere = self.target_placement != "whole" or self.features.server
+        if self.target_adapter and (self.target_bits or elsewhere):
             raise ValueError(
-                "target_adapter needs target_bits null and target_placement whole; or merge it "
-                "with PEFT (merge_and_unload), save the result, and set target to that"
+                "target_adapter needs target_bits null, target_placement whole and no "
+                "features.server; or merge it with PEFT (merge_and_unload), save the result, and "
+                "set target to that"
             )
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
@@ -274,12 +276,10 @@ class Recipe(Section):
                 "features.mode: expected served or cached with features.server, got online; set "
                 "features.mode=served"
             )
-        loaded = self.adapter or self.target_adapter or self.target_bits
-        if loaded or self.target_placement != "whole":
+        if self.adapter or self.target_bits or self.target_placement != "whole":
             raise ValueError(
-                "features.server: expected adapter, target_adapter and target_bits null and "
-                "target_placement whole, as the layers of the target are not loaded; leave these "
-                "keys out"
+                "features.server: expected adapter and target_bits null and target_placement "
+                "whole, as the layers of the target are not loaded; leave these keys out"
             )
 
 

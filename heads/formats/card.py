@@ -61,19 +61,14 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
-    on_hub, lora = is_hub_id(target), facts.target.lora
-    repository = (lora or "").partition("@")[0]
-    lora_on_hub = is_hub_id(repository)
-    bases: Any = target if on_hub else None
-    if on_hub and lora_on_hub:
-        bases = [target, repository]
-    options = "" if on_hub else " --target TARGET_FOLDER"
-    if lora and not (on_hub and lora_on_hub):
-        options += f" --adapter {lora if lora_on_hub else 'ADAPTER_FOLDER'}"
+    lora = facts.target.lora
+    bases = [name.partition("@")[0] for name in (target, lora) if name]
+    on_hub = bool(target) and all(map(is_hub_id, bases))
+    options = " --target TARGET_FOLDER" + (" --adapter ADAPTER_FOLDER" if lora else "")
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
-        base_model=bases,
+        base_model=(bases if lora else target) if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
@@ -87,7 +82,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         target=target or "an unnamed target",
         on_hub=on_hub,
         lora=lora,
-        options=options,
+        options="" if on_hub else options,
         merged=MERGED if lora or facts.adapter else "",
         to=to,
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",

@@ -41,11 +41,6 @@ class NamedDrafts:
             )
         return self.folders[0].target
 
-    @property
-    def lora(self) -> str | None:
-        """The LoRA with which they record that target."""
-        return self.folders[0].facts.target.lora if self.folders else None
-
 
 def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     """Find what each --head option names, by the shortest names that differ. Raises as `open_head`,

@@ -37,9 +37,9 @@ class Place:
     lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
 
-    def recorded(self, lora: str | None) -> Self:
-        """The same, with the LoRA that a head records, unless another one is named."""
-        return replace(self, lora=self.lora or lora)
+    def recorded(self, head: HeadFolder) -> Self:
+        """The same, with the LoRA of the target that a head records, unless one is named."""
+        return replace(self, lora=self.lora or head.facts.target.lora)
 
 
 def load_target(
@@ -158,7 +158,7 @@ def load_parts(
     name, revision = target, None
     if drafts is not None and not target:
         name, revision = drafts.target
-        place = place.recorded(drafts.lora)
+        place = place.recorded(drafts.folders[0])
     if name is None:
         raise ValueError("expected a head or a target, got neither; pass one")
     folders = drafts.folders if drafts else []

@@ -63,15 +63,9 @@ def head_folder(source: str | Path) -> Path | None:
 
 
 def check_lora(source: str) -> None:
-    """Raise FileNotFoundError for what is neither a folder with a LoRA nor a Hub id."""
-    folder = Path(os.path.expanduser(source))
-    if folder.is_dir():
-        if not (folder / "adapter_config.json").is_file():
-            raise FileNotFoundError(
-                f"adapter {source}: expected a folder with adapter_config.json, found none; pass a "
-                "LoRA in PEFT's format"
-            )
-    elif not HUB_ID.fullmatch(source.partition("@")[0]):
+    """Raise FileNotFoundError for what is neither a folder nor a Hub id."""
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    if not is_folder and not HUB_ID.fullmatch(source.partition("@")[0]):
         raise FileNotFoundError(f"adapter {source}: no such folder, and not a Hub id (user/name)")
 
 
