@@ -71,8 +71,9 @@ class Lora:
         """Add it to a model's matrices. Raises ValueError for a damaged LoRA, and for one of
         another model.
         """
-        with opened(self.folder / WEIGHTS):
-            is_tied = _untie(model)
+        with opened(self.folder / WEIGHTS):  # a damaged file is named before PEFT reads it
+            pass
+        is_tied = _untie(model)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about ties, and layers that are merged already
