@@ -128,12 +128,14 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
         dtype = "float32"
     read = partial(_read, path, dtype=dtype, revision=revision)
     if how.lora is not None:
-        method = quantised_by(read_config(path, revision)) or (bits and f"bits={bits}")
+        is_gguf = path.endswith(".gguf")  # a fingerprint says nothing of its matrices
+        method = "gguf" if is_gguf else bits or quantised_by(read_config(path, revision))
         if placement != "whole" or method:
             raise ValueError(
-                f"adapter {how.lora.name}: expected a target that is whole and not quantised, to "
-                f"merge it into, got {path} with {method or f'placement {placement}'}; merge it "
-                "with PEFT (merge_and_unload), save the result, and pass that as the target"
+                f"adapter {how.lora.name}: expected matrices in one place and not quantised, to "
+                f"merge it into, got {path} with placement {placement}, quantisation {method}; "
+                "merge it with PEFT (merge_and_unload), save the result, and pass that as the "
+                "target"
             )
         read = partial(_merged, path, how.lora, dtype=dtype, revision=revision)
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 import torch
 from tiny_heads import random_head
-from tiny_lora import write_lora
 
 from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.placement import read_config
-from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.data.text_side import TextSide
 
@@ -102,17 +100,6 @@ def test_a_head_says_what_it_was_trained_on(demo, file, tmp_path):
         load_head(tmp_path / "head", target=demo)
     save_head(random_head("eagle3", demo), tmp_path / "other", target=demo)
     assert "quantised target" not in render_card(open_head(tmp_path / "other").config)
-
-
-def test_a_lora_is_merged_into_the_dequantised_weights(demo, file, tmp_path):
-    """As llama.cpp's --lora adds it to the same file."""
-    lora = write_lora(tmp_path / "lora", DEMO)
-    plain, adapted = Target.load(file), Target.load(file, lora=lora)
-    assert not same_weights(plain.fingerprint(), adapted.fingerprint())
-    expected = Target.load(DEMO, lora=lora).model.state_dict()
-    for name, whole in expected.items():
-        left = adapted.model.state_dict()[name]
-        assert (whole - left).abs().max() <= whole.abs().max() / 64, name
 
 
 def test_a_file_that_is_none(tmp_path):

@@ -368,8 +368,15 @@ def test_a_quantised_target_takes_none(base, lora, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="not quantised, to merge it into, got .* with gptq"):
+    with pytest.raises(ValueError, match="to merge it into, got .* quantisation gptq; merge it"):
         Target.load(folder, lora=lora)
+
+
+def test_a_gguf_file_takes_none(lora, tmp_path):
+    """Its fingerprint says nothing of matrices, so it would be that of the base."""
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="to merge it into, got .* quantisation gguf; merge it"):
+        Target.load(tmp_path / "x.gguf", lora=lora)
 
 
 @pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")
