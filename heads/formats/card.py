@@ -64,7 +64,6 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     lora = facts.target.lora
     bases = [name.partition("@")[0] for name in (target, lora) if name]
     on_hub = bool(target) and all(map(is_hub_id, bases))
-    options = " --target TARGET_FOLDER" + (" --adapter ADAPTER_FOLDER" if lora else "")
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
@@ -82,8 +81,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         target=target or "an unnamed target",
         on_hub=on_hub,
         lora=lora,
-        options="" if on_hub else options,
-        merged=MERGED if lora or facts.adapter else "",
+        merged=MERGED,
         to=to,
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
         quantised=facts.target.quantisation,
