@@ -5,7 +5,6 @@ Any LoRA that PEFT merges; `heads.adapter` has those that learn along with heads
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftheads.arguments import check_lora
+from draftheads.arguments import head_folder
 from draftheads.extras import extras
 from draftheads.heads.adapter import CONFIG, WEIGHTS
 from draftheads.heads.files import read_json
@@ -44,12 +43,10 @@ class Lora:
         Raises FileNotFoundError for missing files, ValueError for another kind of adapter,
         ModuleNotFoundError without PEFT.
         """
-        name = str(source)
-        check_lora(name)
+        name, folder = str(source), head_folder(source, "adapter")
         with extras():
             import peft  # noqa: F401
-        folder = Path(os.path.expanduser(name))
-        if not folder.is_dir():
+        if folder is None:
             repository, _, revision = name.partition("@")
             folder = download("adapter", repository, revision or None, FILES)
             name = f"{repository}@{folder.name}"
