@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from huggingface_hub import constants, get_session
+from huggingface_hub import constants, get_session, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -34,6 +36,17 @@ def _answers(site: str) -> bool:
     except Exception:  # of the HTTP library, which differs between versions
         return False
     return True
+
+
+def download(what: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The folder with these files of a repository. what: the word for it in the one line of a
+    FileNotFoundError.
+    """
+    try:  # the library's messages are paragraphs, or do not name the repository
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        line = refusal(error, name, revision) or " ".join(str(error).split())
+        raise FileNotFoundError(f"{what} {name}: {line}") from error
 
 
 def refusal(error: BaseException, name: str, revision: str | None = None) -> str | None:

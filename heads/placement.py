@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.arguments import check_path
+from draftheads.heads.lora import Lora
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import dtype_name
@@ -42,6 +44,29 @@ from draftheads.recipes import packaged
 
 Placement = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of `Target.load`, besides its LoRA."""
+
+    dtype: str
+    device: str | None
+    revision: str | None
+    placement: Placement | dict[str, Any]
+    bits: Bits | None
+
+
+@dataclass(frozen=True)
+class Loading:
+    """`LoadOptions` with their defaults, and a LoRA to merge."""
+
+    dtype: str = "auto"
+    device: str | None = None
+    revision: str | None = None
+    placement: Placement | dict[str, Any] = "whole"
+    bits: Bits | None = None
+    lora: Lora | None = None
+
 
 ASKS_FOR_CODE = "custom code"
 """Part of transformers' error for a repository that it could only load by running its code."""
@@ -91,26 +116,29 @@ def default_device() -> str:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def load_model(
-    path: str,
-    *,
-    dtype: str,
-    device: str | None,
-    revision: str | None,
-    placement: Placement | dict[str, Any],
-    bits: Bits | None,
-) -> tuple[PreTrainedModel, str | None]:
-    """A causal LM, and its fingerprint if it cannot be computed after placement.
-
-    The arguments are those of `Target.load`. sharded: every process must call this.
+def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
+    """A causal LM, and its fingerprint if it cannot be computed after placement. sharded: every
+    process must call this.
     """
+    placement, bits, dtype, revision = how.placement, how.bits, how.dtype, how.revision
     check_placement(placement, bits)
     check_path(path)
-    device = device or default_device()
+    device = how.device or default_device()
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
     read = partial(_read, path, dtype=dtype, revision=revision)
-    if device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
+    if how.lora is not None:
+        is_gguf = path.endswith(".gguf")  # a fingerprint says nothing of its matrices
+        method = "gguf" if is_gguf else bits or quantised_by(read_config(path, revision))
+        if placement != "whole" or method:
+            raise ValueError(
+                f"adapter {how.lora.name}: expected matrices in one place and not quantised, to "
+                f"merge it into, got {path} with placement {placement}, quantisation {method}; "
+                "merge it with PEFT (merge_and_unload), save the result, and pass that as the "
+                "target"
+            )
+        read = partial(_merged, path, how.lora, dtype=dtype, revision=revision)
+    elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
         read = partial(_dequantised, path, dtype=dtype, revision=revision)
     with _unpartitioned():
@@ -294,6 +322,19 @@ def quantised_by(config: PretrainedConfig) -> str | None:
 def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
     """The model of an FP8 checkpoint, as weights of any dtype."""
     return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))
+
+
+def _merged(path: str, lora: Lora, *, dtype: str, revision: str | None) -> PreTrainedModel:
+    """The model with a LoRA, merged in the checkpoint's own dtype whatever dtype is asked for, so
+    that the fingerprint is the same in all of them.
+    """
+    own = read_config(path, revision).get_text_config(decoder=True).dtype or torch.float32
+    model = _read(path, dtype=own, revision=revision)
+    lora.merge(model)
+    like = _read(path, dtype=dtype, revision=revision, device_map="meta")
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(like.get_parameter(name).dtype)
+    return model
 
 
 def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,12 @@ from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu_linear import PackedBits, PackedLinear, can_pack, pack_layers
 from draftheads.heads.grouped_attention import use_grouped_attention
 from draftheads.heads.longrope import LongRope, document_lengths
+from draftheads.heads.lora import Lora, titled
 from draftheads.heads.masks import Masks, known_packing
 from draftheads.heads.packing import document_ends, groups, rows_of
 from draftheads.heads.placement import (
-    Bits,
-    Placement,
+    Loading,
+    LoadOptions,
     end_ids,
     load_model,
     location,
@@ -101,6 +102,10 @@ class Target:
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
     bits: PackedBits | None = None
     """Of its weights, if `pack` quantised them."""
+    lora: str | None = None
+    """A LoRA that was merged into it when it was loaded, by name. No `adapter`: it learns nothing
+    here.
+    """
     saved_dtype: str | None = None
     """The dtype of its checkpoint, in which engines serve it; None: not loaded from one."""
     template_args: dict[str, Any]
@@ -153,11 +158,8 @@ class Target:
         cls,
         name_or_path: str | Path,
         *,
-        dtype: str = "auto",
-        device: str | None = None,
-        revision: str | None = None,
-        placement: Placement | dict[str, Any] = "whole",
-        bits: Bits | None = None,
+        lora: str | Path | None = None,
+        **options: Unpack[LoadOptions],
     ) -> Target:
         """Load a target from a folder or from the Hub; FOLDER/NAME.gguf is a GGUF file there.
 
@@ -166,28 +168,25 @@ class Target:
         that device; "split" over all GPUs of this process, or a transformers device map; "sharded":
         layers are divided over all processes, which must then call `load`, and whatever runs the
         model, equally often; "skeleton": without layers, for training from features
-        that others computed. bits: quantise all but embeddings, norms and lm_head.
+        that others computed. bits: quantise all but embeddings, norms and lm_head. lora: a LoRA in
+        PEFT's format, to be merged into it: a folder, or user/name or user/name@revision on the
+        Hub; its tokenizer, if it brings one, replaces the target's.
 
-        Raises ValueError for a placement that is not possible on this machine, and for incomplete
-        or damaged weights.
+        Raises ValueError for a placement that is not possible on this machine, for incomplete or
+        damaged weights, and for a LoRA that cannot be merged into them.
         """
         path = str(name_or_path)
-        if placement == "skeleton":
-            model, fingerprint = load_skeleton(path, dtype, device, revision), None
+        how = Loading(**options, lora=Lora.open(lora) if lora else None)
+        if how.placement == "skeleton" and how.lora is None:
+            model = load_skeleton(path, how.dtype, how.device, how.revision)
+            fingerprint = None
         else:
-            model, fingerprint = load_model(
-                path, dtype=dtype, device=device, revision=revision, placement=placement, bits=bits
-            )
-        local, tokenizer = Path(os.path.expanduser(path)), None
-        if not local.is_dir() or any(local.glob("tokenizer*")) or any(local.glob("vocab*")):
-            with reading(path, revision):
-                place, file = location(path)
-                tokenizer = AutoTokenizer.from_pretrained(
-                    place, revision=revision, trust_remote_code=False, **file
-                )
-        commit = revision or getattr(model.config, "_commit_hash", None)
+            model, fingerprint = load_model(path, how)
+        commit = how.revision or getattr(model.config, "_commit_hash", None)
+        tokenizer = _tokenizer(path, how)
         target = cls(model, tokenizer, name=path, revision=commit, fingerprint=fingerprint)
-        saved = read_config(path, revision).get_text_config(decoder=True).dtype
+        target.lora = how.lora.name if how.lora else None
+        saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
         target.saved_dtype = dtype_name(saved or torch.float32)
         return target
 
@@ -260,6 +259,11 @@ class Target:
     def disable_adapter(self) -> AbstractContextManager[None]:
         """A context in which the target works without its adapter."""
         return self.adapter.disabled() if self.adapter else nullcontext()
+
+    @property
+    def title(self) -> str:
+        """Its name and its LoRA's, for people."""
+        return titled(self.name, self.lora)
 
     @property
     def quantisation(self) -> str | None:
@@ -621,6 +625,21 @@ class Target:
         """For an lm_head that is on another device than the features."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.to(self.device)
+
+
+def _tokenizer(path: str, how: Loading) -> Any:
+    """The tokenizer of a target, or of its LoRA if that brings one; None without any."""
+    revision = how.revision
+    if how.lora and any(how.lora.folder.glob("tokenizer*")):
+        path, revision = str(how.lora.folder), None
+    local = Path(os.path.expanduser(path))
+    if local.is_dir() and not any(local.glob("tokenizer*")) and not any(local.glob("vocab*")):
+        return None
+    with reading(path, revision):
+        place, file = location(path)
+        return AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=False, **file
+        )
 
 
 def template_variables(given: Any) -> dict[str, Any]:

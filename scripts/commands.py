@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
-from draftheads.scripts.following import after_answers, after_bench, say_next
+from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
 from draftheads.scripts.models import (
     Drafting,
     Place,
@@ -48,6 +48,7 @@ from draftheads.scripts.options import (
     Limit,
     MaybeHead,
     MaybeHeads,
+    MaybeLora,
     MaybeNodes,
     MaybeTarget,
     MaybeTemplateArgs,
@@ -144,6 +145,7 @@ def distill(
     api_key_env: KeyVariable = None,
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32,
     revision: Revision = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
@@ -156,8 +158,10 @@ def distill(
     from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
     from draftheads.train.data.server import ServedTarget, ServerOptions
 
-    if server and (head or tree or max_batch_tokens):
-        raise ValueError("--head, --tree, --max-batch-tokens: omit these, the server decodes")
+    if server and (head or tree or max_batch_tokens or adapter):
+        raise ValueError(
+            "--head, --tree, --max-batch-tokens, --adapter: omit these, the server decodes"
+        )
     options = distillation.DistillOptions(
         temperature=temperature,
         top_p=top_p,
@@ -191,13 +195,13 @@ def distill(
         )
         answerer = ServedTarget(target, servers, revision)
     else:
-        place = Place(dtype, device, threads)
+        place = Place(dtype, device, threads, lora=adapter)
         answerer = local_answerer(target, revision, place, head, tree, options)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise typer.Exit(1)
     if not report.others:
-        after_answers(target, out)
+        after_answers(target, out, adapter)
 
 
 def plan(
@@ -295,6 +299,7 @@ def bench(
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -346,7 +351,7 @@ def bench(
     outputs.check()
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    place = Place(dtype, device, threads, bits)
+    place = Place(dtype, device, threads, bits, adapter)
     model = load_fast_target(target, place, revision, folders, template_args)
     loaded = load_drafts(drafts, model, options.sampling, adaptive)
     ids, categories = openings(model, prompts, prompt_words, limit)
@@ -356,7 +361,7 @@ def bench(
     print_report(report, explain=explain)
     outputs.write(report, drafts)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
-    after_bench(target, prompts, sources, best(report))
+    after_bench(target_options(target, adapter), prompts, sources, best(report))
 
 
 def tune(
@@ -382,6 +387,7 @@ def tune(
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -406,10 +412,10 @@ def tune(
         seed=seed,
         compile=compile,
     )
-    place = Place(dtype, device, threads, bits)
+    place = Place(dtype, device, threads, bits, adapter)
     if head is None:
         write_figures(json_out, target_curve(target, revision, place, context, options))
-        say_next("init", "--target", target, "--out", "recipe.yaml")
+        say_next("init", *target_options(target, adapter), "--out", "recipe.yaml")
         return
     if not dry_run:
         check_writable_head(head, "--head")
@@ -417,6 +423,7 @@ def tune(
         raise ValueError("expected --prompts to tune the head on, got none; pass a file")
     folder = open_head(head)
     name, commit = (target, revision) if target else folder.target
+    place = place if target else place.recorded(folder)
     model = load_fast_target(name, place, commit, [folder], template_args)
     ids = opening_ids(model, prompts, prompt_words, limit)
     tuned = run(
@@ -427,7 +434,7 @@ def tune(
         record_tuned(folder.path, tuned.best.tree, tuned.facts())
         say(f"written to {folder.path}")
     write_figures(json_out, asdict(tuned))
-    say_next("chat", "--target", name, "--head", head)
+    say_next("chat", *target_options(name, model.lora), "--head", head)
 
 
 def target_curve(
@@ -462,6 +469,7 @@ def chat(
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -475,7 +483,8 @@ def chat(
 
     sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(target, drafting, Place(dtype, device, threads, bits), template_args)
+    place = Place(dtype, device, threads, bits, adapter)
+    engine = load_engine(target, drafting, place, template_args)
     options = ChatOptions(
         system=system,
         sampling=sampling,
@@ -511,6 +520,7 @@ def serve(
     adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     bits: Bits = None,
     device: Device = None,
@@ -538,10 +548,11 @@ def serve(
     )
     sampling = rule(temperature, top_p, top_k)
     drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
-    engine = load_engine(target, drafting, Place(dtype, device, threads, bits), template_args)
+    place = Place(dtype, device, threads, bits, adapter)
+    engine = load_engine(target, drafting, place, template_args)
     if not name:
-        folder = Path(os.path.expanduser(engine.target.name)).absolute()
-        options = replace(options, name=folder.name)
+        model = engine.target.lora or engine.target.name
+        options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
     run(engine, options, host, port)
 
 
@@ -675,6 +686,7 @@ def convert(
     target: Annotated[
         str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
     ] = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
@@ -691,9 +703,10 @@ def convert(
         say(converted(source, out, to, target_file=file))
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
-    say(converted(source, out, to, load_target(target, Place(dtype, device)) if target else None))
+    place = Place(dtype, device, lora=adapter)
+    say(converted(source, out, to, load_target(target, place) if target else None))
     if to == "draftheads":
-        say_next("chat", "--head", out, *(["--target", target] if target else []))
+        say_next("chat", "--head", out, *target_options(target, adapter))
     else:
         say(f"next: the command in {out / CARD}", sys.stderr)
 
@@ -707,9 +720,11 @@ def merge(
         Path, Argument(callback=NEW_CHECK, help="new folder to write: the model, with heads/ in it")
     ],
     target: MaybeTarget = None,
+    adapter: MaybeLora = None,
     dtype: Dtype = "auto",
 ) -> None:
-    """Write the adapted target of Medusa-2 heads as a plain model that any engine loads.
+    """Write the adapted target of heads (Medusa-2's, or a LoRA's) as a plain model that any engine
+    loads.
 
     Its heads are in OUT/heads. --dtype auto is the target's own.
     """
@@ -718,5 +733,5 @@ def merge(
     from draftheads.scripts.convert import merged
 
     transformers.logging.disable_progress_bar()
-    say(merged(head, out, target, dtype))
+    say(merged(head, out, target, dtype, adapter))
     say_next("chat", "--target", out, "--head", out / "heads")

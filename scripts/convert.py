@@ -85,21 +85,27 @@ def converted(
     return out
 
 
-def merged(head: str, out: Path, target: str | None, dtype: str) -> Path:
+def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | None = None) -> Path:
     """Write the adapted target to `out` and its heads to out/heads, which is returned.
 
-    Raises ValueError for heads without an adapter, FileExistsError if `out` exists.
+    Raises ValueError for heads whose target has no adapter, FileExistsError if `out` exists.
     """
     folder = open_head(head)
-    if folder.adapter is None:
-        raise ValueError(f"{head}: expected heads with an adapter/, found none; nothing to merge")
+    lora = lora or folder.facts.target.lora
+    if folder.adapter is None and lora is None:
+        raise ValueError(
+            f"{head}: expected heads with an adapter/, or of a target with a LoRA, found neither; "
+            "nothing to merge"
+        )
     check_new(out)
     name, revision = (target, None) if target else folder.target
     if dtype == "auto":
         own = read_config(name, revision).get_text_config(decoder=True)
         dtype = dtype_name(own.dtype or torch.float32)
     # float32, so that the sum is rounded once
-    model = Target.load(name, dtype="float32", revision=revision).attach(folder.adapter)
+    model = Target.load(name, dtype="float32", revision=revision, lora=lora)
+    if folder.adapter is not None:
+        model.attach(folder.adapter)
     heads = folder.load(model)
     with staged(out) as staging:
         model.model.to(getattr(torch, dtype)).save_pretrained(staging)

@@ -13,7 +13,7 @@ from typer import Context, Exit, Option
 
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor, say_next
+from draftheads.scripts.following import after_doctor, say_next, target_options
 from draftheads.scripts.options import (
     DECODED,
     EXAMINED,
@@ -23,6 +23,7 @@ from draftheads.scripts.options import (
     Head,
     Json,
     KeyVariable,
+    MaybeLora,
     MaybeTemplateArgs,
     PromptWords,
     Seed,
@@ -56,6 +57,7 @@ def doctor(
     context: Context,
     target: TargetName,
     head: Head,
+    adapter: MaybeLora = None,
     data: Annotated[
         Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
@@ -98,7 +100,7 @@ def doctor(
         exchange=exchange,
         layers=layers and layers.split(","),
     )
-    place = models.Place(dtype, device, placement="skeleton" if server else "whole")
+    place = models.Place(dtype, device, lora=adapter, placement="skeleton" if server else "whole")
     model, drafter = _load(target, folder, place, template_args)
     choose_threads(threads, model)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
@@ -132,7 +134,8 @@ def doctor(
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if not server:
-        after_doctor(target, head, [finding.check for finding in diagnosis.findings])
+        words = target_options(target, adapter)
+        after_doctor(words, head, [finding.check for finding in diagnosis.findings])
     elif not diagnosis.findings:
         say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
     raise Exit(1 if diagnosis.findings else 0)
@@ -205,7 +208,7 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
             "token)"
         )
     console.print(
-        f"{evidence.head.kind} head on {evidence.target.name}: {measured}; "
+        f"{evidence.head.kind} head on {evidence.target.title}: {measured}; "
         f"{diagnosis.predicted:.2f} tokens per step predicted for the best fixed tree of "
         f"{evidence.nodes} draft nodes{recorded}"
     )

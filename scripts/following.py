@@ -20,9 +20,15 @@ def say_next(*words: object) -> None:
     say(f"next: {shlex.join(['draftheads', *map(str, words)])}", sys.stderr)
 
 
-def after_answers(target: str, out: Path) -> None:
+def target_options(target: str | None, lora: str | None) -> list[str]:
+    """The options that load the same target again."""
+    return [*(["--target", target] if target else []), *(["--adapter", lora] if lora else [])]
+
+
+def after_answers(target: str, out: Path, lora: str | None = None) -> None:
     """Training needs a recipe for this target."""
-    say_next("init", "--target", target, "--data", out, "--out", f"{out.absolute().name}.yaml")
+    words = target_options(target, lora)
+    say_next("init", *words, "--data", out, "--out", f"{out.absolute().name}.yaml")
 
 
 REMEDIES = {
@@ -32,35 +38,36 @@ REMEDIES = {
 """Checks of `doctor` -> the command that mends what they find."""
 
 
-def after_doctor(target: str, head: str, checks: Sequence[str]) -> None:
-    """checks: those that found something, the most expensive first. Others are mended by no command
-    alone.
+def after_doctor(words: Sequence[str], head: str, checks: Sequence[str]) -> None:
+    """words: `target_options`. checks: those that found something, the most expensive first. Others
+    are mended by no command alone.
     """
     commands = [REMEDIES[check] for check in checks if check in REMEDIES]
     if not checks:
-        say_next("chat", "--target", target, "--head", head)
+        say_next("chat", *words, "--head", head)
     elif commands[:1] == ["tune"]:
-        say_next("tune", "--target", target, "--head", head, "--prompts", "PROMPTS")
+        say_next("tune", *words, "--head", head, "--prompts", "PROMPTS")
     elif commands:
-        say_next("distill", "--target", target, "--prompts", "PROMPTS", "--out", "data")
+        say_next("distill", *words, "--prompts", "PROMPTS", "--out", "data")
 
 
 def after_bench(
-    target: str, prompts: str, sources: Mapping[str, str], winner: Result | None
+    model: Sequence[str], prompts: str, sources: Mapping[str, str], winner: Result | None
 ) -> None:
     """A head on this machine is tuned, unless it won with a tree that was; other drafters chat, if
-    they won. sources: names of drafters -> --head; winner: None if no drafts were faster.
+    they won. model: `target_options`. sources: names of drafters -> --head; winner: None if no
+    drafts were faster.
     """
     from draftheads.heads.formats.hub import open_head
 
     candidate = winner.name if winner else ""
     names = [name for name in sources if candidate.startswith(name)]
     source = sources[max(names, key=len, default=next(iter(sources)))]
-    words = ["--target", target, "--head", source]
+    words = [*model, "--head", source]
     if os.path.isdir(os.path.expanduser(source)):
         facts = open_head(source).facts
         is_done = candidate in names and facts.tuned
         if facts.is_ours and not is_done:
             say_next("tune", *words, "--prompts", prompts)
             return
-    say_next("chat", *(words if winner else words[:2]))
+    say_next("chat", *(words if winner else model))

@@ -63,8 +63,8 @@ def learner_for(
         source = Source(folder, training_data(folder, engine))
         learner = UseLearner(target, source, place.texts, place.versions)
         if place.versions.served:
-            head = open_head(place.versions.served).load(target).pack(target)
-            engine = with_head(engine, head)
+            newest = open_head(place.versions.served).load(target).pack(target)
+            engine = with_head(engine, newest)
     except BaseException:
         place.close()
         raise

@@ -27,7 +27,9 @@ def say_beside(line: object) -> None:
 
 @dataclass(frozen=True)
 class Place(loading.Place):
-    """Where and how a command loads a target: --dtype, --device and --threads."""
+    """Where and how a command loads a target: --dtype, --device, --threads, --bits and
+    --adapter.
+    """
 
     report: Callable[[object], None] = say_beside
 

@@ -205,7 +205,7 @@ def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> Non
         needed = [gain * seconds / curve[0] for gain in GAINS]
         shown = [f"{tau:.2f}" if tau <= nodes + 1 else "-" for tau in needed]
         rows.append([str(nodes), f"{seconds * 1e3:.2f}", *shown])
-    console.print(f"{target.name}, {context} tokens of context", style="italic", justify="center")
+    console.print(f"{target.title}, {context} tokens of context", style="italic", justify="center")
     columns = ["draft nodes", "ms", *(f"τ for {gain:g} times" for gain in GAINS)]
     Grid(columns, rows).print(console, lambda row: None)
     console.print(

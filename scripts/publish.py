@@ -40,7 +40,7 @@ HOST = re.compile(r"://(?:[^/@]*@)?((\[[^]]*\]|[^/:?#]+)(?::\d+)?)")
 """The host of a URL, with and without its port."""
 FACTS = """
 format kind feature_layers target adapter tree tree_order tuned training measured
-name revision fingerprint architecture layers quantisation dtype eos_ids
+name revision lora fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
 versions hardware merged_adapter continued difference tokens_per_step
@@ -54,7 +54,8 @@ what a server is called, and where it is, is in some of them.
 WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
 WHOLE |= {"versions", "template_args", "rope_scaling"}
 """Published keys below which all keys are."""
-NAMES, PATHS = {"name", "target", "source", "from"}, {"path", "output"}
+NAMES = {"name", "target", "source", "lora", "target_adapter", "from"}
+PATHS = {"path", "output"}
 """Keys of what may be on the Hub; keys of local paths."""
 LICENCES = """
 apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
@@ -189,7 +190,7 @@ def _last_part(place: str) -> str:
 
 def is_local(name: str | None) -> bool:
     """Whether a target or data set is on this machine, by its name."""
-    if not name or is_hub_id(name):
+    if not name or is_hub_id(name.partition("@")[0]):  # a LoRA has its commit
         return False
     return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))
 
@@ -279,7 +280,9 @@ def check_licence(licence: Any, place: Path) -> None:
 
 def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
     """What readers will miss."""
-    target = folder.facts.target.name
+    target, lora = folder.facts.target.name, folder.facts.target.lora
+    if is_local(lora):
+        yield f"the target's LoRA is not on the Hub ({lora}): others cannot load it"
     if not is_hub_id(target):
         yield f"the target is not on the Hub ({target}): others cannot load it"
     if not folder.facts.measured:

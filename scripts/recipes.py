@@ -11,8 +11,8 @@ import yaml
 from typer import Argument, Option
 
 from draftheads.recipes import find_recipe, recipe_names
-from draftheads.scripts.following import say_next
-from draftheads.scripts.options import NEW_CHECK, Revision, TargetName
+from draftheads.scripts.following import say_next, target_options
+from draftheads.scripts.options import NEW_CHECK, MaybeLora, Revision, TargetName
 from draftheads.train.entry import say
 
 NAME = "a name; default: list all"
@@ -75,6 +75,7 @@ def init(
     data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
     kind: Annotated[str, Option(help="sequential, medusa, eagle3 or block")] = "sequential",
     revision: Revision = None,
+    adapter: MaybeLora = None,
 ) -> None:
     """Write a recipe for a target on this machine, with the reason for each choice. Reads the
     target's config.json, no weights.
@@ -82,10 +83,11 @@ def init(
     from draftheads.heads.files import write_text
     from draftheads.train.suggest import suggest
 
-    text = suggest(target, kind, data, revision)
+    text = suggest(target, kind, data, revision, adapter)
     answers = yaml.safe_load(text)["data"]["path"]
+    words = " ".join(target_options(target, adapter))
     commands = [
-        f"draftheads distill --target {target} --prompts PROMPTS --out {answers}",
+        f"draftheads distill {words} --prompts PROMPTS --out {answers}",
         f"draftheads plan {out}",
         f"draftheads train {out}",
     ]

@@ -26,24 +26,24 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 59_100, "infer": 14_400, "train": 28_600}
+CORE = {"heads": 60_200, "infer": 14_600, "train": 33_100}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 15_000,
+    "heads.formats": 15_050,
     "infer.drafters": 5_800,
     "infer.measure": 13_900,
     "infer.chat": 6_900,
     "infer.serve": 13_700,
     "infer.generate": 2_200,
-    "infer.pipeline": 2_800,
+    "infer.pipeline": 2_850,
     "train.data": 22_900,
     "train.plan": 5_500,
-    "train.suggest": 1_200,
+    "train.suggest": 1_250,
     "train.doctor": 5_050,
     "train.served": 2_900,
-    "scripts": 17_800,
+    "scripts": 19_000,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {

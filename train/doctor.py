@@ -530,8 +530,8 @@ def other_target(evidence: Evidence) -> Finding | None:
         return Finding(
             "target",
             evidence.rest,
-            f"trained on {recorded.name} with fingerprint {recorded.fingerprint} "
-            f"(revision {recorded.revision}); {target.name} has {now}",
+            f"trained on {recorded.title} with fingerprint {recorded.fingerprint} "
+            f"(revision {recorded.revision}); {target.title} has {now}",
             "the same fingerprint",
             "load the target that it was trained on, at that revision, or train on this one",
         )

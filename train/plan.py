@@ -40,7 +40,12 @@ from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.placement import check_placement, read_config, reading
+from draftheads.heads.lora import Lora
+from draftheads.heads.placement import (
+    check_placement,
+    read_config,
+    reading,
+)
 from draftheads.heads.pretrained import decoder_layers, outside
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
@@ -107,6 +112,8 @@ class Shapes:
 
     def __init__(self, recipe: Recipe) -> None:
         check_path(recipe.target)
+        if recipe.target_adapter:
+            Lora.open(recipe.target_adapter)
         config = read_config(recipe.target, recipe.target_revision)
         saved = config.get_text_config(decoder=True).dtype or torch.float32
         dtype = getattr(torch, recipe.target_dtype, saved)
@@ -298,6 +305,7 @@ class Rehearsal:
         values |= {
             "target": str(folder / "target"),
             "target_revision": None,
+            "target_adapter": None,
             "target_placement": "whole",
             "features": {},
             "eval": {"every": 0},

@@ -202,6 +202,9 @@ class Recipe(Section):
         "auto", description="auto: float32 on CPU, else as saved"
     )
     target_revision: str | None = Field(None, description="branch, tag or commit on the Hub")
+    target_adapter: str | None = Field(
+        None, description="LoRA in PEFT's format, merged into the target: folder or Hub id"
+    )
     target_placement: Literal["whole", "split", "sharded"] = Field(
         "whole",
         description="whole: a copy per process; split: over all GPUs of a single process; sharded: "
@@ -261,6 +264,13 @@ class Recipe(Section):
         if self.adapter and not self.head.takes_adapter:
             kinds = " or ".join(kind for kind in HEADS if HEADS[kind].Choices.takes_adapter)
             raise ValueError(f"adapter needs head.kind {kinds}, got {self.head.kind}")
+        elsewhere = self.target_placement != "whole" or self.features.server
+        if self.target_adapter and (self.target_bits or elsewhere):
+            raise ValueError(
+                "target_adapter needs target_bits null, target_placement whole and no "
+                "features.server; or merge it with PEFT (merge_and_unload), save the result, and "
+                "set target to that"
+            )
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
@@ -336,7 +346,7 @@ def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     """Choices that must not change when a run is resumed. The target is compared by fingerprint."""
     compared = {"prompts", "new_tokens"} if recipe.measure in DECODED else set()
     free: Any = {
-        **dict.fromkeys(("target", "target_revision", "target_placement"), True),
+        **dict.fromkeys(("target", "target_revision", "target_adapter", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
         "features": {"path", "disk_gb", *SERVER_KEYS},
         "head": set(recipe.head.decoding_keys),

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
+from draftheads.heads.lora import titled
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows, Verification, release
@@ -67,6 +68,7 @@ def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
         revision=recipe.target_revision,
         placement="skeleton" if recipe.features.server else recipe.target_placement,
         bits=recipe.target_bits,
+        lora=recipe.target_adapter,
     )
     if recipe.adapter:
         try:
@@ -99,10 +101,11 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     manifest = read_manifest(path)
     origin = manifest.get("target", {})
     if not same_weights(origin.get("fingerprint"), target.fingerprint()):
+        lora = origin.get("lora")
         raise ValueError(
-            f"{path}: expected answers of {target.name} ({target.fingerprint()}), got answers of "
-            f"{origin.get('name')} ({origin.get('fingerprint')}); distill with this target, or set "
-            f"target={origin.get('name')}"
+            f"{path}: expected answers of {target.title} ({target.fingerprint()}), got answers of "
+            f"{titled(origin.get('name'), lora)} ({origin.get('fingerprint')}); distill with this "
+            f"target, or set target={origin.get('name')} target_adapter={lora or 'null'}"
         )
     if not origin:
         source = manifest["prompts"]["source"]

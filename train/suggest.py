@@ -43,8 +43,15 @@ class Choice:
     why: str
 
 
-def suggest(target: str, kind: str, data: Path | None, revision: str | None = None) -> str:
-    """The text of a recipe for this target. data: a folder of answers, or where they will be.
+def suggest(
+    target: str,
+    kind: str,
+    data: Path | None,
+    revision: str | None = None,
+    lora: str | None = None,
+) -> str:
+    """The text of a recipe for this target. data: a folder of answers, or where they will be. lora:
+    as of `Target.load`.
 
     Raises ValueError for an unknown kind, and what reading the target's config raises.
     """
@@ -54,7 +61,7 @@ def suggest(target: str, kind: str, data: Path | None, revision: str | None = No
     folder = data or Path("out") / name / "answers"
     choices = [
         Choice("target", target, ""),
-        *_placement(revision),
+        *_placement(revision, lora),
         *_data(target, revision, folder),
         *_head(target, revision, kind),
         *_run(name, kind, folder),
@@ -63,9 +70,11 @@ def suggest(target: str, kind: str, data: Path | None, revision: str | None = No
     return rendered([*choices, rows])
 
 
-def _placement(revision: str | None) -> Iterator[Choice]:
+def _placement(revision: str | None, lora: str | None) -> Iterator[Choice]:
     if revision:
         yield Choice("target_revision", revision, "")
+    if lora:
+        yield Choice("target_adapter", lora, "")
     if default_device() != "cpu":
         yield Choice("target_dtype", "bfloat16", "as it will decode here")
 

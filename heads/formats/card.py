@@ -17,7 +17,7 @@ from draftheads.heads.formats import block
 from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.llamacpp import server_options
-from draftheads.heads.formats.stored import Stored
+from draftheads.heads.formats.stored import MERGED, Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.tables import flat, markdown_table
@@ -61,11 +61,13 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
-    on_hub = is_hub_id(target)
+    lora = facts.target.lora
+    bases = [name.partition("@")[0] for name in (target, lora) if name]
+    on_hub = bool(target) and all(map(is_hub_id, bases))
     data = ModelCardData(
         library_name="draftheads",
         pipeline_tag="text-generation",
-        base_model=target if on_hub else None,
+        base_model=(bases if lora else target) if on_hub else None,
         base_model_relation="adapter" if on_hub else None,
         datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
@@ -78,6 +80,8 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         kind=kind,
         target=target or "an unnamed target",
         on_hub=on_hub,
+        lora=lora,
+        merged=MERGED,
         to=to,
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
         quantised=facts.target.quantisation,
@@ -126,7 +130,11 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
         "trtllm": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
-    target = f" --target {name if is_hub_id(name) else 'TARGET_FOLDER'}" if is_shared else ""
+    if facts.target.lora:
+        name = MERGED
+    elif not is_hub_id(name):
+        name = "TARGET_FOLDER"
+    target = f" --target {name}" if is_shared else ""
     return {
         "to": to,
         "name": ENGINES[to],

@@ -44,7 +44,7 @@ KEYS: list[tuple[Any, str]] = [
     (bool | None, "enable_confidence_head confidence_head_with_markov use_swa"),
     (bool | None, "has_own_lm_head has_embed_tokens attention_k_eq_v"),
     (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
-    (str | None, "kind name name_or_path revision fingerprint architecture"),
+    (str | None, "kind name name_or_path revision lora fingerprint architecture"),
     (dict[str, Any] | None, "rope_scaling rope_parameters transformer_layer_config adapter"),
     (dict[str, Any] | None, "full_attention sliding_attention"),
     (

@@ -18,7 +18,13 @@ from transformers import AutoConfig
 
 from draftheads.heads.eagle import SWITCHES, default_features
 from draftheads.heads.formats.facts import HeadFacts
-from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
+from draftheads.heads.formats.stored import (
+    Stored,
+    check_values,
+    engine_target,
+    renamed,
+    target_name,
+)
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.vocabulary import t2d
@@ -336,7 +342,7 @@ def speculators_config(
 
     Raises ValueError where the target is not recorded.
     """
-    name = target_name(config)
+    name = engine_target(config)
     if name is None:
         raise ValueError("exporting to speculators needs the target model; pass --target")
     facts = HeadFacts(config["draftheads"])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from draftheads.heads.lora import titled
 from draftheads.heads.tree import StaticTree, Tree, tree_from_json
 
 
@@ -15,12 +16,18 @@ class TargetFacts:
 
     name: str | None = None
     revision: str | None = None
+    lora: str | None = None  # merged into it
     fingerprint: str | None = None
     architecture: str | None = None  # class of its model
     layers: int | None = None
     quantisation: str | None = None
     dtype: str | None = None  # of its saved weights
     eos_ids: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Its name and its LoRA's, for people."""
+        return titled(self.name, self.lora)
 
 
 @dataclass(frozen=True)

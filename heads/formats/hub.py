@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from draftheads.arguments import head_folder
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
@@ -40,7 +38,7 @@ from draftheads.heads.formats.stored import (
 )
 from draftheads.heads.formats.table import as_ours, translated
 from draftheads.heads.kinds import HEADS as HEADS
-from draftheads.heads.online import refusal
+from draftheads.heads.online import download
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target, template_variables
 from draftheads.heads.tensors import dtype_name
@@ -117,6 +115,7 @@ def about_target(target: Target) -> dict[str, Any]:
     return {
         "name": target.name,
         "revision": target.revision,
+        "lora": target.lora,
         "fingerprint": target.fingerprint(),
         "architecture": type(target.model).__name__,
         "layers": target.layers,
@@ -279,13 +278,15 @@ def load_pair(
     dtype: str = "auto",
     device: str | None = None,
 ) -> tuple[Target, DraftHead]:
-    """The target that a head records, with the adapter that the head was trained with and the chat
-    template variables of its data, and the head on it. source, revision: as in `open_head`; dtype,
-    device: as in `Target.load`. Errors: as in `HeadFolder.target` and `HeadFolder.load`.
+    """The target that a head records, with its LoRA, the adapter that the head was trained with and
+    the chat template variables of its data, and the head on it. source, revision: as in
+    `open_head`; dtype, device: as in `Target.load`. Errors: as in `HeadFolder.target` and
+    `HeadFolder.load`.
     """
     folder = open_head(source, revision=revision)
     name, commit = folder.target
-    target = Target.load(name, dtype=dtype, device=device, revision=commit)
+    lora = folder.facts.target.lora
+    target = Target.load(name, dtype=dtype, device=device, revision=commit, lora=lora)
     target.template_args = folder.template_args or {}
     if folder.adapter is not None:
         target.attach(folder.adapter)
@@ -348,18 +349,10 @@ def _head_in(folder: Path) -> Path:
 
 def _download(repo_id: str, revision: str | None) -> Path:
     """The files of a head; of a sharded checkpoint with its target, only the shards with heads."""
-
-    def snapshot(patterns: Sequence[str]) -> Path:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
-
-    try:  # the library's messages are paragraphs, or do not name the repository
-        folder = snapshot([CONFIG, *PLACES, CARD, *ADAPTER_FILES])
-        weights = next((name for name in PLACES if (folder / name).is_file()), None)
-        if weights in INDEXES:
-            snapshot(shards(folder / weights))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        line = refusal(error, repo_id, revision) or " ".join(str(error).split())
-        raise FileNotFoundError(f"head {repo_id}: {line}") from error
+    folder = download("head", repo_id, revision, [CONFIG, *PLACES, CARD, *ADAPTER_FILES])
+    weights = next((name for name in PLACES if (folder / name).is_file()), None)
+    if weights in INDEXES:
+        download("head", repo_id, revision, shards(folder / weights))
     return folder
 
 
@@ -368,29 +361,29 @@ def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
     that the target does not have; warn when the target's weights or adapter are not those recorded
     in `facts`.
     """
-    name = facts.target.name or "its target"
+    name = facts.target.title if facts.target.name else "its target"
     for what, expected, got in (
         ("hidden size", head.hidden_size, target.hidden_size),
         ("vocabulary", head.vocab_size, target.vocab_size),
     ):
         if expected != got:
             raise ValueError(
-                f"head expects {what} {expected} ({name}), target has {got} ({target.name}); "
+                f"head expects {what} {expected} ({name}), target has {got} ({target.title}); "
                 "pass the target this head was trained for"
             )
     if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
         raise ValueError(
             f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
-            f"to {target.layers} ({target.name}); pass the target this head was trained for"
+            f"to {target.layers} ({target.title}); pass the target this head was trained for"
         )
     trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     difference = None
     if not same_weights(facts.target.fingerprint, target.fingerprint()):
-        difference = f"on other weights ({name}) than {target.name} has now"
+        difference = f"on other weights ({name}) than {target.title} has now"
     elif trained != attached:
         with_what = f"adapter {trained}" if trained else "no adapter"
-        difference = f"with {with_what}, {target.name} has {attached or 'none'}"
+        difference = f"with {with_what}, {target.title} has {attached or 'none'}"
     if difference:
         warnings.warn(
             f"this head was trained {difference}: output stays the target's own, but fewer draft "

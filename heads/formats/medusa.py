@@ -18,7 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from draftheads.heads.choices import LayerSizes
-from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
+from draftheads.heads.formats.stored import (
+    Stored,
+    check_values,
+    engine_target,
+    renamed,
+    target_name,
+)
 from draftheads.heads.layers import LayerShape
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import matrix, require
@@ -110,7 +116,7 @@ def to_vllm(stored: Stored, target: Target | None) -> Stored:
 
 def to_tgi(stored: Stored, target: Target | None) -> Stored:
     """The numbered layout; TGI recognises heads by a config without `architectures`."""
-    ours, name = stored.config, target_name(stored.config)
+    ours, name = stored.config, engine_target(stored.config)
     if name is None:
         raise ValueError("exporting to TGI needs the name of the target model; pass --target")
     config: dict[str, Any] = {

@@ -181,7 +181,7 @@ class _Conversation:
         """Print the target and its options."""
         nodes = self.speculator.tree.draft_nodes
         drafts = f", a tree of {nodes} draft tokens" if nodes else ""
-        self.note(f"{self.speculator.target.name}{drafts}. /help lists the commands.")
+        self.note(f"{self.speculator.target.title}{drafts}. /help lists the commands.")
         if self.plain:
             self.note(f"The plain model makes {self.plain:.1f} tokens/s.")
         if not self.history.has_template:

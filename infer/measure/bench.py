@@ -168,7 +168,7 @@ def bench(
         ]
     settings = {
         **vars(options),
-        "target": target.name,
+        "target": target.title,
         "sampling": rule_name(options.sampling),
         "nodes": list(options.nodes),
         "prompts": len(fitting),

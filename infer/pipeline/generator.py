@@ -60,6 +60,7 @@ class PlaceOptions(TypedDict, total=False):
     device: str | None  # default: CUDA if available
     threads: int | None  # of the CPU; default: the fastest number
     bits: Bits | None  # quantise the target: 8 to int8 on a CPU; 8 or 4 with bitsandbytes on a GPU
+    lora: str | Path | None  # a LoRA of the target in PEFT's format, to be merged into it
 
 
 RULE = ("temperature", "top_p", "top_k")
@@ -284,8 +285,8 @@ def load(
 
     head: a head folder, the folder of a training run, a Hub id, or the name of another drafter
     ("ngram"; all: docs/drafters.md); None: no drafts. target: default: the one that the head
-    records. tree: in place of the head's own, as `--tree` takes it. compile: as of `Speculator`.
-    place: `PlaceOptions`.
+    records, with its LoRA. tree: in place of the head's own, as `--tree` takes it. compile: as of
+    `Speculator`. place: `PlaceOptions`.
 
     Raises ValueError or FileNotFoundError for what cannot be loaded. For loaded parts:
     `TextGenerator(Speculator(target, head))`.

@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from draftheads.infer.threads import choose_threads, set_threads
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.placement import Bits, Placement
     from draftheads.heads.target import Target
@@ -24,16 +26,21 @@ logger = logging.getLogger("draftheads")
 @dataclass(frozen=True)
 class Place:
     """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
-    None: the fastest number. bits: quantise it, on a CPU to int8. report: called with a choice that
-    was made, to be shown. placement: as of `Target.load`.
+    None: the fastest number. bits: quantise it, on a CPU to int8. lora, placement: as of
+    `Target.load`. report: called with a choice that was made, to be shown.
     """
 
     dtype: str = "auto"
     device: str | None = None
     threads: int | None = None
     bits: Bits | None = None
+    lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
     placement: Placement = "whole"
+
+    def recorded(self, head: HeadFolder) -> Self:
+        """The same, with the LoRA of the target that a head records, unless one is named."""
+        return replace(self, lora=self.lora or head.facts.target.lora)
 
 
 def load_target(
@@ -72,6 +79,7 @@ def load_target(
         revision=revision,
         placement=place.placement,
         bits=place.bits,
+        lora=place.lora,
     )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target
@@ -144,7 +152,7 @@ def load_parts(
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
-    one that the head records. Raises ValueError if neither names a target.
+    one that the head records, with its LoRA. Raises ValueError if neither names a target.
     """
     from draftheads.infer.drafters.named import load_drafts, named_drafts
 
@@ -152,6 +160,7 @@ def load_parts(
     name, revision = target, None
     if drafts is not None and not target:
         name, revision = drafts.target
+        place = place.recorded(drafts.folders[0])
     if name is None:
         raise ValueError("expected a head or a target, got neither; pass one")
     folders = drafts.folders if drafts else []

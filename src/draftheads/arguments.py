@@ -46,19 +46,19 @@ def check_is_no_head(path: str, folder: Path) -> None:
         )
 
 
-def head_folder(source: str | Path) -> Path | None:
-    """The folder of a head or a run; None for user/name or user/name@revision on the Hub. Raises
-    FileNotFoundError for what is neither.
+def head_folder(source: str | Path, what: str = "head") -> Path | None:
+    """The folder of a head, a run or `what`; None for user/name or user/name@revision on the Hub.
+    Raises FileNotFoundError for what is neither.
     """
     if not str(source).strip():  # Path("") is the working directory
         raise FileNotFoundError(
-            f"expected a head, got the empty name {str(source)!r}; pass a folder or a Hub id"
+            f"expected a {what}, got the empty name {str(source)!r}; pass a folder or a Hub id"
         )
     folder = Path(os.path.expanduser(source))
     if folder.is_dir():
         return folder
     if not HUB_ID.fullmatch(str(source).partition("@")[0]):
-        raise FileNotFoundError(f"head {source}: no such folder, and not a Hub id (user/name)")
+        raise FileNotFoundError(f"{what} {source}: no such folder, and not a Hub id (user/name)")
     return None
 
 

@@ -18,7 +18,7 @@ from draftheads.heads.formats.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
 from draftheads.scripts.cli import app, spread
-from draftheads.scripts.following import after_answers, after_bench, say_next
+from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
 
 
 @pytest.fixture
@@ -69,6 +69,8 @@ def test_a_misspelt_drafter_is_understood_and_refused(run, name, meant):
 def test_answers_are_followed_by_a_recipe(capsys, target, tmp_path):
     after_answers(str(target), tmp_path / "data")
     assert following(capsys)[:3] == ["init", "--target", str(target)]
+    after_answers(str(target), tmp_path / "data", "me/lora")
+    assert following(capsys)[3:5] == ["--adapter", "me/lora"]
 
 
 @pytest.mark.parametrize(
@@ -90,14 +92,14 @@ def test_a_bench_is_followed_by_its_winner(
         record_tuned(folder, StaticTree.from_widths([1]), {"machine": "this one"})
     sources = {"head": f"{folder}", "ngram": "ngram", "head+ngram": f"{folder}+ngram"}
     result = SimpleNamespace(name=winner) if winner else None
-    after_bench(str(target), str(questions(tmp_path)), sources, result)
+    after_bench(target_options(str(target), None), str(questions(tmp_path)), sources, result)
     words = following(capsys)
     assert words[0] == command
     assert words[words.index("--head") + 1] == head.replace("folder", str(folder))
 
 
 def test_where_nothing_pays_the_plain_model_chats(capsys, target, tmp_path):
-    after_bench(str(target), "x", {"ngram": "ngram"}, None)
+    after_bench(target_options(str(target), None), "x", {"ngram": "ngram"}, None)
     assert following(capsys) == ["chat", "--target", str(target)]
 
 

@@ -154,6 +154,7 @@ class _Served(_Section):
 class _Target(_Section):
     name: str
     revision: str | None = None
+    lora: str | None = None
     fingerprint: str | None = None
     dtype: str | None = None
     server: _Served | None = None

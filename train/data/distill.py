@@ -217,11 +217,12 @@ class LocalAnswerer(Answerer):
         self._most_tokens = most_tokens
 
     def origin(self) -> Entry:
-        """The target's name, revision, fingerprint and dtype."""
+        """The target's name, revision, LoRA, fingerprint and dtype."""
         target = self._engine.target
         return {
             "name": str(target.name),
             "revision": target.revision,
+            "lora": target.lora,
             "fingerprint": target.fingerprint(),
             "dtype": dtype_name(target.model.dtype),
         }

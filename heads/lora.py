@@ -1,0 +1,131 @@
+"""A LoRA of a target, in PEFT's format, merged into its matrices as it is loaded.
+
+Any LoRA that PEFT merges; `heads.adapter` has those that learn along with heads (Medusa-2).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from draftheads.arguments import head_folder
+from draftheads.extras import extras
+from draftheads.heads.adapter import CONFIG, WEIGHTS
+from draftheads.heads.files import read_json
+from draftheads.heads.online import download
+from draftheads.heads.tensors import opened
+
+FILES = (CONFIG, WEIGHTS, "*token*", "vocab*", "merges.txt", "*.jinja")
+"""Those of a LoRA, and of the tokenizer that it may bring."""
+
+
+def titled(name: str | None, lora: str | None) -> str:
+    """A target's name and its LoRA's, for people."""
+    return f"{name} with adapter {lora}" if lora else str(name)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA on this machine. name: as it is recorded; on the Hub with its commit."""
+
+    name: str
+    folder: Path
+
+    @classmethod
+    def open(cls, source: str | Path) -> Lora:
+        """Find a folder, or user/name or user/name@revision on the Hub. Reads no weights.
+
+        Raises FileNotFoundError for missing files, ValueError for another kind of adapter,
+        ModuleNotFoundError without PEFT.
+        """
+        name, folder = str(source), head_folder(source, "adapter")
+        with extras():
+            import peft  # noqa: F401
+        if folder is None:
+            repository, _, revision = name.partition("@")
+            folder = download("adapter", repository, revision or None, FILES)
+            name = f"{repository}@{folder.name}"
+        for file in (CONFIG, WEIGHTS):
+            if not (folder / file).is_file():
+                raise FileNotFoundError(
+                    f"adapter {name}: expected {CONFIG} and {WEIGHTS}, as PEFT saves a LoRA, found "
+                    f"no {file}; get the folder again"
+                )
+        kind = read_json(folder / CONFIG).get("peft_type")
+        if kind != "LORA":
+            raise ValueError(
+                f"adapter {name}: expected a LoRA, got an adapter of type {kind}; merge it with "
+                "PEFT, if it can be, save the result, and pass that as the target"
+            )
+        return cls(name, folder)
+
+    def merge(self, model: PreTrainedModel) -> None:
+        """Add it to a model's matrices. Raises ValueError for a damaged LoRA, and for one of
+        another model.
+        """
+        with opened(self.folder / WEIGHTS):  # a damaged file is named before PEFT reads it
+            pass
+        is_tied = _untie(model)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about ties, and layers that are merged already
+                _merge(model, str(self.folder))
+        except Exception as error:  # what does not fit may raise anything, in many lines
+            raise ValueError(
+                f"adapter {self.name}: expected a LoRA of {model.config.name_or_path} "
+                f"({type(model).__name__}), got one that does not fit ({type(error).__name__}: "
+                f"{' '.join(str(error).split()):.300}); pass the target that it was trained on, or "
+                "get it again"
+            ) from error
+        if is_tied:
+            _tie_equal(model)
+
+
+def _merge(model: PreTrainedModel, folder: str) -> None:
+    """Sums are computed in float64, so that they are rounded once, and equal on every machine: the
+    fingerprint depends on them.
+    """
+    from peft import PeftConfig, get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = True
+    renames = getattr(model, "_checkpoint_conversion_mapping", {})
+    wrapped: Any = get_peft_model(model, config)
+    loaded = wrapped.load_adapter(folder, "default", torch_device="cpu", key_mapping=renames)
+    different = [*loaded.missing_keys, *loaded.unexpected_keys]
+    if different:
+        raise ValueError(f"{len(different)} tensors differ, such as {different[0]}")
+    layers = [each for each in wrapped.modules() if isinstance(each, BaseTunerLayer)]
+    for layer in reversed(layers):  # inner ones first: those of experts are nested
+        dtype = next(layer.get_base_layer().parameters()).dtype
+        layer.double()
+        layer.merge(safe_merge=True)
+        layer.to(dtype)
+    wrapped.merge_and_unload()
+
+
+def _untie(model: PreTrainedModel) -> bool:
+    """Give the lm_head weights of its own, if it has the embeddings': PEFT would add to both what
+    changes one of them. Returns whether it had them.
+    """
+    head = model.get_output_embeddings()
+    is_tied = head.weight is model.get_input_embeddings().weight
+    if is_tied:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    return is_tied
+
+
+def _tie_equal(model: PreTrainedModel) -> None:
+    """Tie embeddings and lm_head again unless they were changed differently."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    is_tied = bool(head.weight.equal(embeddings.weight))
+    if is_tied:
+        head.weight = embeddings.weight
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = is_tied
