@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 60_200, "infer": 14_600, "train": 33_100}
+CORE = {"heads": 60_200, "infer": 14_600, "train": 28_700}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
@@ -43,6 +43,7 @@ WINGS = {
     "train.suggest": 1_250,
     "train.doctor": 5_050,
     "train.served": 2_900,
+    "train.learn": 4_500,
     "scripts": 19_000,
 }
 """The folders and modules around the core, and their code tokens."""

@@ -32,6 +32,7 @@ WINGS = (
     "train.suggest",
     "train.doctor",
     "train.served",
+    "train.learn",
     "scripts",
 )
 """Folders and modules around the core, which is all else."""
