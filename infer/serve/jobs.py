@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from draftheads.infer.accept import Acceptance
+from draftheads.infer.background import COMPLETE
 from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
 from draftheads.infer.serve.tree_sizes import TreeSizes
 
@@ -59,7 +60,7 @@ class Job:
             return False
         place = next((n for n, token in enumerate(step.tokens, 1) if token in self.ends), None)
         self.answer += step.tokens[:place]
-        self.is_complete = place is not None or step.finish in ("eos", "stop", "length")
+        self.is_complete = place is not None or step.finish in COMPLETE
         return self.is_complete
 
 
