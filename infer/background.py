@@ -10,6 +10,8 @@ from draftheads.infer.engine import Speculator
 
 QUIET = 0.5
 """Seconds without a request before the first piece of work."""
+COMPLETE = ("eos", "stop", "length")
+"""How answers end that are given to a background."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,3 @@ class Background(Protocol):
     def points(self) -> Sequence[Point]:
         """The quality over time, the oldest first. Called in any thread."""
         ...
-
-
-def with_head(engine, head):  # temporary
-    return Speculator(engine.target, head, tree=head.tree)

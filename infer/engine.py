@@ -258,6 +258,7 @@ class Speculator:
         source = NoDraft() if drafts is None else drafts
         if isinstance(source, DrafterSource):
             self.tree: Tree = tree or source.tree
+            self._has_own_tree = self.tree == source.tree
             source.check_tree(self.tree)
             self.new_drafter: Callable[[], Drafter] = lambda: source.drafter(target, self.tree)
             if self.tree.nodes == 1:
@@ -265,6 +266,7 @@ class Speculator:
             self.rows_may_leave, fault = source.rows_may_leave, source.why_not_compiled
         elif callable(source):
             self.tree, self.new_drafter = tree or StaticTree(()), source
+            self._has_own_tree = tree is None
             self.rows_may_leave, fault = False, ONLY_HEADS
         else:
             raise TypeError(
@@ -277,6 +279,15 @@ class Speculator:
         self._compiles_more = True
         if compile and (fault := fault or why_not(target)):
             self.stop_compiling(fault)
+
+    def with_drafts(self, drafts: DrafterSource) -> Speculator:
+        """An engine like this one with other drafts, in their own tree if this one has that of its
+        own drafts. Raises as the constructor.
+        """
+        tree = None if self._has_own_tree else self.tree
+        return Speculator(
+            self.target, drafts, tree=tree, compile=self.compile, profile=self.profile
+        )
 
     def generate(
         self,

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 
 from draftheads import __version__
 from draftheads.arguments import expected
-from draftheads.scripts import commands, recipes
+from draftheads.scripts import commands, learning, recipes
 from draftheads.scripts.doctor import doctor
 from draftheads.train.entry import (
     INTERRUPTED,
@@ -47,6 +47,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "tune": commands.tune,
     "chat": commands.chat,
     "serve": commands.serve,
+    "rollback": learning.rollback,
+    "forget": learning.forget,
     "doctor": doctor,
     "merge": commands.merge,
     "convert": commands.convert,

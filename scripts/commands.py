@@ -16,6 +16,14 @@ from typer import Argument, Option
 from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
 from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
+from draftheads.scripts.learning import (
+    Learn,
+    LearnFolder,
+    Learning,
+    LearnKeep,
+    LearnSize,
+    learning,
+)
 from draftheads.scripts.models import (
     Drafting,
     Place,
@@ -475,6 +483,10 @@ def chat(
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
+    learn: Learn = False,
+    learn_keep: LearnKeep = 30.0,
+    learn_mb: LearnSize = 64.0,
+    learn_folder: LearnFolder = None,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
     check_either(head, target)
@@ -493,7 +505,8 @@ def chat(
         is_plain=plain,
         seed=seed,
     )
-    run(engine, options)
+    with learning(engine, head, learn, Learning(learn_keep, learn_mb, learn_folder)) as learner:
+        run(learner.engine, options, background=learner.background)
 
 
 def serve(
@@ -525,6 +538,10 @@ def serve(
     bits: Bits = None,
     device: Device = None,
     threads: Threads = None,
+    learn: Learn = False,
+    learn_keep: LearnKeep = 30.0,
+    learn_mb: LearnSize = 64.0,
+    learn_folder: LearnFolder = None,
 ) -> None:
     """Serve the target over HTTP, as OpenAI does, with a page to chat on.
 
@@ -553,7 +570,8 @@ def serve(
     if not name:
         model = engine.target.lora or engine.target.name
         options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
-    run(engine, options, host, port)
+    with learning(engine, head, learn, Learning(learn_keep, learn_mb, learn_folder)) as learner:
+        run(learner.engine, options, host, port, background=learner.background)
 
 
 def publish(

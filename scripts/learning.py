@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -40,39 +42,57 @@ class Learning:
     folder: Path | None
 
 
-def learner_for(
-    engine: Speculator, head: str | None, options: Learning
-) -> tuple[Speculator, UseLearner, Place]:
-    """The engine with the newest head that was learned, what trains it, and its folder, to be
-    closed. Raises ValueError unless --head names one head, for compiled steps, and as `UseLearner`
-    and `Place` do.
+@dataclass(frozen=True)
+class Learner:
+    """An engine, and what trains its head while it has nothing to do; None without --learn."""
+
+    engine: Speculator
+    background: UseLearner | None = None
+
+
+@contextmanager
+def learning(
+    engine: Speculator, head: str | None, learn: bool, options: Learning
+) -> Iterator[Learner]:
+    """The engine, with --learn the newest head that was learned in it. Raises ValueError unless
+    --head names one head, for compiled steps, and as `UseLearner` and `Place` do.
     """
+    if not learn:
+        yield Learner(engine)
+        return
     with extras():
-        from draftheads.train.learn.learner import Source, UseLearner
         from draftheads.train.learn.place import Place, place_of
-    from draftheads.heads.formats.hub import open_head
-    from draftheads.infer.background import with_head
 
     folder = learned_folder(head)
     if engine.compile:
         raise ValueError("--learn: expected no --compile, as steps would be compiled again")
     path = place_of(folder, options.folder)
-    target = engine.target
-    place = Place(path, target, most_mb=options.size_mb, keep_days=options.keep_days)
-    try:
-        source = Source(folder, training_data(folder, engine))
-        learner = UseLearner(target, source, place.texts, place.versions)
-        if place.versions.served:
-            newest = open_head(place.versions.served).load(target).pack(target)
-            engine = with_head(engine, newest)
-    except BaseException:
-        place.close()
-        raise
-    say_beside(
-        f"learning from use: what is asked and answered is kept in {path}, on this machine, for "
-        f"{options.keep_days:g} days, at most {options.size_mb:g} MB; draftheads forget deletes it"
-    )
-    return engine, learner, place
+    limits = {"most_mb": options.size_mb, "keep_days": options.keep_days}
+    with closing(Place(path, engine.target, **limits)) as place:
+        learner = _learner(engine, str(head), folder, place)
+        say_beside(
+            f"learning from use: what is asked and answered is kept in {path} for "
+            f"{options.keep_days:g} days, at most {options.size_mb:g} MB; `draftheads forget` "
+            "deletes it"
+        )
+        yield learner
+
+
+def _learner(engine: Speculator, head: str, folder: HeadFolder, place: Place) -> Learner:
+    from draftheads.infer.drafters.ngram import Memory
+    from draftheads.infer.drafters.parts import with_memory
+    from draftheads.infer.engine import DrafterSource
+    from draftheads.train.learn.learner import Source, UseLearner, with_version
+
+    memory = Memory() if "ngram" in head.split("+") else None
+    source = Source(folder, training_data(folder, engine))
+    learner = UseLearner(engine.target, source, place.texts, place.versions, memory)
+    if place.versions.served:
+        engine = with_version(engine, place.versions.served)
+    if memory:
+        assert isinstance(engine.drafts, DrafterSource)
+        engine = engine.with_drafts(with_memory(engine.drafts, memory))
+    return Learner(engine, learner)
 
 
 def learned_folder(head: str | None) -> HeadFolder:

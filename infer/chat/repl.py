@@ -21,7 +21,9 @@ from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.infer.accept import Acceptance, Greedy, RandomStream, Sampled, Typical
+from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
+from draftheads.infer.chat.idle import IdleTime
 from draftheads.infer.chat.screen import (
     NOTE,
     Frame,
@@ -71,15 +73,18 @@ def chat(
     *,
     read: Callable[[str], str] | None = None,
     console: Console | None = None,
+    background: Background | None = None,
 ) -> None:
     """Read lines and answer them until /quit, Ctrl-C twice, or the end of the input.
 
     With a chat template the conversation is remembered; without one each line is continued on its
     own. read: takes the prompt to show, raises EOFError at the end; default: a line editor on a
-    terminal, else `input`. Raises ValueError, before reading, for a target without tokenizer and
-    for a system prompt that it cannot take; KeyboardInterrupt for a second Ctrl-C in an answer.
+    terminal, else `input`. background: works while a line is awaited. Raises ValueError, before
+    reading, for a target without tokenizer and for a system prompt that it cannot take;
+    KeyboardInterrupt for a second Ctrl-C in an answer.
     """
-    talk = _Conversation(speculator, options or ChatOptions(), console or SafeConsole())
+    options = options or ChatOptions()
+    talk = _Conversation(speculator, options, console or SafeConsole(), background)
     talk.greet()
     is_typed = read is not None or sys.stdin.isatty()
     if read is None and is_typed and talk.console.is_terminal:
@@ -89,7 +94,8 @@ def chat(
     was_stopped = False
     while not talk.is_over:
         try:
-            line = (read or input)("> " if is_typed else "")
+            with talk.idle:
+                line = (read or input)("> " if is_typed else "")
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -98,6 +104,7 @@ def chat(
             talk.note("To leave, press Ctrl-C again or Ctrl-D, or type /quit.")
             was_stopped = True
             continue
+        talk.renew()
         was_stopped = talk.take(line).finish == "interrupted"
 
 
@@ -157,8 +164,15 @@ def plain_rate(engine: Speculator) -> float:
 class _Conversation:
     """A conversation on a console."""
 
-    def __init__(self, speculator: Speculator, options: ChatOptions, console: Console) -> None:
+    def __init__(
+        self,
+        speculator: Speculator,
+        options: ChatOptions,
+        console: Console,
+        background: Background | None = None,
+    ) -> None:
         self.speculator = speculator
+        self.idle = IdleTime(background, speculator)
         self.options = options
         self.console = console
         self.history = History(speculator.target, options.system, options.max_new_tokens)
@@ -189,6 +203,28 @@ class _Conversation:
         self._warn()
         if nodes and self.options.show_accepted and self.console.is_terminal:
             self.note(LEGEND)
+
+    def renew(self) -> None:
+        """Take over what was done while the user typed."""
+        if self.idle.fault is not None:
+            self._end_learning(self.idle.fault)
+        if self.idle.engine is not self.speculator:
+            self.speculator = self.idle.engine
+            self.session = Session()  # the old one has keys and values of other drafts
+
+    def _end_learning(self, fault: Exception) -> None:
+        self.idle.background = self.idle.fault = None
+        self.note(f"Learning has failed and ends: {type(fault).__name__}: {fault}")
+
+    def _learn(self, prompt: Sequence[int], answer: ChatAnswer) -> None:
+        """Give a complete answer to the background, if there is one."""
+        if self.idle.background is None or answer.finish not in COMPLETE:
+            return
+        tokens = [token for step in answer.steps for token in step.tokens]
+        try:
+            self.idle.background.answered(prompt, tokens)
+        except Exception as error:  # whatever it is, the chat goes on
+            self._end_learning(error)
 
     def _warn(self) -> None:
         rule = self.options.sampling
@@ -262,6 +298,7 @@ class _Conversation:
         self._warn_if_slow()
         self.prompt_tokens += len(prompt)
         self.reused += self.session.reused
+        self._learn(prompt, answer)
         return answer
 
     def _generate(

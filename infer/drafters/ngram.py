@@ -1,13 +1,14 @@
-"""Prompt lookup: continuations of the text's own repeats.
+"""Prompt lookup: continuations of the text's own repeats, and of earlier texts.
 
 Legend: B batch, C committed tokens of a step, D feature width.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 
 from draftheads.heads.drafting import Committed
@@ -15,6 +16,15 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, stacked
 from draftheads.infer.engine import DrafterSource
+
+KEY = 2
+"""Tokens by which a memory finds places."""
+TRIES = 32
+"""Places of a memory that are compared with the end of a text, the newest first."""
+REACH = 16
+"""Tokens before a place that are compared."""
+NOTHING = -1
+"""No token, or no place."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +34,14 @@ class NGram(DrafterSource):
 
     tree: limits; `top_k` is the number of earlier places, the newest first, and `depth` that of
     tokens copied from each. longest, shortest: lengths of the suffix that is looked up; the longest
-    that occurred before counts. Raises ValueError for lengths out of order.
+    that occurred before counts. memory: earlier texts, copied from where they agree with more of
+    the newest tokens. Raises ValueError for lengths out of order.
     """
 
     tree: DynamicTree = DynamicTree(draft_nodes=16, depth=16, top_k=4)
     longest: int = 3
     shortest: int = 2
+    memory: Memory | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -46,17 +58,98 @@ class NGram(DrafterSource):
         """A new drafter, for one generation."""
         limits = self.tree if tree is None else tree
         assert isinstance(limits, DynamicTree)
-        return NGramDrafter(limits, self.longest, self.shortest)
+        return NGramDrafter(limits, range(self.shortest, self.longest + 1), self.memory)
+
+
+class Memory:
+    """Earlier texts, to look up n-grams in. Used by one thread at a time.
+
+    limit: tokens that it holds at most; the oldest texts are dropped as a whole, and of a longer
+    text its beginning. Raises ValueError for a limit without room.
+    """
+
+    # Place p, which rises forever, is at index p % limit; the texts between are overwritten. Places
+    # after n-grams are chained as in deflate: a bucket has its newest place, each place the one
+    # before it. Nothing is removed from a chain: it ends at the first place of a dropped text.
+
+    def __init__(self, limit: int = 1_000_000) -> None:
+        if limit <= REACH:
+            raise ValueError(
+                f"memory: expected room for more than {REACH} tokens, got {limit}; raise it"
+            )
+        self.limit = limit
+        self._tokens = array("i", [NOTHING]) * limit
+        self._older = array("q", [NOTHING]) * limit
+        self._newest = array("q", [NOTHING]) * limit
+        self._texts: deque[tuple[int, int]] = deque()  # first place and digest, the oldest first
+        self._digests: set[int] = set()
+        self._end = 0
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add a text. Where it begins with earlier ones, as a conversation does with itself a turn
+        before, only the rest is stored.
+        """
+        digest = known = 0
+        for count, token in enumerate(tokens, start=1):
+            digest = hash((digest, token))
+            if digest in self._digests:
+                known = count
+        if known == len(tokens):
+            return
+        start = max(known - REACH, len(tokens) + 1 - self.limit, 0)
+        text = array("i", [*tokens[start:], NOTHING])  # where copies end
+        if self._end % self.limit + len(text) > self.limit:  # a text is in one piece
+            self._end += self.limit - self._end % self.limit
+        first, self._end = self._end, self._end + len(text)
+        while self._texts and self._texts[0][0] < self._end - self.limit:
+            self._digests.remove(self._texts.popleft()[1])
+        self._texts.append((first, digest))
+        self._digests.add(digest)
+        index = first % self.limit
+        self._tokens[index : index + len(text)] = text
+        for place in range(max(known - start, KEY), len(text) - 1):
+            bucket = hash(tuple(text[place - KEY : place])) % self.limit
+            self._older[(first + place) % self.limit] = self._newest[bucket]
+            self._newest[bucket] = first + place
+
+    def continuations(
+        self, text: Sequence[int], above: int, limits: DynamicTree
+    ) -> list[TokenPath]:
+        """`limits.depth` tokens, or fewer at the end of an earlier text, from the places before
+        which most tokens agree with the end of this text, the newest first; none unless these are
+        more than `above`.
+        """
+        best, most = list[int](), max(above + 1, KEY)
+        for place in self._places(tuple(text[-KEY:])):
+            length = agreement(text, self._tokens, place)
+            if length > most:
+                best, most = [], length
+            if length == most:
+                best.append(place)
+        copies = []
+        for place in best[: limits.top_k]:
+            copy = tuple(self._tokens[place : place + limits.depth])
+            copies.append(copy[: copy.index(NOTHING)] if NOTHING in copy else copy)
+        return copies
+
+    def _places(self, key: tuple[int, ...]) -> Iterator[int]:
+        """Indices of the newest places in the bucket of a key."""
+        place = self._newest[hash(key) % self.limit]
+        for _ in range(TRIES):
+            if not self._texts or place < self._texts[0][0]:
+                return
+            yield place % self.limit
+            place = self._older[place % self.limit]
 
 
 class NGramDrafter:
-    """Looks up the end of each row's text in the text."""
+    """Looks up the end of each row's text in the text, and in a memory."""
 
     feature_layers: tuple[int, ...] = ()
     cache = None
 
-    def __init__(self, limits: DynamicTree, longest: int, shortest: int) -> None:
-        self.limits, self.lengths = limits, range(shortest, longest + 1)
+    def __init__(self, limits: DynamicTree, lengths: range, memory: Memory | None) -> None:
+        self.limits, self.lengths, self.memory = limits, lengths, memory
         self.texts: list[_Text] = []
 
     def propose(self, committed: Committed) -> TokenTree:
@@ -66,10 +159,23 @@ class NGramDrafter:
         rows: list[list[TokenPath]] = []
         for text, new, count in zip(self.texts, news, committed.counts, strict=True):
             text.append(new[:count])
-            copies = text.continuations(self.limits.depth) if count else []
+            copies = self._copies(text) if count else []
             rows.append(most_shared(copies, self.limits.draft_nodes))
         roots = [text.tokens[-1] for text in self.texts]
         return stacked(roots, rows, committed.tokens_BC.device)
+
+    def _copies(self, text: _Text) -> list[TokenPath]:
+        """What followed the end of a text, in itself or in the memory: where more tokens before
+        agree, and of equals in itself. A long agreement says more than that a place is near: on 300
+        conversations, to ask the memory only where the text has no place kept fewer tokens.
+        """
+        places = text.places()
+        if self.memory is not None:
+            lengths = [agreement(text.tokens, text.tokens, place) for place in places]
+            above = max(lengths, default=self.lengths.start - 1)
+            if copies := self.memory.continuations(text.tokens, above, self.limits):
+                return copies
+        return text.copies(places, self.limits.depth)
 
     def rewind(self, length: int) -> None:
         text = _Text(self.lengths, self.limits.top_k)
@@ -93,16 +199,30 @@ class _Text:
                     self._after[tuple(self.tokens[end - length :])].append(end)
             self.tokens.append(token)
 
-    def continuations(self, depth: int) -> list[TokenPath]:
-        """`depth` tokens from each place after the longest known suffix, newest place first.
-
-        A copy that reaches the end of the text continues with what it has copied.
-        """
+    def places(self) -> list[int]:
+        """Those after the longest known suffix, the newest first."""
         for length in reversed(self._lengths):
             if places := self._after.get(tuple(self.tokens[-length:])):
-                copies = [self.tokens[place : place + depth] for place in reversed(places)]
-                return [tuple(islice(cycle(copy), depth)) for copy in copies]
+                return [*reversed(places)]
         return []
+
+    def copies(self, places: Sequence[int], depth: int) -> list[TokenPath]:
+        """`depth` tokens from each place. A copy that reaches the end of the text continues with
+        what it has copied.
+        """
+        copies = [self.tokens[place : place + depth] for place in places]
+        return [tuple(islice(cycle(copy), depth)) for copy in copies]
+
+
+def agreement(text: Sequence[int], other: Sequence[int], place: int) -> int:
+    """How many tokens before a place of another text are those at the end of a text; `REACH` at
+    most.
+    """
+    most = min(len(text), place, REACH)
+    length = 0
+    while length < most and text[-1 - length] == other[place - 1 - length]:
+        length += 1
+    return length
 
 
 def most_shared(copies: Sequence[TokenPath], nodes: int) -> list[TokenPath]:

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,7 @@ from starlette.exceptions import HTTPException
 
 from draftheads.heads.terminal import printable
 from draftheads.infer.accept import Greedy
+from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve.gate import Gate, TimedProtocol, error_response
 from draftheads.infer.serve.hosts import Hosts
@@ -45,13 +47,17 @@ ANSWERS = {**ERRORS, 200: {"content": {"text/event-stream": {}}}}
 
 
 def create_app(
-    speculator: Speculator, options: ServeOptions, hosts: Sequence[str] = ("*",)
+    speculator: Speculator,
+    options: ServeOptions,
+    hosts: Sequence[str] = ("*",),
+    background: Background | None = None,
 ) -> FastAPI:
     """The application; its `state.service` decodes until the end of its lifespan.
 
-    hosts: names by which browsers may call it, as of `Hosts`.
+    hosts: names by which browsers may call it, as of `Hosts`. background: works while nothing is
+    asked.
     """
-    service = Service(speculator, options)
+    service = Service(speculator, options, background)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -97,25 +103,29 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
-    nodes = service.scheduler.speculator.tree.draft_nodes
-    model = {
-        "id": service.options.name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "draftheads",
-        "max_model_len": service.target.context,
-        "drafts": f"{nodes} draft nodes" if nodes else "",
-    }
+    created = int(time.time())
+
+    def model() -> Json:
+        nodes = service.scheduler.speculator.tree.draft_nodes
+        return {
+            "id": service.options.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "draftheads",
+            "max_model_len": service.target.context,
+            "drafts": f"{nodes} draft nodes" if nodes else "",
+            "learns": service.background is not None,
+        }
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> Any:
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [model()]}
 
     @app.get("/v1/models/{name:path}", responses=ERRORS)
     async def one_model(name: str) -> Any:
         if name != service.options.name:
             raise service.reader.unknown(name)
-        return model
+        return model()
 
     @app.post("/load_model", include_in_schema=False)  # for `transformers chat`
     async def load_model() -> Response:
@@ -129,6 +139,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
         if not service.scheduler.is_open:
             raise ApiError(503, "shutting down", "shutting_down")
         return {"status": "ok"}
+
+    @app.get("/v1/learning", responses=ERRORS)
+    async def learning() -> Any:
+        background = service.background
+        points = background.points() if background is not None else ()
+        return {"object": "list", "data": [asdict(point) for point in points]}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Any:
@@ -179,8 +195,15 @@ class _Server(uvicorn.Server):
         self._captured_signals.clear()  # done as asked: exit code 0
 
 
-def serve(speculator: Speculator, options: ServeOptions, host: str, port: int) -> None:
-    """Serve until SIGTERM or Ctrl-C, and answer what is open within `grace` seconds.
+def serve(
+    speculator: Speculator,
+    options: ServeOptions,
+    host: str,
+    port: int,
+    background: Background | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, and answer what is open within `grace` seconds. background:
+    works while nothing is asked; its last piece may take `grace` seconds, too.
 
     Raises ValueError for an address that cannot be used.
     """
@@ -201,7 +224,7 @@ def serve(speculator: Speculator, options: ServeOptions, host: str, port: int) -
     hosts = options.allowed_hosts
     if not hosts and not is_local:
         hosts = ("*",)
-    app = create_app(speculator, options, hosts)
+    app = create_app(speculator, options, hosts, background)
     service: Service = app.state.service
     config = uvicorn.Config(
         app,
@@ -215,3 +238,5 @@ def serve(speculator: Speculator, options: ServeOptions, host: str, port: int) -
     site = f"http://{shown}:{port}"
     print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
     _Server(config, service).run(sockets=[listening])
+    if background is not None:
+        service.scheduler.join(options.grace)

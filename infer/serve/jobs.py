@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 
 from draftheads.infer.accept import Acceptance
+from draftheads.infer.background import COMPLETE
 from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
 from draftheads.infer.serve.tree_sizes import TreeSizes
 
@@ -37,6 +38,7 @@ class Job:
     sampling: Acceptance
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+    ends: frozenset[int] = frozenset()  # tokens that complete the answer, besides the target's own
     draft: bool = True  # False: with the plain model
     account: Account = field(default_factory=Account)
     seconds: float = field(default=0.0, init=False)  # of the engine, so far
@@ -47,6 +49,19 @@ class Job:
     """Turns by itself: parts of its prompt, and the decoding that can join a batch, or steps."""
     row: Row | None = field(default=None, init=False)  # if it is to be decoded in a batch
     decoding: Decoding | None = field(default=None, init=False)  # of this row alone
+    answer: list[int] = field(default_factory=list, init=False)  # its tokens so far
+    is_complete: bool = field(default=False, init=False)
+
+    def completed_by(self, step: Step) -> bool:
+        """Add the tokens of a step to the answer; returns whether it is complete with them, and was
+        not before. An answer that has failed never is.
+        """
+        if self.is_complete:
+            return False
+        place = next((n for n, token in enumerate(step.tokens, 1) if token in self.ends), None)
+        self.answer += step.tokens[:place]
+        self.is_complete = place is not None or step.finish in COMPLETE
+        return self.is_complete
 
 
 class Batch:

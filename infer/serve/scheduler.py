@@ -4,7 +4,7 @@ One thread decodes. A request has one job or several, its answers, and up to `sl
 active. Prompts are read one part at a time, and after each part the `Batch` of all jobs whose
 prompts were read makes a step. Jobs with drafts that cannot be batched take turns instead. The next
 part, or turn, is always of the request that has used the least time. Each slot keeps its keys and
-values, for a job that continues the same text.
+values, for a job that continues the same text. While nothing is asked, a `Background` works.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
+from draftheads.infer.background import QUIET, Background
 from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
 from draftheads.infer.serve.jobs import Batch, Job
 
@@ -48,11 +49,20 @@ class Scheduler:
     """Decodes jobs in a thread of its own.
 
     slots: jobs that are decoded at a time, and texts whose keys and values are kept. waiting: jobs
-    in the queue, at most.
+    in the queue, at most. background: works while there are no jobs, and may replace `speculator`
+    by one of the same target.
     """
 
-    def __init__(self, speculator: Speculator, *, slots: int = 4, waiting: int = 64) -> None:
+    def __init__(
+        self,
+        speculator: Speculator,
+        *,
+        slots: int = 4,
+        waiting: int = 64,
+        background: Background | None = None,
+    ) -> None:
         self.speculator = speculator
+        self.background = background  # None after an error of it, too
         self.plain = Speculator(speculator.target, compile=speculator.compile)
         self.slots = slots
         self.room = waiting
@@ -117,6 +127,10 @@ class Scheduler:
             self.waiting.clear()
             self._changed.notify()
 
+    def join(self, seconds: float) -> None:
+        """Wait, after `close`, until the thread has ended, at most so long."""
+        self._thread.join(seconds)
+
     @property
     def is_open(self) -> bool:
         """Whether jobs are taken."""
@@ -142,11 +156,17 @@ class Scheduler:
         `waiting`, in `active` or done with, and an account's `active` counts its jobs in `active`.
         Other threads append to `waiting` or clear it, mark jobs as cancelled, and set the end; this
         thread alone moves jobs into `active` and out of it, and alone uses steps, sessions and
-        batches. So it decodes without the lock.
+        batches. So it decodes without the lock. Pieces of the background's work are done here, too,
+        when no job was active or waiting for a while: so no job ever sees another engine than that
+        with which it began, and one that comes during a piece waits for no other.
         """
+        pause = QUIET
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.active or self.waiting or self._end is not None)
+                has_news = self._changed.wait_for(
+                    lambda: self.active or self.waiting or self._end is not None,
+                    pause if self.background is not None else None,
+                )
                 self._drop_cancelled()
                 self._fill_slots()
                 if self._end is not None and monotonic() >= self._end:
@@ -155,6 +175,28 @@ class Scheduler:
                     return True
                 if self._end is not None:
                     return False
+            pause = QUIET if has_news else self._work()
+
+    def _work(self) -> float:
+        """One piece of the background's work; returns the seconds until the next. What comes of it
+        is for later jobs: their batch and sessions are new, as the old caches are of other drafts.
+        """
+        assert self.background is not None
+        try:
+            with torch.inference_mode(False):
+                engine, pause = self.background.work(self.speculator)
+        except Exception:  # whatever it is, the answers are right without it
+            self._end_background()
+            return QUIET
+        if engine is not self.speculator:
+            self.speculator = engine
+            self._drafting = Batch(engine, self.slots)
+            self._idle = [Session() for _ in range(self.slots)]
+        return pause
+
+    def _end_background(self) -> None:
+        logger.exception("learning has failed and ends; answers go on")
+        self.background = None
 
     def _drop_cancelled(self) -> None:
         for job in list(self.active):
@@ -294,3 +336,8 @@ class Scheduler:
                 self._leave(job)
                 self._pace += RECENT * (job.seconds - self._pace)
         job.deliver(event)
+        if self.background is not None and isinstance(event, Step) and job.completed_by(event):
+            try:
+                self.background.answered(job.prompt, job.answer)
+            except Exception:
+                self._end_background()

@@ -12,6 +12,7 @@ import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
+from draftheads.infer.background import Background, Point
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.jobs import Account, Job
@@ -83,6 +85,20 @@ class Metrics:
         waiting = self._make(Gauge, "waiting_requests", "Requests that are waiting")
         waiting.set_function(lambda: len(scheduler.waiting))
 
+    def show_learning(self, background: Background) -> None:
+        """Tell how the head learns, too."""
+        shown: dict[str, tuple[str, Callable[[Point], float]]] = {
+            "head_version": ("Version of the head in use", lambda point: point.version),
+            "head_tokens_per_step": (
+                "Tokens per step with this head, on recent questions",
+                lambda point: point.tokens_per_step,
+            ),
+            "learned_tokens": ("Tokens that the head has learned from", lambda point: point.tokens),
+        }
+        for name, (text, value) in shown.items():
+            gauge = self._make(Gauge, name, text)
+            gauge.set_function(partial(_newest, background, value))
+
     def add(self, usage: Json) -> None:
         """Count what a request used."""
         counts = {
@@ -97,19 +113,34 @@ class Metrics:
         return kind(f"draftheads_{name}", text, labels, registry=self.registry)
 
 
-class Service:
-    """Answers requests with one engine. Its target must have a tokenizer."""
+def _newest(background: Background, value: Callable[[Point], float]) -> float:
+    """This value of the newest point; 0 if there is none."""
+    points = background.points()
+    return value(points[-1]) if points else 0.0
 
-    def __init__(self, speculator: Speculator, options: ServeOptions) -> None:
+
+class Service:
+    """Answers requests with one engine. Its target must have a tokenizer. background: works while
+    nothing is asked.
+    """
+
+    def __init__(
+        self, speculator: Speculator, options: ServeOptions, background: Background | None = None
+    ) -> None:
+        self.background = background
         self.target = speculator.target
         self.options = options
         if self.target.tokenizer is None:
             raise ValueError(
                 f"{self.target.name} has no tokenizer; a server needs one, add its files"
             )
-        self.scheduler = Scheduler(speculator, slots=options.slots, waiting=options.waiting)
+        self.scheduler = Scheduler(
+            speculator, slots=options.slots, waiting=options.waiting, background=background
+        )
         self.reader = Reader(self.target, options.name, options.slots + options.waiting)
         self.metrics = Metrics(self.scheduler)
+        if background is not None:
+            self.metrics.show_learning(background)
         self._texts = TokenTexts(self.target.tokenizer)
 
     async def respond(self, kind: type[GenerationRequest], http: Request) -> Response:
@@ -153,6 +184,7 @@ class Service:
                 rule,
                 min(request.limit or room, room),
                 stop=request.stops,
+                ends=frozenset(request.stop_token_ids or ()),
                 draft=request.draft is not False,
                 account=account,
             )

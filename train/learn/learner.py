@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any as Memory
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,10 @@ from torch import Tensor, nn
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
 from draftheads.heads.target import Target
-from draftheads.infer.background import Point, with_head
-from draftheads.infer.engine import Speculator
+from draftheads.infer.background import Point
+from draftheads.infer.drafters.ngram import Memory
+from draftheads.infer.drafters.parts import replace_head
+from draftheads.infer.engine import DrafterSource, Speculator
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.engines import Learner, learning_rate
@@ -134,9 +135,8 @@ class UseLearner:
         if seconds == 0.0:
             self._fit_piece(time.perf_counter() - began)
         if self._adopted is not None:
-            head = open_head(self._adopted).load(self.target).pack(self.target)
+            engine = with_version(engine, self._adopted)
             self._adopted = None
-            engine = with_head(engine, head)
         return engine, seconds
 
     def points(self) -> list[Point]:
@@ -281,6 +281,13 @@ class UseLearner:
 
     def _heldout_tokens(self) -> int:
         return sum(talk.answered for talk in self._heldout())
+
+
+def with_version(engine: Speculator, folder: Path) -> Speculator:
+    """An engine with the head in a folder instead of its own."""
+    assert isinstance(engine.drafts, DrafterSource)
+    head = open_head(folder).load(engine.target).pack(engine.target)
+    return engine.with_drafts(replace_head(engine.drafts, head))
 
 
 def is_apart(talk: Conversation) -> bool:

@@ -10,11 +10,13 @@ const settings = byId("settings");
 const fields = settings.querySelector("form").elements;
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const SHOWN_STEPS = 120;
+const LEARNING_PERIOD = 15_000; // milliseconds
 const ENDINGS = { length: "cut at the length limit", stopped: "stopped by you" };
 
 let turns = []; // of the conversation: {question, text, marks, about}
 let unfinished = () => []; // the turn in the making
 let running = null; // the AbortController of the answers in the making
+let learns = false; // does the server train its head?
 
 const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const mode = () => document.querySelector("[name=mode]:checked").value;
@@ -230,6 +232,25 @@ function bar(kind, x, y, height) {
   const attributes = { class: kind, x: x + 0.1, y, width: 0.8, height };
   for (const [name, value] of Object.entries(attributes)) rect.setAttribute(name, value);
   return rect;
+}
+
+// ---- Learning -------------------------------------------------------------------------------
+
+async function showLearning() {
+  const response = await fetch("v1/learning", { headers: headers() }).catch(() => null);
+  const points = response?.ok ? (await response.json()).data : [];
+  byId("learning").hidden = !points.length;
+  if (!points.length) return;
+  const rates = points.map((point) => point.tokens_per_step);
+  const [first, newest] = [rates[0], rates.at(-1)].map((rate) => rate.toFixed(2));
+  const low = Math.min(...rates);
+  const range = Math.max(...rates) - low || 1;
+  const width = Math.max(rates.length - 1, 1);
+  const line = rates.map((rate, x) => `${(100 * x) / width},${20 - (20 * (rate - low)) / range}`);
+  const tokens = points.at(-1).tokens.toLocaleString("en");
+  byId("learned").textContent = `τ ${first} → ${newest}, ${tokens} tokens`;
+  byId("curve").setAttribute("aria-label", `Tokens per step, from ${first} to ${newest}`);
+  byId("curve").firstElementChild.setAttribute("points", line.join(" "));
 }
 
 // ---- Conversation and race --------------------------------------------------------------------
@@ -496,10 +517,14 @@ async function describe() {
   const hasDrafts = model?.drafts !== "";
   for (const node of document.querySelectorAll(".drafting")) node.hidden = !hasDrafts;
   byId("plain").hidden = hasDrafts;
+  learns = Boolean(model?.learns);
+  byId("learning").hidden = true;
+  if (learns) await showLearning();
   if (!hasDrafts) document.querySelector("[name=mode][value=chat]").checked = true;
 }
 
 addEventListener("pagehide", keepConversation);
+setInterval(() => learns && !document.hidden && showLearning(), LEARNING_PERIOD);
 applySettings();
 restoreConversation();
 describe();

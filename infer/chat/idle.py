@@ -1,0 +1,49 @@
+"""The time in which a chat waits for its user, and a background works."""
+
+from __future__ import annotations
+
+from threading import Event, Thread
+
+from draftheads.infer.background import QUIET, Background
+from draftheads.infer.engine import Speculator
+
+
+class IdleTime:
+    """Lets a background work in a thread of its own, from entering to leaving this context, which
+    waits for the end of a piece. So the engine is used by one thread at a time.
+
+    engine: for later answers. fault: the exception that ended the work.
+    """
+
+    def __init__(self, background: Background | None, engine: Speculator) -> None:
+        self.background, self.engine = background, engine
+        self.fault: Exception | None = None
+        self._is_over = Event()
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> None:
+        self._end()  # of a piece that Ctrl-C has left alone
+        if self.background is None:
+            return
+        self._is_over.clear()
+        self._thread = Thread(
+            target=self._work, args=(self.background,), name="learning", daemon=True
+        )
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._end()
+
+    def _end(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _work(self, background: Background) -> None:
+        pause = QUIET
+        while not self._is_over.wait(pause):
+            try:
+                self.engine, pause = background.work(self.engine)
+            except Exception as error:  # whatever it is, the chat goes on
+                self.fault = error
+                return

@@ -1,0 +1,56 @@
+"""The parts of what drafts: heads that are exchanged, n-grams that get a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from draftheads.heads.base import DraftHead
+from draftheads.infer.drafters.adaptive import Adaptive
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import Memory, NGram
+from draftheads.infer.engine import DrafterSource
+
+
+def head_of(source: DrafterSource | None) -> DraftHead:
+    """The head among the parts of what drafts. Raises ValueError unless there is exactly one."""
+    heads = [part for part in _parts(source) if isinstance(part, DraftHead)]
+    if len(heads) != 1:
+        raise ValueError(
+            f"--learn: expected one draft head to train, got {len(heads)}; pass one with --head, "
+            "alone or as in HEAD+ngram"
+        )
+    return heads[0]
+
+
+def replace_head(source: DrafterSource, head: DraftHead) -> DrafterSource:
+    """The same with this head instead of its own. Raises as `head_of`."""
+    old = head_of(source)
+    return _changed(source, lambda part: head if part is old else part)
+
+
+def with_memory(source: DrafterSource, memory: Memory) -> DrafterSource:
+    """The same, its n-grams with this memory; without n-grams, nothing changes."""
+    return _changed(
+        source, lambda part: replace(part, memory=memory) if isinstance(part, NGram) else part
+    )
+
+
+def _parts(source: object) -> Iterator[object]:
+    if isinstance(source, Merged):
+        for part in source.parts:
+            yield from _parts(part)
+    elif isinstance(source, Adaptive):
+        yield from _parts(source.drafts)
+    else:
+        yield source
+
+
+def _changed(
+    source: DrafterSource, change: Callable[[DrafterSource], DrafterSource]
+) -> DrafterSource:
+    if isinstance(source, Merged):
+        return Merged([_changed(part, change) for part in source.parts])
+    if isinstance(source, Adaptive):
+        return replace(source, drafts=_changed(source.drafts, change))
+    return change(source)
