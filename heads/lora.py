@@ -43,7 +43,7 @@ class Lora:
         Raises FileNotFoundError for missing files, ValueError for another kind of adapter,
         ModuleNotFoundError without PEFT.
         """
-        name, folder = str(source), head_folder(source, "adapter")
+        name, folder = str(source), head_folder(source, "PEFT adapter")
         with extras():
             import peft  # noqa: F401
         if folder is None:

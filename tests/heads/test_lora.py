@@ -128,6 +128,21 @@ def test_a_fingerprint_tells_base_and_adapter_apart_in_every_dtype(tmp_path, dty
     assert not same_weights(Target.load(tmp_path / "base", lora=second).fingerprint(), *prints)
 
 
+def test_the_sum_is_rounded_once(tmp_path):
+    """PEFT rounds what it adds, too."""
+    random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    lora = write_lora(tmp_path / "lora", tmp_path / "base")
+    place = "model.layers.1.self_attn.q_proj"
+    tensors = load_file(lora / "adapter_model.safetensors")
+    down, up = (tensors[f"base_model.model.{place}.lora_{side}.weight"] for side in "AB")
+    base = load_file(tmp_path / "base" / "model.safetensors")[f"{place}.weight"]
+    expected = (base.double() + 8 / 4 * up.double() @ down.double()).bfloat16()
+    for dtype in ("float32", "bfloat16"):
+        model = Target.load(tmp_path / "base", lora=lora, dtype=dtype).model
+        assert model.get_parameter(f"{place}.weight").dtype == getattr(torch, dtype)
+        assert torch.equal(model.get_parameter(f"{place}.weight").bfloat16(), expected)
+
+
 def test_a_lora_for_the_norms_alone_is_told_apart(tmp_path, base, lora):
     """Their numbers are hashed by other digits than the matrices'."""
     norms = write_lora(tmp_path / "lora", base, modules_to_save=["input_layernorm"])
