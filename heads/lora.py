@@ -95,6 +95,8 @@ def _merge(model: PreTrainedModel, folder: str) -> None:
 
     config = PeftConfig.from_pretrained(folder)
     config.inference_mode = True
+    if config.layer_replication:  # PEFT would merge into weights that layers share
+        raise ValueError("it repeats layers (layer_replication)")
     renames = getattr(model, "_checkpoint_conversion_mapping", {})
     wrapped: Any = get_peft_model(model, config)
     loaded = wrapped.load_adapter(folder, "default", torch_device="cpu", key_mapping=renames)

@@ -333,6 +333,10 @@ def prefix_tuned(folder: Path) -> None:
     change_settings(folder, peft_type="PREFIX_TUNING")
 
 
+def repeating_layers(folder: Path) -> None:
+    change_settings(folder, layer_replication=[[0, 2], [1, 2]])
+
+
 def no_json(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{")
 
@@ -351,6 +355,7 @@ def no_settings(folder: Path) -> None:
         (without_a_tensor, "1 tensors differ, such as base_model.model.model.layers.0"),
         (not_finite, "NaNs detected"),
         (prefix_tuned, "expected a LoRA, got an adapter of type PREFIX_TUNING; merge it with PEFT"),
+        (repeating_layers, "it repeats layers"),
         (no_json, "expected a JSON object, got invalid JSON"),
         (no_settings, "as PEFT saves a LoRA, found no adapter_config.json"),
     ],
