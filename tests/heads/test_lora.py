@@ -85,12 +85,17 @@ def head(base, lora, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "modules"),
-    [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"]), ("mixtral", ["o_proj"])],
+    ("name", "choices"),
+    [
+        ("llama", {"use_dora": True}),
+        ("gpt2", {"target_modules": ["c_attn"]}),
+        ("mixtral", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    ],
+    ids=["llama-dora", "gpt2", "mixtral-experts"],
 )
-def test_text_is_that_of_pefts_merged_model(tmp_path, name, modules):
+def test_text_is_that_of_pefts_merged_model(tmp_path, name, choices):
     folder = saved(tmp_path / "base", name)
-    lora = write_lora(tmp_path / "lora", folder, target_modules=modules)
+    lora = write_lora(tmp_path / "lora", folder, **choices)
     target = Target.load(folder, lora=lora)
     theirs = Target(tiny_lora.merged(folder, lora))
     for prompt in some_prompts(3, 9):
