@@ -43,7 +43,7 @@ class Lora:
         Raises FileNotFoundError for missing files, ValueError for another kind of adapter,
         ModuleNotFoundError without PEFT.
         """
-        name, folder = str(source), head_folder(source, "adapter")
+        name, folder = str(source), head_folder(source, "PEFT adapter")
         with extras():
             import peft  # noqa: F401
         if folder is None:
@@ -95,6 +95,8 @@ def _merge(model: PreTrainedModel, folder: str) -> None:
 
     config = PeftConfig.from_pretrained(folder)
     config.inference_mode = True
+    if config.layer_replication:  # PEFT would merge into weights that layers share
+        raise ValueError("it repeats layers (layer_replication)")
     renames = getattr(model, "_checkpoint_conversion_mapping", {})
     wrapped: Any = get_peft_model(model, config)
     loaded = wrapped.load_adapter(folder, "default", torch_device="cpu", key_mapping=renames)

@@ -144,7 +144,7 @@ Keep = Literal["keep", "drop"]
 TargetName = Annotated[
     str, Option("--target", callback=early(check_path), help="target model: a folder or a Hub id")
 ]
-LORA_CHECK = early(lambda source: head_folder(source, "adapter"))
+LORA_CHECK = early(lambda source: head_folder(source, "PEFT adapter"))
 LORA = """LoRA of the target in PEFT's format, to be merged into it: a folder or a Hub id
 (user/name@revision); default: without --target, the one the head records"""
 MaybeLora = Annotated[str | None, Option("--adapter", callback=LORA_CHECK, help=LORA)]

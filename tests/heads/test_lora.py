@@ -85,12 +85,17 @@ def head(base, lora, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "modules"),
-    [("llama", ["q_proj", "v_proj"]), ("gpt2", ["c_attn"]), ("mixtral", ["o_proj"])],
+    ("name", "choices"),
+    [
+        ("llama", {"use_dora": True}),
+        ("gpt2", {"target_modules": ["c_attn"]}),
+        ("mixtral", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    ],
+    ids=["llama-dora", "gpt2", "mixtral-experts"],
 )
-def test_text_is_that_of_pefts_merged_model(tmp_path, name, modules):
+def test_text_is_that_of_pefts_merged_model(tmp_path, name, choices):
     folder = saved(tmp_path / "base", name)
-    lora = write_lora(tmp_path / "lora", folder, target_modules=modules)
+    lora = write_lora(tmp_path / "lora", folder, **choices)
     target = Target.load(folder, lora=lora)
     theirs = Target(tiny_lora.merged(folder, lora))
     for prompt in some_prompts(3, 9):
@@ -126,6 +131,21 @@ def test_a_fingerprint_tells_base_and_adapter_apart_in_every_dtype(tmp_path, dty
     assert len(prints) == 1
     assert not same_weights(plain, *prints)
     assert not same_weights(Target.load(tmp_path / "base", lora=second).fingerprint(), *prints)
+
+
+def test_the_sum_is_rounded_once(tmp_path):
+    """PEFT rounds what it adds, too."""
+    random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    lora = write_lora(tmp_path / "lora", tmp_path / "base")
+    place = "model.layers.1.self_attn.q_proj"
+    tensors = load_file(lora / "adapter_model.safetensors")
+    down, up = (tensors[f"base_model.model.{place}.lora_{side}.weight"] for side in "AB")
+    base = load_file(tmp_path / "base" / "model.safetensors")[f"{place}.weight"]
+    expected = (base.double() + 8 / 4 * up.double() @ down.double()).bfloat16()
+    for dtype in ("float32", "bfloat16"):
+        model = Target.load(tmp_path / "base", lora=lora, dtype=dtype).model
+        assert model.get_parameter(f"{place}.weight").dtype == getattr(torch, dtype)
+        assert torch.equal(model.get_parameter(f"{place}.weight").bfloat16(), expected)
 
 
 def test_a_lora_for_the_norms_alone_is_told_apart(tmp_path, base, lora):
@@ -318,6 +338,10 @@ def prefix_tuned(folder: Path) -> None:
     change_settings(folder, peft_type="PREFIX_TUNING")
 
 
+def repeating_layers(folder: Path) -> None:
+    change_settings(folder, layer_replication=[[0, 2], [1, 2]])
+
+
 def no_json(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{")
 
@@ -336,6 +360,7 @@ def no_settings(folder: Path) -> None:
         (without_a_tensor, "1 tensors differ, such as base_model.model.model.layers.0"),
         (not_finite, "NaNs detected"),
         (prefix_tuned, "expected a LoRA, got an adapter of type PREFIX_TUNING; merge it with PEFT"),
+        (repeating_layers, "it repeats layers"),
         (no_json, "expected a JSON object, got invalid JSON"),
         (no_settings, "as PEFT saves a LoRA, found no adapter_config.json"),
     ],
