@@ -86,8 +86,8 @@ class Memory:
         self._end = 0
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Add a text. Where it begins with earlier ones, as a conversation does with itself a turn
-        before, only the rest is stored.
+        """Add a text. Of one that begins with an earlier one, as a conversation does with itself a
+        turn before, only the rest is stored, with the few tokens before it that are compared.
         """
         digest = known = 0
         for count, token in enumerate(tokens, start=1):

@@ -1,0 +1,142 @@
+"""The promise: n-grams remember earlier texts, within a bound, and change no answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tiny_heads import decode, random_head
+from tiny_targets import greedy, some_prompts, tiny_target
+
+from draftheads.heads.tree import DynamicTree
+from draftheads.infer.drafters import ngram
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import KEY, REACH, Memory, NGram
+
+NEW = 33
+LIMITS = DynamicTree(8, 4, 3)
+
+
+def after(memory: Memory, *end: int, above: int = 0) -> list[tuple[int, ...]]:
+    return memory.continuations(end, above, LIMITS)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize("others", [[], ["medusa"], ["eagle3"]])
+def test_answers_are_the_targets_and_come_from_the_memory(name, others):
+    """Of the right texts in some rows, and of misleading ones in another."""
+    target, prompts = tiny_target(name), some_prompts(9, 14, 5)
+    expected = [greedy(target, prompt, NEW) for prompt in prompts]
+    memory = Memory()
+    for prompt, answer in zip(prompts[:2], expected, strict=False):
+        memory.append([*prompt, *answer])
+    memory.append([token for each in expected[2] for token in (each, 7)] + prompts[2] + [8, 9])
+    source = NGram(shortest=2, memory=memory)
+    if others:
+        source = Merged([*(random_head(other, target) for other in others), source])
+    tokens, statistics = decode(target, source, prompts, max_new_tokens=NEW)
+    assert tokens == expected
+    assert min(row.tokens_per_step for row in statistics[:2]) > 8 > statistics[2].tokens_per_step
+
+
+def restated(
+    texts: list[tuple[int, list[int]]], end: list[int], above: int
+) -> list[tuple[int, ...]]:
+    """What a memory proposes, by searching all texts, each from a first place on."""
+    found: dict[int, list[tuple[int, ...]]] = {}
+    for first, text in reversed(texts):
+        for place in range(len(text) - 1, max(first, KEY) - 1, -1):
+            before, length = text[:place], 0
+            while length < min(place, len(end), REACH) and before[-length - 1] == end[-length - 1]:
+                length += 1
+            found.setdefault(length, []).append(tuple(text[place : place + LIMITS.depth]))
+    best = max(found, default=0)
+    return found[best][: LIMITS.top_k] if best > above and best >= KEY else []
+
+
+def test_continuations_are_those_of_a_search_through_all_texts(monkeypatch):
+    monkeypatch.setattr(ngram, "TRIES", 10**6)
+    draw = random.Random(0)
+    texts = [draw.choices(range(5), k=draw.randint(1, 60)) for _ in range(30)]
+    texts += [[*text, *texts[0]] for text in texts[:9]]
+    memory, pieces = Memory(50_000), list[tuple[int, list[int]]]()
+    seen = 0
+    for count, text in enumerate(texts):
+        for above in (0, 2, 5):
+            end = draw.choices(range(5), k=20)
+            proposed = memory.continuations(end, above, LIMITS)
+            assert proposed == restated(pieces, end, above)
+            seen += len(proposed)
+        memory.append(text)
+        known = max((len(t) for t in texts[:count] if text[: len(t)] == t), default=0)
+        if known < len(text):
+            start = max(known - REACH, 0)
+            pieces.append((known - start, text[start:]))
+    assert seen > 100
+
+
+def test_a_text_that_agrees_as_far_is_copied_from_itself():
+    """And a memory where it agrees with more."""
+    memory = Memory()
+    memory.append([1, 2, 3, 4, 50, 51, 52])
+    drafter = NGram(LIMITS, memory=memory).drafter(tiny_target())
+
+    def drafts(text: list[int]) -> list[int]:
+        row = ngram._Text(range(2, 4), LIMITS.top_k)
+        row.append(text)
+        return [copy[0] for copy in drafter._copies(row)]
+
+    assert drafts([9, 3, 4, 60, 8, 3, 4]) == [60]
+    assert drafts([9, 3, 4, 60, 2, 3, 4]) == [50]
+    assert drafts([2, 3, 4, 60, 2, 3, 4]) == [60]
+    assert drafts([2, 3, 4, 60, 1, 2, 3, 4]) == [50]
+    assert drafts([7, 3, 5, 4]) == []
+
+
+def test_copies_end_with_their_text():
+    memory = Memory()
+    memory.append([1, 2, 3])
+    memory.append([4, 5, 6, 7, 8, 9, 10])
+    assert after(memory, 1, 2) == [(3,)]
+    assert after(memory, 2, 3) == []
+    assert after(memory, 3, 4) == []
+    assert after(memory, 4, 5) == [(6, 7, 8, 9)]
+    assert after(memory, 4, 5, above=2) == []
+    assert after(Memory(), 4, 5) == after(memory, 5) == []
+
+
+def test_the_oldest_texts_are_dropped_as_a_whole():
+    memory, texts = Memory(100), [[*range(n, n + 29)] for n in range(0, 3000, 30)]
+    for count, text in enumerate(texts):
+        memory.append(text)
+        found = [bool(after(memory, *each[5:8])) for each in texts[: count + 1]]
+        last = [bool(after(memory, *each[-4:-1])) for each in texts[: count + 1]]
+        assert found == last, "whole or not at all"
+        assert found == [False] * (count - 2) + [True] * min(count + 1, 3)
+
+
+def test_of_a_text_that_is_too_long_the_end_is_held():
+    memory = Memory(50)
+    memory.append(range(200))
+    memory.append(range(300, 500))
+    assert after(memory, 495, 496) == [(497, 498, 499)]
+    assert after(memory, 452, 453) and not after(memory, 440, 441) and not after(memory, 195, 196)
+
+
+def test_a_conversation_is_stored_once():
+    """Whole at each turn, it would take the place of the other text; so would its branches."""
+    memory, talk = Memory(420), list(range(100))
+    memory.append(range(500, 540))
+    for turn in range(10, 101, 10):
+        memory.append(talk[:turn])
+        memory.append(talk[:turn])
+    memory.append([*talk[:90], 700, 701])
+    assert after(memory, 500, 501) and after(memory, 3, 4) == [(5, 6, 7, 8)]
+    for place in range(8, 88, 10):
+        assert after(memory, *talk[place - 4 : place])[0][0] == place
+    assert after(memory, *talk[80:90]) == [(700, 701), (90, 91, 92, 93)]
+
+
+def test_a_memory_without_room_is_refused():
+    with pytest.raises(ValueError, match="expected room for more than 16 tokens, got 16"):
+        Memory(REACH)
