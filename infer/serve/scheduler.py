@@ -335,9 +335,9 @@ class Scheduler:
             with self._changed:
                 self._leave(job)
                 self._pace += RECENT * (job.seconds - self._pace)
-        job.deliver(event)
         if self.background is not None and isinstance(event, Step) and job.completed_by(event):
-            try:
+            try:  # before it is told: who has an answer may rely on its being kept
                 self.background.answered(job.prompt, job.answer)
             except Exception:
                 self._end_background()
+        job.deliver(event)

@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
+from huggingface_hub.utils import httpx
 from transformers import AutoTokenizer
 
 from draftheads.train.learn.texts import Texts
