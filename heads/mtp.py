@@ -3,8 +3,9 @@
 
 It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
 after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
-replaces the features that the target has not computed yet. Layer, norms and RoPE are of the target's
-own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may get one.
+replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
+target's own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may
+get one.
 
 Legend: B batch, Q queries, D width of target and head.
 """
@@ -57,8 +58,8 @@ class MtpDesign:
         target.unembed_weight()
         if target.has_long_rope:
             raise ValueError(
-                f"{describe(target.model)} has RoPE that changes with the length of the text, which "
-                f"a draft head's cache does not support; {INSTEAD}"
+                f"{describe(target.model)} has RoPE that changes with the length of the text, "
+                f"which a draft head's cache does not support; {INSTEAD}"
             )
         origin = origin or LayerOrigin.of(target.model.config)
         return cls(origin, target.hidden_size, target.vocab_size, **more)

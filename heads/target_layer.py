@@ -1,9 +1,9 @@
 """A decoder layer of the target's own class, which attends to the memories of a draft head.
 
-transformers builds the layer from the target's config and looks up its attention by name. Ours, under
-the name IMPLEMENTATION, hands queries, keys and values to the `Memory` of a head, which stores and
-masks them. So the layer works in training-time test, in trees and in compiled steps, and none of its
-code is copied.
+transformers builds the layer from the target's config and looks up its attention by name. Ours,
+under the name IMPLEMENTATION, hands queries, keys and values to the `Memory` of a head, which
+stores and masks them. So the layer works in training-time test, in trees and in compiled steps, and
+none of its code is copied.
 
 Legend: B batch, Q query positions, H query heads, G key/value heads, W head width, D width.
 """
@@ -30,7 +30,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from draftheads.heads.layers import Angles, Memory
-from draftheads.heads.pretrained import ATTENTION_LAYERS, decoder, decoder_layers, final_norm
+from draftheads.heads.pretrained import decoder, decoder_layers, final_norm
 from draftheads.heads.recurrent import is_mixer
 
 IMPLEMENTATION = "draftheads_memory"
@@ -67,7 +67,7 @@ AttentionInterface.register(IMPLEMENTATION, _forward)
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """Which layer of which model: the text config of the target, as JSON, and the layer's number."""
+    """Which layer of which model: the target's text config, as JSON, and the layer's number."""
 
     config: dict[str, Any]
     number: int
@@ -82,27 +82,22 @@ class LayerOrigin:
         text = config.get_text_config(decoder=True)
         if getattr(text, "mtp_layer_types", None):
             return cls(_as_json(text.get_mtp_config()), 0)
-        types = getattr(text, "layer_types", None) or []
         layers = list(decoder_layers(empty_model(text)))
+        types = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
         for number in reversed(range(len(layers))):
-            modules = list(layers[number].modules())
-            has_experts = any(
-                name.endswith("experts") for name, _ in layers[number].named_modules()
-            )
-            attends = not types or types[number] in ATTENTION_LAYERS - {"chunked_attention"}
-            if attends and sparse in (None, has_experts) and not any(map(is_mixer, modules)):
+            is_attention = types[number] in ("full_attention", "sliding_attention")
+            if is_attention and _fits(layers[number], sparse):
                 return cls(_as_json(text), number)
         what = {None: "", True: " and experts", False: " and no experts"}[sparse]
         raise ValueError(
-            f"{text.model_type}: expected a decoder layer with full or sliding attention{what}, found "
-            f"none among {len(layers)}; {INSTEAD}"
+            f"{text.model_type}: expected a layer with full or sliding attention{what}, found none "
+            f"among {len(layers)}; {INSTEAD}"
         )
 
     def parts(self) -> LayerParts:
         """Its modules, with new weights. Raises ValueError for a config that makes none."""
         try:
-            values = dict(self.config)
-            model = empty_model(AutoConfig.for_model(values.pop("model_type"), **values))
+            model = empty_model(text_config(self.config))
             kind, norm = type(decoder_layers(model)[self.number]), final_norm(model)
         except Exception as error:  # whatever transformers raises for damaged values
             reason = " ".join(str(error).split())
@@ -115,9 +110,23 @@ class LayerOrigin:
         return LayerParts(config, self.number, kind, norm, _rotary(model))
 
 
+def _fits(layer: nn.Module, sparse: bool | None) -> bool:
+    """Whether a layer keeps no states, and has experts or not."""
+    modules = dict(layer.named_modules())
+    has_experts = any(name.endswith("experts") for name in modules)
+    return sparse in (None, has_experts) and not any(map(is_mixer, modules.values()))
+
+
 def _as_json(config: PretrainedConfig) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if not key.startswith("_")}
+
+
+def text_config(values: dict[str, Any]) -> PretrainedConfig:
+    """The config of a `LayerOrigin`."""
+    others = {key: value for key, value in values.items() if key != "model_type"}
+    config: PretrainedConfig = AutoConfig.for_model(values["model_type"], **others)
+    return config
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -136,7 +145,7 @@ def _rotary(model: PreTrainedModel) -> nn.Module | None:
     if rotary is None:
         return None
     with torch.device("cpu"):
-        module: nn.Module = type(rotary)(config=model.config)  # type: ignore[call-arg]
+        module: nn.Module = type(rotary)(config=model.config)
     return module
 
 
@@ -153,12 +162,12 @@ class LayerParts:
 
     def layer(self) -> nn.Module:
         """A layer with new weights, without dropout."""
-        return self.kind(self.config, self.number)  # type: ignore[call-arg]
+        return self.kind(self.config, self.number)
 
     def norm(self) -> nn.Module:
         """A new norm of the model's own class."""
         eps = getattr(self.like, "variance_epsilon", None) or getattr(self.like, "eps", 1e-6)
-        return type(self.like)(self.config.hidden_size, eps=eps)  # type: ignore[call-arg]
+        return type(self.like)(self.config.hidden_size, eps=eps)
 
     def rope(self) -> LayerRope:
         """The positional embedding of the layer."""

@@ -1,0 +1,259 @@
+"""The MTP head that a target's own checkpoint contains, read by name.
+
+transformers does not load these tensors with the model. Where a family keeps them is a list here;
+how it keeps the layer itself (each expert alone, say) is the model's, so transformers converts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+
+from draftheads.heads.mtp import MtpDesign, MtpHead
+from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.skeleton import _file, tensor_files
+from draftheads.heads.target import Target
+from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
+from draftheads.heads.tensors import check_finite
+
+NATIVE = "target"
+"""What a recipe's head.from names it."""
+BLOCK = "mtp_block."
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where checkpoints keep MTP layers.
+
+    layers: pattern of all names of such a layer; its group is the layer's number, from `first` on.
+    names: in order, of the rest of a name -> ours; what matches none belongs to the decoder layer.
+    """
+
+    layers: str
+    names: tuple[tuple[str, str], ...]
+    outer: tuple[tuple[str, str], ...] = ()  # of tensors beside a single layer: whole name -> ours
+    states_first: bool = False
+    follows: bool = False  # numbers continue those of the model's layers
+
+    def ours(self, name: str, first: int) -> tuple[int, str] | None:
+        """The number of the layer that a tensor belongs to, from 0, and our name for it."""
+        for pattern, ending in self.outer:
+            if match := re.fullmatch(rf"{pattern}\.(weight|bias)", name):
+                return 0, f"{ending}.{match[1]}"
+        match = re.match(self.layers, name)
+        number = int(match[1]) - (first if self.follows else 0) if match else -1
+        if match is None or number < 0:
+            return None
+        rest = name[match.end() :]
+        for theirs, ending in self.names:
+            if rest.startswith(f"{theirs}."):
+                return number, f"{ending}{rest.removeprefix(theirs)}"
+        return number, BLOCK + rest
+
+
+SHARED = (("embed_tokens", "embed_tokens"), ("shared_head.head", "lm_head"))
+"""Copies of the target's own."""
+PLAIN = tuple((name, name) for name in ("enorm", "hnorm", "eh_proj"))
+DECODER = r"(?:model\.)?(?:language_model\.)?"
+MTP = rf"{DECODER}mtp\."
+
+FAMILIES = [
+    # transformers' MtpModel
+    Family(
+        rf"{MTP}layers\.(\d+)\.(?=enorm|hnorm|eh_proj|post_norm|mtp_block)",
+        (*PLAIN, ("post_norm", "post_norm"), ("mtp_block", "mtp_block")),
+    ),
+    # Qwen3-Next, Qwen3.5, EXAONE, Mellum
+    Family(
+        rf"{MTP}layers\.(\d+)\.",
+        (),
+        (
+            (rf"{MTP}fc", "eh_proj"),
+            (rf"{MTP}pre_fc_norm_embedding", "enorm"),
+            (rf"{MTP}pre_fc_norm_hidden", "hnorm"),
+            (rf"{MTP}norm", "post_norm"),
+        ),
+    ),
+    # DeepSeek, GLM, Step
+    Family(
+        rf"{DECODER}layers\.(\d+)\.",
+        (*PLAIN, ("shared_head.norm", "post_norm"), *SHARED),
+        follows=True,
+    ),
+    # MiMo
+    Family(
+        rf"{DECODER}mtp_layers\.(\d+)\.",
+        (
+            ("token_layernorm", "enorm"),
+            ("hidden_layernorm", "hnorm"),
+            ("input_proj", "eh_proj"),
+            ("final_layernorm", "post_norm"),
+        ),
+        states_first=True,
+    ),
+    # Ernie 4.5, without a final norm
+    Family(
+        rf"{DECODER}mtp_block\.(\d+)\.",
+        (),
+        (
+            (rf"{DECODER}mtp_emb_norm\.0", "enorm"),
+            (rf"{DECODER}mtp_hidden_norm\.0", "hnorm"),
+            (rf"{DECODER}mtp_linear_proj\.0", "eh_proj"),
+        ),
+    ),
+]
+
+
+def native_head(target: Target) -> MtpHead:
+    """The target's own MTP layer as a head, on its device and in its dtype.
+
+    Raises ValueError for a checkpoint without such a layer, with several, with a part of one, or
+    with one that is quantised or has an lm_head or embeddings of its own.
+    """
+    files = tensor_files(str(target.name), target.revision)
+    family, places = _places(files, target)
+    tensors = _read(target, files, places)
+    check_finite(str(target.name), tensors.items())
+    _check_shared(target, tensors)
+    head = _empty(target, family, tensors)
+    head.load_state_dict(_converted(target, head, tensors))
+    head.to(target.device, target.dtype).eval()
+    head.check_layer(target)
+    return head
+
+
+def native_shape(target: Target) -> MtpHead:
+    """The same on the meta device. Raises ValueError as far as names and shapes show."""
+    files = tensor_files(str(target.name), target.revision)
+    family, places = _places(files, target)
+    with torch.device("meta"):
+        return _empty(target, family, dict.fromkeys(places, torch.empty(0)))
+
+
+def _places(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
+    """The family of a checkpoint, and its name for each of our tensors."""
+    for family in FAMILIES:
+        found = [(name, family.ours(name, target.layers)) for name in files]
+        layers = {ours[0] for _, ours in found if ours is not None}
+        if len(layers) > 1:
+            raise ValueError(
+                f"target {target.name}: expected one MTP layer, got {len(layers)}; several layers "
+                "of their own are not supported: leave head.from out, which trains a new one"
+            )
+        if layers:
+            return family, {ours[1]: name for name, ours in found if ours is not None}
+    raise ValueError(
+        f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
+        "of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: head.kind=mtp without "
+        "head.from"
+    )
+
+
+def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    by_file: dict[str, list[str]] = {}
+    for name, theirs in places.items():
+        by_file.setdefault(files[theirs], []).append(name)
+    for file, names in by_file.items():
+        place = _file(str(target.name), file, target.revision)
+        if place is None:
+            raise ValueError(
+                f"target {target.name}: expected {file}, which has its MTP layer, found none; "
+                "download it again"
+            )
+        with safe_open(place, framework="pt") as stored:
+            for name in names:
+                tensors[name] = stored.get_tensor(places[name])
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2 or "weight_scale" in name:
+            raise ValueError(
+                f"target {target.name}: expected its MTP layer in floating point of 16 or 32 bits, "
+                f"got {places[name]} quantised; use a checkpoint that does not quantise it"
+            )
+    return tensors
+
+
+def _check_shared(target: Target, tensors: dict[str, Tensor]) -> None:
+    """Remove the copies of the target's embeddings and lm_head; refuse others."""
+    shared = {
+        "embed_tokens.weight": target.model.get_input_embeddings().weight,
+        "lm_head.weight": target.lm_head_weight(),
+    }
+    for name in shared.keys() & tensors.keys():
+        theirs, own = tensors.pop(name), shared[name]
+        rows = slice(None, None, max(1, len(theirs) // 64))
+        dtype = own.dtype
+        if theirs.shape != own.shape or not torch.equal(theirs[rows].to(dtype), own[rows].cpu()):
+            raise ValueError(
+                f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
+                "one with its own, which is not supported; leave head.from out"
+            )
+
+
+def _empty(target: Target, family: Family, tensors: dict[str, Tensor]) -> MtpHead:
+    sparse = any(name.startswith(BLOCK) and ".experts." in name for name in tensors)
+    design = MtpDesign.of(target, LayerOrigin.of(target.model.config, sparse))
+    states_first = getattr(target.config, "mtp_hidden_states_first", family.states_first)
+    return MtpHead(
+        replace(
+            design,
+            states_first=states_first,
+            norm_output="post_norm.weight" in tensors,
+            bias="eh_proj.bias" in tensors,
+        )
+    )
+
+
+def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as the head has them. Raises ValueError for missing, unexpected and misshapen
+    ones.
+    """
+    origin = head.design.origin
+    model = empty_model(text_config(origin.config))
+    layer = decoder_layers(model)[origin.number]
+    prefix = next(name for name, module in model.named_modules() if module is layer)
+    inner = {
+        f"{prefix}.{name.removeprefix(BLOCK)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(BLOCK)
+    }
+    unexpected = _convert(model, inner)
+    result = {name: x for name, x in tensors.items() if not name.startswith(BLOCK)}
+    block = layer.state_dict()
+    result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
+    wanted = head.state_dict()
+    faults = [f"{name} is missing" for name in sorted(wanted.keys() - result.keys())]
+    faults += [f"{name} is unexpected" for name in sorted(result.keys() - wanted.keys())]
+    faults += [f"{name} is unexpected" for name in unexpected]
+    for name in sorted(wanted.keys() & result.keys()):
+        expected, got = tuple(wanted[name].shape), tuple(result[name].shape)
+        if expected != got:
+            faults.append(f"{name} has shape {got}, not {expected}")
+    if faults:
+        raise ValueError(
+            f"target {target.name}: expected a whole MTP layer in its checkpoint, but "
+            f"{'; '.join(faults[:3])}; download it again, or leave head.from out"
+        )
+    return result
+
+
+def _convert(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:
+    """Load tensors of a checkpoint into an empty model; returns the names that it does not have."""
+    options = LoadStateDictConfig(
+        weight_mapping=get_model_conversion_mapping(model),
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model, state_dict=tensors, load_config=options
+    )
+    mismatched = [name for name, *_ in info.mismatched_keys]
+    return sorted({*info.unexpected_keys, *mismatched, *info.conversion_errors})
