@@ -4,7 +4,6 @@ it.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from tiny_targets import CONTEXT, VOCABULARY, scaled_up
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
+from draftheads.heads.mtp import MtpHead
+from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 
 _COMMON: dict[str, Any] = {
@@ -47,8 +48,6 @@ _LATENT = {
     "v_head_dim": 12,
 }
 _ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
-_NEXT = {key: HYBRIDS["qwen3-next"][1][key] for key in HYBRIDS["qwen3-next"][1]}
-_DENSE = HYBRIDS["qwen3.5"][1]
 
 DEEPSEEK = {
     r"^enorm": "model.layers.{n}.enorm",
@@ -84,18 +83,20 @@ TRANSFORMERS = {r"^(?=enorm|hnorm|eh_proj|post_norm|mtp_block)": "mtp.layers.0."
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
     "deepseek-v3": ("deepseek_v3", {**_COMMON, **_ROUTED, **_LATENT}, DEEPSEEK, -1),
     "glm4-moe": ("glm4_moe", {**_COMMON, **_ROUTED, "head_dim": 16}, DEEPSEEK, -1),
-    "qwen3-next": ("qwen3_next", _NEXT, QWEN, -1),
-    "qwen3.5": ("qwen3_5_text", _DENSE, QWEN, -1),
+    "qwen3-next": ("qwen3_next", HYBRIDS["qwen3-next"][1], QWEN, -1),
+    "qwen3.5": ("qwen3_5_text", HYBRIDS["qwen3.5"][1], QWEN, -1),
     "qwen3.5-moe": ("qwen3_5_moe_text", HYBRIDS["qwen3.5-moe"][1], QWEN, -1),
     "mimo": ("qwen2", _COMMON, MIMO, -1),
     "ernie-4.5": ("ernie4_5_moe", {**_COMMON, **_ERNIE}, ERNIE, 0),
-    "transformers": ("llama", _COMMON, TRANSFORMERS, -1),
+    "transformers": ("qwen3", {**_COMMON, "head_dim": 16}, TRANSFORMERS, -1),
 }
 """Name -> model type, config, our names -> the checkpoint's, and the layer that its MTP is like."""
 
 
-def write_mtp_target(folder: Path, name: str, drop: str = "^$") -> Path:
-    """A random target with a random MTP layer, without the tensors of our names that match `drop`."""
+def write_mtp_target(folder: Path, name: str, drop: str = "^$") -> dict[str, torch.Tensor]:
+    """A random target with a random MTP layer, but for the tensors whose names of ours match `drop`.
+    Returns the layer's tensors, by our names, as the model has them.
+    """
     kind, options, names, number = FAMILIES[name]
     torch.manual_seed(0)
     model = scaled_up(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)))
@@ -122,7 +123,11 @@ def write_mtp_target(folder: Path, name: str, drop: str = "^$") -> Path:
             theirs = re.sub(pattern, names[pattern].replace("{n}", str(layers)), ours)
             stored[theirs] = tensor.contiguous()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    layer = decoder_layers(model)[number].state_dict()
+    own = ("enorm.weight", "hnorm.weight", "post_norm.weight", "eh_proj.weight")
+    has_norm = any("post_norm" in pattern for pattern in names)
+    truth = {name: tensors[name] for name in own if has_norm or name != "post_norm.weight"}
+    return truth | {f"mtp_block.{name}": tensor for name, tensor in layer.items()}
 
 
 def load_mtp_target(folder: Path) -> Target:
@@ -131,11 +136,16 @@ def load_mtp_target(folder: Path) -> Target:
     return target
 
 
-def reference(target: Target) -> MtpModel:
-    """The same layer as transformers loads it."""
+def reference(target: Target, head: MtpHead) -> MtpModel:
+    """transformers' own model of such a layer, with the weights of a head."""
     text = target.model.config.get_text_config()
-    types = getattr(text, "layer_types", None)
-    if not hasattr(text, "num_mtp_layers"):
+    if not hasattr(text, "num_mtp_layers"):  # transformers knows it for some of these families
         text.num_mtp_layers = 1
+        types = getattr(text, "layer_types", None)
         text.mtp_layer_types = types and types[-1:]
-    return MtpModel.from_pretrained(target.model).eval()
+    text.mtp_hidden_states_first = head.design.states_first
+    if not head.design.norm_output:
+        text.chain_hidden_post_norm = False
+    model = MtpModel(target.model, 1).eval()
+    model.layers[0].load_state_dict(head.state_dict())
+    return model

@@ -1,0 +1,257 @@
+"""The promise: multi-token prediction is the target's own layer. Its step is that of transformers,
+its weights are those of the checkpoint, what it drafts is lossless, and what it cannot be is said.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mtp_targets import FAMILIES, load_mtp_target, reference, write_mtp_target
+from safetensors.torch import load_file, save_file
+from tiny_heads import committed, decode, drafts_of, make_head, random_head, written_by
+from tiny_targets import generated, some_prompts, tiny_target
+from transformers.cache_utils import MtpCache
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.drafting import DraftCache
+from draftheads.heads.formats.hub import load_head, open_head, save_head
+from draftheads.heads.mtp import MtpHead
+from draftheads.heads.mtp_checkpoint import native_head, native_shape
+from draftheads.heads.tree import StaticTree
+from draftheads.infer.drafters.named import named_drafts
+
+NEW = 16
+CHAIN = StaticTree.from_widths((1, 1, 1))
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request, tmp_path_factory):
+    """A target of a family, its MTP head, and the head's tensors as they were drawn."""
+    folder = tmp_path_factory.mktemp("family")
+    truth = write_mtp_target(folder, request.param)
+    target = load_mtp_target(folder)
+    return target, native_head(target), truth
+
+
+def test_the_weights_are_those_of_the_checkpoint(family):
+    target, head, truth = family
+    tensors = head.state_dict()
+    assert tensors.keys() == truth.keys()
+    assert all(torch.equal(tensors[name], truth[name]) for name in truth)
+    shape = native_shape(target)
+    assert {name: x.shape for name, x in shape.state_dict().items()} == {
+        name: x.shape for name, x in tensors.items()
+    }
+
+
+@torch.no_grad()
+def test_a_step_is_that_of_transformers(family):
+    """States after a text, and after three further tokens from its own output."""
+    target, head, _ = family
+    (tokens,) = some_prompts(12)
+    tokens_1T = torch.tensor([tokens])
+    batch = Batch(tokens_1T, tokens_1T >= 0, torch.arange(12)[None], torch.zeros_like(tokens_1T))
+    features_1TD = target.features(batch, (-1,))
+    drafts = [tokens_1T[:, [4]], tokens_1T[:, [7]], tokens_1T[:, [1]]]
+
+    model = reference(target, head)
+    cache = MtpCache(config=model.config)
+    positions_1T = torch.arange(1, 12)[None]  # the first token has no feature
+    state = model.forward_layer(
+        0, features_1TD[:, 1:], positions_1T, cache, input_ids=tokens_1T[:, 1:]
+    )
+    expected, last = [state], state[:, -1:]
+    for step, token_11 in enumerate(drafts):
+        place_11 = torch.tensor([[12 + step]])
+        last = model.forward_layer(0, last, place_11, cache, input_ids=token_11)
+        expected.append(last)
+
+    def read(tokens_BQ, features_BQD, angles):
+        return head.advance(target.embed(tokens_BQ), features_BQD, angles, ours.memories)
+
+    ours = DraftCache(1, head.rope, head.window, read, target.device)
+    got = [ours.commit(committed([tokens], features_1TD))]
+    for token_11 in drafts:
+        ours.extend(torch.ones(1, 1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.long))
+        got.append(read(token_11, got[-1], ours.angles(1)))
+        ours.table.advance([1])
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.allclose(mine, theirs[:, -1:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tree", [None, CHAIN], ids=["tree", "chain"])
+def test_what_it_drafts_is_lossless(family, tree, rows):
+    target, head, _ = family
+    prompts = some_prompts(17, 9, 4)[:rows]
+    written, _ = decode(target, head, prompts, tree=tree, max_new_tokens=NEW)
+    assert written == [generated(target, prompt, NEW) for prompt in prompts]
+
+
+def test_its_name_is_a_drafter(family):
+    target, head, _ = family
+    drafts, (prompt,) = named_drafts("mtp").load(target), some_prompts(9)
+    assert isinstance(drafts, MtpHead)
+    assert drafts_of(drafts, target, [prompt], NEW) == drafts_of(head, target, [prompt], NEW)
+
+
+def test_a_folder_needs_no_target_to_be_read(family, tmp_path):
+    target, head, _ = family
+    save_head(head, tmp_path / "head", target=target)
+    shape, _ = open_head(tmp_path / "head").read()
+    assert all(parameter.is_meta for parameter in shape.parameters())
+    loaded, (prompt,) = load_head(tmp_path / "head"), some_prompts(9)
+    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
+    assert drafts_of(loaded, target, [prompt], NEW) == drafts_of(head, target, [prompt], NEW)
+
+
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_loss_and_gradients_are_those_of_a_plain_restatement(labels):
+    """In float64, document by document and root by root: transformers' own layer code with its own
+    attention, over the text up to a root and then over its own output.
+    """
+    target = tiny_target("qwen3")
+    batch = written_by(target, some_prompts(5, 5), 6)
+    head = random_head("mtp", target, labels=labels, steps=3, decay=0.6).double()
+    features_BTD = target.features(batch, head.training_layers).double()
+    double = copy.copy(target)
+    double.model = copy.deepcopy(target.model).double()
+    loss = head(batch, features_BTD, double).loss
+    loss.backward()
+    plain = copy.deepcopy(head)
+    plain.zero_grad()
+    expected = plain_loss(plain, batch, features_BTD, double)
+    expected.backward()
+    assert torch.allclose(loss, expected, rtol=1e-9)
+    for mine, theirs in zip(head.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-6, atol=1e-9)
+
+
+def plain_loss(head, batch, features_BTD, target):
+    """The loss of `MtpHead.forward`, one root after the other."""
+    config = copy.copy(head.mtp_block.self_attn.config)
+    config._attn_implementation = "eager"
+    head.mtp_block.self_attn.config = config
+    weight_VD, steps = target.unembed_weight(), head.choices.steps
+    weights = [head.choices.decay**k for k in range(steps)]
+    loss = torch.zeros((), dtype=torch.float64)
+    for tokens_T, learned_T, features_TD in zip(
+        batch.tokens_BT, batch.loss_mask_BT, features_BTD, strict=True
+    ):
+        last = len(tokens_T) - 1
+        for root in range(last):
+            states, here = features_TD[1 : root + 1], learned_T[root]
+            for k in range(min(steps, last - root)):
+                here = here & learned_T[root + k + 1]
+                if not here:
+                    break
+                out_TD = plain_step(head, target, tokens_T[1 : root + k + 1], states)
+                logits_V = out_TD[-1] @ weight_VD.T
+                labels = tokens_T[root + k + 1]
+                if head.has_soft_labels:
+                    labels = (features_TD[root + k + 1] @ weight_VD.T).softmax(0)
+                loss = loss + weights[k] / sum(weights) * F.cross_entropy(logits_V, labels)
+                states = torch.cat([states, out_TD[-1:]])
+    return loss
+
+
+def plain_step(head, target, tokens_T, states_TD):
+    """One step over a whole text, with the layer's own attention."""
+    inputs = [head.enorm(target.embed(tokens_T)), head.hnorm(states_TD)]
+    hidden_1TD = head.eh_proj(torch.cat(inputs, dim=-1))[None]
+    size = len(tokens_T)
+    mask = torch.full((size, size), -torch.inf, dtype=torch.float64).triu_(1)[None, None]
+    positions_1T = torch.arange(1, size + 1)[None]
+    out = head.mtp_block(
+        hidden_1TD,
+        attention_mask=mask,
+        position_ids=positions_1T,
+        position_embeddings=head.layer_rope.embedding(hidden_1TD, positions_1T),
+    )
+    return head.post_norm(out)[0]
+
+
+def test_any_target_may_get_one_and_it_begins_as_its_last_layer():
+    target = tiny_target()
+    head = make_head(MtpHead, target)
+    last = target.model.model.layers[-1].state_dict()
+    assert all(torch.equal(x, last[name]) for name, x in head.mtp_block.state_dict().items())
+
+
+WITHOUT = {
+    "gemma2-window": "lm_head(hidden state) is not this model's logits",
+    "gpt-oss": "its attention has s_aux",
+    "gemma4": "its layers cannot draft",
+    "falcon": "its layers cannot draft",
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_target_whose_layers_cannot_draft_is_refused_in_one_line(name):
+    with pytest.raises(ValueError) as refusal:
+        make_head(MtpHead, tiny_target(name))
+    assert WITHOUT[name] in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def changed(folder, change):
+    """A target of DeepSeek's family whose tensors were changed."""
+    write_mtp_target(folder, "deepseek-v3")
+    file = folder / "model.safetensors"
+    tensors = change(load_file(file))
+    save_file(tensors, file, metadata={"format": "pt"})
+    return load_mtp_target(folder)
+
+
+def without(pattern):
+    return lambda tensors: {n: x for n, x in tensors.items() if not re.search(pattern, n)}
+
+
+def second(tensors):
+    more = {n.replace("layers.3.", "layers.4."): x.clone() for n, x in tensors.items()}
+    return more | tensors
+
+
+def other(name, change):
+    return lambda tensors: {**tensors, name: change(tensors[name])}
+
+
+HEAD = "model.layers.3.shared_head.head.weight"
+FAULTS = {
+    "none": (without(r"layers\.3\."), "found none of the layouts"),
+    "partial": (without(r"layers\.3\.enorm"), "enorm.weight is missing"),
+    "no attention": (without(r"layers\.3\.self_attn\.o"), "self_attn.o_proj.weight is missing"),
+    "several": (second, "expected one MTP layer, got 2"),
+    "wide": (other("model.layers.3.eh_proj.weight", lambda x: x[:, :-1]), "has shape (32, 63)"),
+    "fp8": (
+        other("model.layers.3.eh_proj.weight", lambda x: x.to(torch.float8_e4m3fn)),
+        "got model.layers.3.eh_proj.weight quantised",
+    ),
+    "own lm_head": (other(HEAD, lambda x: x + 1), "one with its own, which is not supported"),
+    "not finite": (other(HEAD, lambda x: x / 0), "expected finite numbers"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_checkpoint_lacks_is_said_in_one_line(fault, tmp_path):
+    change, reason = FAULTS[fault]
+    target = changed(tmp_path, change)
+    with pytest.raises(ValueError) as refusal:
+        native_head(target)
+    assert reason in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_damaged_config_is_refused_in_one_line(tmp_path):
+    target = tiny_target()
+    save_head(make_head(MtpHead, target), tmp_path / "head", target=target)
+    file = tmp_path / "head" / "config.json"
+    config = json.loads(file.read_text())
+    for key, value in (("number", 7), ("config", {"model_type": "nothing"})):
+        changed = {**config, "mtp_layer": {**config["mtp_layer"], key: value}}
+        file.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match="expected the config of a model"):
+            load_head(tmp_path / "head")
