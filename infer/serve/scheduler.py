@@ -164,7 +164,7 @@ class Scheduler:
         while True:
             with self._changed:
                 has_news = self._changed.wait_for(
-                    lambda: self.active or self.waiting or self._end is not None,
+                    lambda: bool(self.active or self.waiting or self._end is not None),
                     pause if self.background is not None else None,
                 )
                 self._drop_cancelled()

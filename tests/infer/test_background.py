@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -207,6 +208,24 @@ def test_answers_that_were_cancelled_or_failed_are_not_given(schedulers):
     with pytest.raises(RuntimeError, match="out of memory"):
         failed.answer()
     assert background.answers.empty()
+
+
+@pytest.mark.parametrize("background", [None, Pieces(same)])
+def test_the_end_of_a_cancelled_request_is_no_time_for_work(schedulers, monkeypatch, background):
+    """Work begins after a quiet time, and the engine goes on with or without a background."""
+    monkeypatch.setattr(scheduling, "QUIET", 60.0)
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target), background=background)
+    [prompt] = some_prompts(7)
+    for _ in range(3):
+        gone = Asked(prompt, new=90)
+        scheduler.submit(gone.job)
+        gone.events.get(timeout=20)
+        scheduler.cancel(gone.job)
+        while scheduler.active:
+            time.sleep(0.001)
+    answers(target, scheduler, [prompt])
+    assert background is None or background.number == 0
 
 
 @pytest.fixture(scope="module")
