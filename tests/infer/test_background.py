@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -172,6 +173,26 @@ def test_a_background_that_cannot_take_an_answer_ends_alone(schedulers, caplog):
         answers(target, scheduler, [prompt])
     assert scheduler.background is None
     assert caplog.text.count("learning has failed") == 1
+
+
+@pytest.mark.parametrize("outcome", [(None, 0.0), math.inf, 7])
+def test_a_background_that_returns_nonsense_harms_nobody(schedulers, outcome):
+    target = tiny_target()
+    background = Pieces()
+    calls: list[Speculator] = []
+
+    def work(engine: Speculator) -> Any:
+        calls.append(engine)
+        return (engine, outcome) if outcome == math.inf else outcome
+
+    background.work = work
+    engine = Speculator(target)
+    scheduler = schedulers(engine, background=background)
+    while not calls:
+        time.sleep(0.001)
+    for prompt in some_prompts(4, 5):
+        answers(target, scheduler, [prompt])
+    assert scheduler.speculator is engine
 
 
 def test_closing_waits_for_the_piece_and_begins_none(schedulers):
