@@ -44,13 +44,9 @@ from draftheads.train.loop import fit
 from draftheads.train.recipe import Recipe
 
 BUILD = Path(__file__).parents[2] / "recipes/demo-target/build"
-SHARES = (0.01, 0.02, 0.05, 0.1)
-"""Of the steps of the old head's training."""
-TRIED = 0.05
-"""The share with which other learning rates are tried."""
 IGNORED = -100
 """Label of a token without a loss, in transformers."""
-LONGEST = 256
+LONGEST = 192
 """Tokens of a document that a LoRA is trained on."""
 PASSAGE = 40
 """Words."""
@@ -59,7 +55,7 @@ BLOCK = 32
 """Weights with one scale in Q4_0."""
 COMPARED = 64
 """Answers on which the tokens of the old and the changed target are compared."""
-EVAL = {"prompts": 48, "new_tokens": 64, "best": None}
+EVAL = {"prompts": 40, "new_tokens": 48, "best": None}
 
 Document = tuple[list[int], list[int]]
 """Token ids, and whether each has a loss."""
@@ -112,18 +108,16 @@ def passages(source: Path, tokenizer: Any, prompts: Path) -> Iterator[Document]:
             yield ids, [1] * len(ids)
 
 
-def train_lora(
-    target: Path, documents: Iterator[Document], folder: Path, chosen: Namespace
-) -> None:
+def train_lora(chosen: Namespace, documents: Iterator[Document], folder: Path) -> None:
     """A LoRA of all linear layers, in PEFT's format."""
     torch.manual_seed(0)
     config = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear")
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(chosen.target, dtype=torch.float32)
     model = get_peft_model(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lora_lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, chosen.lora_steps)
     for step in range(chosen.lora_steps):
-        rows = [torch.tensor(each)[:, :LONGEST] for each in islice(documents, 16)]
+        rows = [torch.tensor(each)[:, :LONGEST] for each in islice(documents, 8)]
         tokens_BT = pad_sequence([ids for ids, _ in rows], batch_first=True)
         learn_BT = pad_sequence([learn for _, learn in rows], batch_first=True)
         labels_BT = tokens_BT.masked_fill(learn_BT == 0, IGNORED)
@@ -206,14 +200,8 @@ def train(old: RunState, change: Changed, output: Path, steps: int, **keys: Any)
     return read_state(fit(Recipe.model_validate(values)).checkpoint)
 
 
-def tau(state: RunState) -> float:
-    """Decoded, at the end of a run."""
-    assert state.measured is not None
-    return float(state.measured["tokens_per_step"])
-
-
-def old_tau(old: RunState, head: Path, change: Changed, output: Path) -> float:
-    """Of the old head, with its own draft vocabulary."""
+def origin_tau(old: RunState, head: Path, change: Changed, output: Path) -> float:
+    """τ of the old head, with its own draft vocabulary."""
     choices: dict[str, Any] = {"from": str(head)}
     if old.recipe.head.draft_vocabulary:
         choices["vocabulary"] = None
@@ -222,28 +210,47 @@ def old_tau(old: RunState, head: Path, change: Changed, output: Path) -> float:
     return origin.tokens_per_step
 
 
-def row(old: RunState, head: Path, change: Changed, chosen: Namespace) -> list[str]:
-    """τ of one head on one changed target."""
-    runs = chosen.out / f"{head.name}-{change.name}"
-    lr = old.recipe.optim.lr
-    source = {"from": str(head)}
+def row(head: Path, change: Changed, before: Changed, chosen: Namespace) -> list[str]:
+    """τ of one head on one changed target. before: the old target."""
+    old, runs = state_of(head), chosen.out / f"{head.name}-{change.name}"
 
-    def continued(share: float, factor: float) -> float:
-        output, steps = runs / f"continued-{share:g}-{factor:g}", round(share * old.step)
-        optim = {"lr": factor * lr}
-        return tau(train(old, change, output, steps, head=source, optim=optim))
+    def tau(name: str, share: float, **keys: Any) -> float:
+        state = train(old, change, runs / f"{name}-{share:g}", round(share * old.step), **keys)
+        assert state.measured is not None
+        return float(state.measured["tokens_per_step"])
 
-    def new(share: float) -> RunState:
-        return train(old, change, runs / f"new-{share:g}", round(share * old.step))
+    optim = {"lr": chosen.lr * old.recipe.optim.lr}
+    best = origin_tau(old, head, before, chosen.out / f"{head.name}-before")
+    lost = origin_tau(old, head, change, runs / "old")
+    name, source = f"continued-{chosen.lr:g}", {"from": str(head)}
+    taus = [tau(name, share, head=source, optim=optim) for share in chosen.shares]
+    new = [tau("new", share) for share in chosen.shares]
+    whole = tau("new", 1)
+    pairs = [
+        f"{mine:.2f} / {other:.2f} ({(mine - lost) / (whole - lost):.0%})"
+        for mine, other in zip(taus, new, strict=True)
+    ]
+    tokens = f"{old.tokens / 1000:,.0f}"
+    changed = f"{other_tokens(before.load(), change):.0%}"
+    kind = old.recipe.head.kind
+    return [
+        kind,
+        change.name,
+        changed,
+        tokens,
+        f"{best:.2f}",
+        f"{lost:.2f}",
+        *pairs,
+        f"{whole:.2f}",
+    ]
 
-    lost = old_tau(old, head, change, runs / "old")
-    tried = [f"{continued(TRIED, factor):.2f}" for factor in chosen.lr]
-    taus = {share: continued(share, chosen.lr[0]) for share in SHARES}
-    pairs = [f"{taus[share]:.2f} / {tau(new(share)):.2f}" for share in SHARES]
-    whole = new(1)
-    regained = [f"{(each - lost) / (tau(whole) - lost):.0%}" for each in taus.values()]
-    tokens = f"{whole.tokens / 1000:,.0f} ({whole.data['tokens'] / 1000:,.0f})"
-    return [tokens, f"{lost:.2f}", *pairs, f"{tau(whole):.2f}", " / ".join(regained), *tried]
+
+def state_of(head: Path) -> RunState:
+    """Of the newest checkpoint."""
+    saved, _ = newest(head)
+    if saved is None:
+        raise FileNotFoundError(f"{head}: expected the folder of a run, found no checkpoint")
+    return saved.state
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -258,26 +265,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     topic.add_argument("--modules", nargs="+")
     topic.add_argument("--text", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lora-steps", type=int, default=400)
-    parser.add_argument("--lora-lr", type=float, default=3e-3)
+    parser.add_argument("--lora-steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--lr", type=float, nargs="+", default=[1.0], help="times the old run's")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.02, 0.05, 0.1])
+    parser.add_argument("--lr", type=float, default=1.0, help="of continuing, times the old run's")
     chosen = parser.parse_args(argv)
     torch.set_num_threads(1)
-    olds = {head: saved.state for head in chosen.head if (saved := newest(head)[0])}
-    data = olds[chosen.head[0]].recipe.data.path
+    data = state_of(chosen.head[0]).recipe.data.path
     before = Changed("none", chosen.target, None, data)
-    shares = [f"{share:.0%}" for share in SHARES]
-    columns = ["head", "change", "other tokens", "before", "k tokens (distinct)", "old head"]
-    columns += [*shares, "new, 100%", "regained"]
-    columns += [f"{TRIED:.0%}, lr x {factor:g}" for factor in chosen.lr]
-    rows = []
-    for change in changes(chosen, data):
-        different = f"{other_tokens(before.load(), change):.0%}"
-        for head, old in olds.items():
-            best = old_tau(old, head, before, chosen.out / f"{head.name}-before")
-            cells = row(old, head, change, chosen)
-            rows.append([old.recipe.head.kind, change.name, different, f"{best:.2f}", *cells])
+    shares = [f"{share:.0%}: continued / new (regained)" for share in chosen.shares]
+    columns = ["head", "change", "other tokens", "k tokens", "τ before", "old head", *shares, "new"]
+    rows = [
+        row(head, change, before, chosen)
+        for change in changes(chosen, data)
+        for head in chosen.head
+    ]
     for cells in (columns, ["---"] * len(columns), *rows):
         print(f"| {' | '.join(cells)} |")
 
