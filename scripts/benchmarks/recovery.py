@@ -55,7 +55,7 @@ BLOCK = 32
 """Weights with one scale in Q4_0."""
 COMPARED = 64
 """Answers on which the tokens of the old and the changed target are compared."""
-EVAL = {"prompts": 40, "new_tokens": 48, "best": None}
+EVAL = {"prompts": 48, "new_tokens": 64, "best": None}
 
 Document = tuple[list[int], list[int]]
 """Token ids, and whether each has a loss."""
