@@ -10,6 +10,8 @@ from draftheads.infer.engine import Speculator
 
 QUIET = 0.5
 """Seconds without a request before the first piece of work."""
+LONGEST_PAUSE = 3600.0
+"""Seconds between two pieces, at most; a lock cannot wait for any time."""
 COMPLETE = ("eos", "stop", "length")
 """How answers end that are given to a background."""
 

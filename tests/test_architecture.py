@@ -32,10 +32,10 @@ tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 15_050,
-    "infer.drafters": 5_800,
+    "infer.drafters": 7_000,
     "infer.measure": 13_900,
-    "infer.chat": 6_900,
-    "infer.serve": 13_700,
+    "infer.chat": 7_400,
+    "infer.serve": 14_300,
     "infer.generate": 2_200,
     "infer.pipeline": 2_850,
     "train.data": 22_900,
@@ -44,7 +44,7 @@ WINGS = {
     "train.doctor": 5_050,
     "train.served": 2_900,
     "train.learn": 4_500,
-    "scripts": 19_000,
+    "scripts": 19_300,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {
@@ -60,7 +60,7 @@ MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
-WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 13_800, "CHANGELOG.md": 800}
+WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_250, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from threading import Event, Thread
 
-from draftheads.infer.background import QUIET, Background
+from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Speculator
 
 
@@ -44,6 +44,7 @@ class IdleTime:
         while not self._is_over.wait(pause):
             try:
                 self.engine, pause = background.work(self.engine)
+                pause = min(pause, LONGEST_PAUSE)
             except Exception as error:  # whatever it is, the chat goes on
                 self.fault = error
                 return

@@ -21,7 +21,7 @@ import torch
 
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.background import QUIET, Background
+from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
 from draftheads.infer.serve.jobs import Batch, Job
 
@@ -164,7 +164,7 @@ class Scheduler:
         while True:
             with self._changed:
                 has_news = self._changed.wait_for(
-                    lambda: self.active or self.waiting or self._end is not None,
+                    lambda: bool(self.active or self.waiting or self._end is not None),
                     pause if self.background is not None else None,
                 )
                 self._drop_cancelled()
@@ -185,14 +185,13 @@ class Scheduler:
         try:
             with torch.inference_mode(False):
                 engine, pause = self.background.work(self.speculator)
+            if engine is not self.speculator:
+                self._drafting, self.speculator = Batch(engine, self.slots), engine
+                self._idle = [Session() for _ in range(self.slots)]
+            return min(pause, LONGEST_PAUSE)
         except Exception:  # whatever it is, the answers are right without it
             self._end_background()
             return QUIET
-        if engine is not self.speculator:
-            self.speculator = engine
-            self._drafting = Batch(engine, self.slots)
-            self._idle = [Session() for _ in range(self.slots)]
-        return pause
 
     def _end_background(self) -> None:
         logger.exception("learning has failed and ends; answers go on")

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from tiny_chat import END, llama
 
+from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.gate import TimedProtocol
@@ -33,10 +34,12 @@ class Complaints(logging.Handler):
 
 @contextmanager
 def running(
-    engine: Speculator, options: ServeOptions | None = None
+    engine: Speculator,
+    options: ServeOptions | None = None,
+    background: Background | None = None,
 ) -> Iterator[tuple[str, Service]]:
     """Yields its address and the service behind it."""
-    app = create_app(engine, options or ServeOptions("tiny"))
+    app = create_app(engine, options or ServeOptions("tiny"), background=background)
     config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
     server = app.state.service.uvicorn = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

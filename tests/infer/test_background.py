@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -173,6 +175,26 @@ def test_a_background_that_cannot_take_an_answer_ends_alone(schedulers, caplog):
     assert caplog.text.count("learning has failed") == 1
 
 
+@pytest.mark.parametrize("outcome", [(None, 0.0), math.inf, 7])
+def test_a_background_that_returns_nonsense_harms_nobody(schedulers, outcome):
+    target = tiny_target()
+    background = Pieces()
+    calls: list[Speculator] = []
+
+    def work(engine: Speculator) -> Any:
+        calls.append(engine)
+        return (engine, outcome) if outcome == math.inf else outcome
+
+    background.work = work
+    engine = Speculator(target)
+    scheduler = schedulers(engine, background=background)
+    while not calls:
+        time.sleep(0.001)
+    for prompt in some_prompts(4, 5):
+        answers(target, scheduler, [prompt])
+    assert scheduler.speculator is engine
+
+
 def test_closing_waits_for_the_piece_and_begins_none(schedulers):
     background = Pieces(same, same)
     scheduler = schedulers(Speculator(tiny_target()), background=background)
@@ -207,6 +229,24 @@ def test_answers_that_were_cancelled_or_failed_are_not_given(schedulers):
     with pytest.raises(RuntimeError, match="out of memory"):
         failed.answer()
     assert background.answers.empty()
+
+
+@pytest.mark.parametrize("background", [None, Pieces(same)])
+def test_the_end_of_a_cancelled_request_is_no_time_for_work(schedulers, monkeypatch, background):
+    """Work begins after a quiet time, and the engine goes on with or without a background."""
+    monkeypatch.setattr(scheduling, "QUIET", 60.0)
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target), background=background)
+    [prompt] = some_prompts(7)
+    for _ in range(3):
+        gone = Asked(prompt, new=90)
+        scheduler.submit(gone.job)
+        gone.events.get(timeout=20)
+        scheduler.cancel(gone.job)
+        while scheduler.active:
+            time.sleep(0.001)
+    answers(target, scheduler, [prompt])
+    assert background is None or background.number == 0
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from backgrounds import Pieces
 from served import Says, running
+
+from draftheads.infer.background import Point
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = (
@@ -661,3 +664,24 @@ def test_try_again_is_in_view(page, served, mode):
     box, main = button.bounding_box(), page.locator("main").bounding_box()
     assert box["y"] >= main["y"] and box["y"] + box["height"] <= main["y"] + main["height"]
     page.complaints[:] = [said for said in page.complaints if "429" not in said]
+
+
+def test_what_is_learned_from_use_is_shown(page, browser):
+    assert page.locator("#learning").is_hidden(), "this server does not learn"
+    background = Pieces()
+    rates = (2.31, 2.2, 2.58)
+    background.curve = [Point(1e9 + n, n, rate, 6150 * n, True) for n, rate in enumerate(rates)]
+    with running(Says(), background=background) as (url, _):
+        other = browser.new_page()
+        other.goto(f"{url}/")
+        line = other.locator("#learning")
+        line.wait_for()
+        assert line.inner_text().split() == (
+            ["Learning", "from", "use:", "τ", "2.31", "→", "2.58,", "12,300", "tokens"]
+        )
+        curve = other.get_by_role("img", name="Tokens per step, from 2.31 to 2.58")
+        points = curve.locator("polyline").get_attribute("points").split()
+        places = [tuple(map(float, point.split(","))) for point in points]
+        assert [x for x, _ in places] == [0, 50, 100]
+        assert (places[1][1], places[2][1]) == (20, 0) and 0 < places[0][1] < 20
+        other.close()
