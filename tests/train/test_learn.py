@@ -4,7 +4,6 @@ kept where nobody else reads it, within its limits, and can be deleted and taken
 
 from __future__ import annotations
 
-import os
 import stat
 import time
 from pathlib import Path
@@ -26,11 +25,20 @@ from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.background import Point
 from draftheads.infer.engine import Speculator
+from draftheads.train.batches import Documents, Rows
 from draftheads.train.learn import learner as learning
-from draftheads.train.learn.learner import Source, UseLearner, is_apart
+from draftheads.train.learn.learner import (
+    NEWS,
+    PASSES,
+    Source,
+    UseLearner,
+    answer_of,
+    is_apart,
+    learned_of,
+)
 from draftheads.train.learn.place import Place, forget, place_of, rollback
 from draftheads.train.learn.texts import Texts
-from draftheads.train.learn.versions import STATE, Versions
+from draftheads.train.learn.versions import POINTS, STATE, Versions
 
 
 def texts_in(folder: Path, **limits: Any) -> Texts:
@@ -76,15 +84,21 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path):
     assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
 
 
-def test_texts_are_deleted_in_time_and_within_their_room(tmp_path):
-    texts = texts_in(tmp_path, most_bytes=3 << 20)
+def test_texts_are_deleted_in_time_and_within_their_room(tmp_path, monkeypatch):
+    limits = {"most_bytes": 3 << 20}
+    texts = texts_in(tmp_path, **limits)
     for number in range(70):
         texts.add([number], [7] * 50_000)
         assert texts.size <= 3 << 20
-    assert [talk.tokens[0] for talk in texts_in(tmp_path).conversations][-1] == 69
-    for path in texts.files:
-        os.utime(path, (time.time() - 31 * 86400,) * 2)
-    assert texts_in(tmp_path).conversations == []
+    kept = [talk.tokens[0] for talk in texts_in(tmp_path, **limits).conversations]
+    assert [talk.tokens[0] for talk in texts.conversations] == kept and kept[-1] == 69
+    now = time.time()
+    for day in range(1, 70, 2):
+        monkeypatch.setattr(time, "time", lambda day=day: now + day * 86400)
+        texts.add([1], [2])
+        for each in (texts, texts_in(tmp_path, **limits)):
+            ages = [(time.time() - talk.time) / 86400 for talk in each.conversations]
+            assert max(ages) <= 30 and len(ages) >= min(day // 2, 13)
     with pytest.raises(ValueError, match="1 MB of texts or more"):
         texts_in(tmp_path, most_bytes=1000)
 
@@ -111,6 +125,9 @@ def test_versions_are_kept_and_taken_back(tmp_path):
     assert [again.rollback(), again.rollback(), again.rollback()] == [4, 3, 0]
     with pytest.raises(ValueError, match="nothing to go back to"):
         again.rollback()
+    for number in range(POINTS):
+        again.note(point(number))
+    assert len(Versions(tmp_path).state.points) == POINTS
     (tmp_path / STATE).write_text("{")
     with pytest.raises(ValueError, match=r"state\.json: expected the state of learning"):
         Versions(tmp_path)
@@ -181,6 +198,36 @@ def test_a_head_that_is_worse_is_not_served(made, tmp_path, monkeypatch):
     assert rounds(learner, engine) is engine
     assert [point.adopted for point in learner.points()] == [False]
     assert place.versions.served is None
+    place.close()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_parts_are_read_in_the_context_of_their_text(made, tmp_path, kind):
+    learner, place = learner_in(made, kind, tmp_path / "place")
+    use(learner, 1)
+    [talk] = place.texts.conversations
+    rows = Rows(
+        documents := Documents.read([answer_of(talk)]), documents.spans, 99, pack=False, seed=0
+    )
+    expected_1TD = learner.target.features(rows.batch([0]), learner.head.training_layers)
+    parts = [each for each in learner._parts([answer_of(talk)], learner._training) if each]
+    assert len(parts) > 1
+    at = len(talk.tokens)
+    for batch, features_1TD in reversed(parts):
+        first = at - features_1TD.shape[1]
+        assert batch.tokens_BT[0].tolist() == talk.tokens[first:at].tolist()
+        assert torch.allclose(features_1TD, expected_1TD[:, first:at], atol=1e-5)
+        at = first + 1
+    assert sum(len(batch.learned()) for batch, _ in parts) == talk.answered
+    place.close()
+
+
+def test_rounds_get_done_however_much_is_new(made, tmp_path):
+    learner, place = learner_in(made, "medusa", tmp_path / "place")
+    use(learner, 150)
+    lesson = learner._lesson()
+    assert sum(map(learned_of, lesson)) <= 2 * PASSES * (NEWS[1] + 40)
+    assert learner._lesson() == [], "what was too much is not new later"
     place.close()
 
 
