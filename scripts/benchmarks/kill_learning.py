@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--questions", type=int, default=12, help="between two kills, at most")
+    parser.add_argument("--seconds", type=float, default=12, help="until a kill, at most")
     parser.add_argument("--mb", type=float, default=2.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ def main() -> None:
             answer = server.ask(question)
             wrong += answer != expected.setdefault(question, answer)
             asked += 1
-        time.sleep(chance.uniform(0, 6))  # trains and swaps meanwhile
+        time.sleep(chance.uniform(0, options.seconds))  # trains and swaps meanwhile
         server.kill()
     [place] = [path for path in options.out.iterdir() if path.is_dir()]
     texts = Texts(place / "texts", most_bytes=int(options.mb * 1e6), keep_days=1)
