@@ -171,7 +171,6 @@ def rounds(learner: UseLearner, engine: Speculator) -> Speculator:
 )
 def test_a_head_becomes_better_by_use(made, tmp_path, kind, bits, monkeypatch):
     monkeypatch.setattr(learning, "RATE", 3.0)  # the tiny heads have hardly been trained
-    monkeypatch.setattr(learning, "PASSES", 3)
     learner, place = learner_in(made, kind, tmp_path / "place", bits)
     engine = Speculator(learner.target, open_head(made / kind).load(learner.target))
     use(learner, 24)
@@ -193,12 +192,16 @@ def test_a_head_becomes_better_by_use(made, tmp_path, kind, bits, monkeypatch):
 
 def test_a_head_that_is_worse_is_not_served(made, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "RATE", 1e4)
+    monkeypatch.setattr(learning, "PATIENCE", 1)
     learner, place = learner_in(made, "medusa", tmp_path / "place")
     engine = Speculator(learner.target, open_head(made / "medusa").load(learner.target))
     use(learner, 40)
     assert rounds(learner, engine) is engine
     assert [point.adopted for point in learner.points()] == [False]
     assert place.versions.served is None
+    assert learner._rate == 1e4 * learning.SLOWER, "training starts again, slower"
+    for name, weight in learner.served.state_dict().items():
+        assert torch.equal(learner.head.state_dict()[name], weight)
     place.close()
 
 

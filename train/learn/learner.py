@@ -45,11 +45,11 @@ NEWS = 512, 2048
 """Tokens of answers that a round waits for, and the most that are new in it: also rounds that are
 interrupted by the end of the process must get done.
 """
-PASSES = 2
+PASSES = 4
 """Times that a round reads what is new."""
 REPLAY = 1.0
 """Tokens of earlier conversations and of the head's own data in a round, for one of the new."""
-STEP = 512
+STEP = 256
 """Learned tokens of an optimizer step."""
 PIECE_SECONDS = 0.04
 """Time of a piece, for which a request may wait."""
@@ -58,11 +58,13 @@ PIECE_TOKENS = 16, 1024
 LONGEST = 2048
 """Tokens of a conversation that are read in one context."""
 PATIENCE = 2
-"""Rounds without improvement after which training starts from the served head again."""
+"""Rounds without improvement after which training starts from the served head again, slower."""
 PAUSE = 5.0
 """Seconds until new answers are looked for again."""
-RATE = 0.3
-"""Of the peak learning rate with which the head was trained."""
+RATE = 1.0
+"""Of the peak learning rate with which the head was trained, at first."""
+SLOWER = 0.3
+"""Factor of the rate each time training starts again."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,9 @@ class Source:
 
     @property
     def optim(self) -> OptimChoices:
-        """The optimizer of the training, slower."""
+        """The optimizer of the training."""
         recorded = self.folder.facts.training.get("recipe", {}).get("optim", {})
-        optim = OptimChoices.model_validate(recorded)
-        return optim.model_copy(update={"lr": RATE * optim.lr})
+        return OptimChoices.model_validate(recorded)
 
 
 class Pace:
@@ -128,6 +129,7 @@ class UseLearner:
         if self.served.needs_unembed:
             target.unembed_weight()
         self.tokens = max((point.tokens for point in versions.state.points), default=0)
+        self._rate = RATE
         self._restart()
         self._reading, self._training, self._comparing = Pace(), Pace(), Pace()
         self._until = max((point.time for point in versions.state.points), default=0.0)
@@ -215,7 +217,8 @@ class UseLearner:
                 loss.backward()
                 waiting += len(batch.learned())
             if waiting >= STEP or (waiting and number == len(lesson)):
-                self._update(learning_rate(optim, min(step, steps - 1), steps), waiting)
+                rate = self._rate * learning_rate(optim, min(step, steps - 1), steps)
+                self._update(rate, waiting)
                 self.tokens += waiting
                 step, waiting = step + 1, 0
                 yield 0.0
@@ -254,6 +257,7 @@ class UseLearner:
             self.versions.note(self._point(old.tokens_per_step, adopted=False))
             self._rejected += 1
             if self._rejected >= PATIENCE:
+                self._rate *= SLOWER
                 self._restart()
             return
         self._rejected = 0
