@@ -1,16 +1,16 @@
 """Is a server that learns whole after each of many kills? Nothing that it answered may be lost.
 
-    python scripts/benchmarks/kill_learning.py --head out/demo/medusa --out out/kills --kills 30
+    python scripts/benchmarks/kill_learning.py --head out/use/head --out out/kills --kills 30
 
-`serve --learn` is started, asked, and killed (SIGKILL) while it answers, stores, trains or swaps;
-then again. After each start the head must load and the answers be those of the first start. At the
-end every answer that came back must be in the store.
+The head is that of learning_from_use.py, which has not seen the topic of these questions. `serve
+--learn` is started, asked, and killed (SIGKILL) while it answers, stores, trains or swaps; then
+again. After each start the head must load and the answers be those of the first start. At the end
+every answer that came back must be in the store.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils import httpx
+from learning_from_use import questions_of
 from transformers import AutoTokenizer
 
 from draftheads.train.learn.texts import Texts
@@ -71,22 +72,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--questions", type=int, default=12, help="between two kills, at most")
+    parser.add_argument("--seconds", type=float, default=12, help="until a kill, at most")
     parser.add_argument("--mb", type=float, default=2.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    lines = (RECIPES / "demo-prompts.jsonl").read_text().splitlines()
-    questions = [json.loads(line)["messages"][0]["content"] for line in lines]
+    questions = questions_of(RECIPES / "demo-prompts.jsonl")["files"]
     chance = random.Random(0)
     expected: dict[str, str] = {}
     wrong = asked = 0
     for _ in range(options.kills + 1):
         server = Server(options)
         for _ in range(chance.randint(1, options.questions)):
-            question = chance.choice(questions[:200])
+            question = chance.choice(questions)
             answer = server.ask(question)
             wrong += answer != expected.setdefault(question, answer)
             asked += 1
-        time.sleep(chance.uniform(0, 6))  # trains and swaps meanwhile
+        time.sleep(chance.uniform(0, options.seconds))  # trains and swaps meanwhile
         server.kill()
     [place] = [path for path in options.out.iterdir() if path.is_dir()]
     texts = Texts(place / "texts", most_bytes=int(options.mb * 1e6), keep_days=1)

@@ -49,13 +49,16 @@ NEW_TOKENS = 128
 
 @dataclass
 class User:
-    """A variant, and what its user has seen. counts: (tokens, steps, seconds) per block."""
+    """A variant, and what its user has seen. counts: (tokens, steps, seconds) per block. pieces:
+    seconds of each of the learner's.
+    """
 
     engine: Speculator
     learner: UseLearner | None = None
     counts: dict[int, list[tuple[int, int, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    pieces: list[float] = field(default_factory=list)
 
     def ask(self, prompt: list[int], block: int) -> list[int]:
         """The answer, counted."""
@@ -72,9 +75,23 @@ class User:
 
     def think(self, seconds: float) -> None:
         """Time in which nothing is asked."""
-        end, pause = time.perf_counter() + seconds, 0.0
-        while self.learner and pause == 0.0 and time.perf_counter() < end:
+        now, pause = time.perf_counter(), 0.0
+        end = now + seconds
+        while self.learner and pause == 0.0 and now < end:
+            began = now
             self.engine, pause = self.learner.work(self.engine)
+            now = time.perf_counter()
+            self.pieces.append(now - began)
+
+    def delay(self) -> str:
+        """How long a question waits that comes at any time in which the learner works."""
+        mean = sum(piece**2 for piece in self.pieces) / 2 / sum(self.pieces)
+        took = [seconds for block in self.counts.values() for *_, seconds in block]
+        share = mean / (sum(took) / len(took))
+        return (
+            f"a question that comes while it learns waits {1000 * mean:.0f} ms on average "
+            f"({share:.1%} of an answer), {1000 * max(self.pieces):.0f} ms at most"
+        )
 
 
 def questions_of(prompts: Path) -> dict[str, list[str]]:
@@ -162,6 +179,7 @@ def main() -> None:
             points = learner.points()
             adopted = sum(point.adopted for point in points)
             print(f"{name}: {len(points)} rounds, {adopted} heads adopted, {learner.tokens} tokens")
+            print(f"{name}: {users[name].delay()}")
 
 
 if __name__ == "__main__":

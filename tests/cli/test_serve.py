@@ -15,7 +15,7 @@ from draftheads.infer.serve import app as server
 def served(monkeypatch) -> list:
     """What would be served: (engine, options, host, port)."""
     calls: list = []
-    monkeypatch.setattr(server, "serve", lambda *given: calls.append(given))
+    monkeypatch.setattr(server, "serve", lambda *given, background: calls.append(given))
     return calls
 
 

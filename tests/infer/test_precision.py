@@ -109,7 +109,7 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     prompts = questions(tmp_path, 4)
     seen: list[torch.dtype] = []
     module = import_module("draftheads.infer.chat.repl")
-    monkeypatch.setattr(module, "chat", lambda engine, _: seen.append(engine.target.dtype))
+    monkeypatch.setattr(module, "chat", lambda engine, *_, **__: seen.append(engine.target.dtype))
     assert run("chat", "--target", target)[0] == 0
     assert run("chat", "--target", target, "--dtype", "float32")[0] == 0
     assert seen == [torch.bfloat16, torch.float32]
@@ -151,7 +151,9 @@ def test_bits_8_decodes_an_int8_target_in_every_command(stored, run, tmp_path, m
     target, head = stored
     seen: list[str] = []
     module = import_module("draftheads.infer.chat.repl")
-    monkeypatch.setattr(module, "chat", lambda engine, _: seen.append(engine.target.precision))
+    monkeypatch.setattr(
+        module, "chat", lambda engine, *_, **__: seen.append(engine.target.precision)
+    )
     assert run("chat", "--target", target, "--head", head, "--bits", 8)[0] == 0
     assert seen == ["int8"]
     figures, prompts = tmp_path / "bench.json", questions(tmp_path, 4)

@@ -4,7 +4,6 @@ kept where nobody else reads it, within its limits, and can be deleted and taken
 
 from __future__ import annotations
 
-import os
 import stat
 import time
 from pathlib import Path
@@ -26,8 +25,16 @@ from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.infer.background import Point
 from draftheads.infer.engine import Speculator
+from draftheads.train.batches import Documents, Rows
 from draftheads.train.learn import learner as learning
-from draftheads.train.learn.learner import Source, UseLearner, is_apart
+from draftheads.train.learn.learner import (
+    PASSES,
+    Source,
+    UseLearner,
+    answer_of,
+    is_apart,
+    learned_of,
+)
 from draftheads.train.learn.place import Place, forget, place_of, rollback
 from draftheads.train.learn.texts import Texts
 from draftheads.train.learn.versions import STATE, Versions
@@ -76,15 +83,21 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path):
     assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
 
 
-def test_texts_are_deleted_in_time_and_within_their_room(tmp_path):
-    texts = texts_in(tmp_path, most_bytes=3 << 20)
+def test_texts_are_deleted_in_time_and_within_their_room(tmp_path, monkeypatch):
+    limits = {"most_bytes": 3 << 20}
+    texts = texts_in(tmp_path, **limits)
     for number in range(70):
         texts.add([number], [7] * 50_000)
         assert texts.size <= 3 << 20
-    assert [talk.tokens[0] for talk in texts_in(tmp_path).conversations][-1] == 69
-    for path in texts.files:
-        os.utime(path, (time.time() - 31 * 86400,) * 2)
-    assert texts_in(tmp_path).conversations == []
+    kept = [talk.tokens[0] for talk in texts_in(tmp_path, **limits).conversations]
+    assert [talk.tokens[0] for talk in texts.conversations] == kept and kept[-1] == 69
+    now = time.time()
+    for day in range(1, 70, 4):
+        monkeypatch.setattr(time, "time", lambda day=day: now + day * 86400)
+        texts.add([1], [2])
+        for each in (texts, texts_in(tmp_path, **limits)):
+            ages = [(time.time() - talk.time) / 86400 for talk in each.conversations]
+            assert max(ages) <= 30 and len(ages) >= min(day // 4, 6)
     with pytest.raises(ValueError, match="1 MB of texts or more"):
         texts_in(tmp_path, most_bytes=1000)
 
@@ -97,7 +110,7 @@ def write(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
-def test_versions_are_kept_and_taken_back(tmp_path):
+def test_versions_are_kept_and_taken_back(tmp_path, monkeypatch):
     versions = Versions(tmp_path)
     assert versions.served is None
     for number in range(1, 6):
@@ -111,6 +124,9 @@ def test_versions_are_kept_and_taken_back(tmp_path):
     assert [again.rollback(), again.rollback(), again.rollback()] == [4, 3, 0]
     with pytest.raises(ValueError, match="nothing to go back to"):
         again.rollback()
+    monkeypatch.setattr("draftheads.train.learn.versions.POINTS", 4)
+    again.note(point(7))
+    assert [each.version for each in Versions(tmp_path).state.points] == [4, 5, 6, 7]
     (tmp_path / STATE).write_text("{")
     with pytest.raises(ValueError, match=r"state\.json: expected the state of learning"):
         Versions(tmp_path)
@@ -126,8 +142,8 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-def learner_in(made: Path, kind: str, path: Path) -> tuple[UseLearner, Place]:
-    target = Target(tiny_model(), name="tiny")
+def learner_in(made: Path, kind: str, path: Path, bits: Any = None) -> tuple[UseLearner, Place]:
+    target = Target(tiny_model(), name="tiny").pack(bits)
     place = Place(path, target, most_mb=2, keep_days=1)
     source = Source(open_head(made / kind))
     return UseLearner(target, source, place.texts, place.versions), place
@@ -150,11 +166,12 @@ def rounds(learner: UseLearner, engine: Speculator) -> Speculator:
     raise AssertionError("it does not end")
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block"])
-def test_a_head_becomes_better_by_use(made, tmp_path, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("medusa", None), ("eagle3", None), ("block", None), ("eagle3", 8)]
+)
+def test_a_head_becomes_better_by_use(made, tmp_path, kind, bits, monkeypatch):
     monkeypatch.setattr(learning, "RATE", 3.0)  # the tiny heads have hardly been trained
-    monkeypatch.setattr(learning, "PASSES", 3)
-    learner, place = learner_in(made, kind, tmp_path / "place")
+    learner, place = learner_in(made, kind, tmp_path / "place", bits)
     engine = Speculator(learner.target, open_head(made / kind).load(learner.target))
     use(learner, 24)
     better = rounds(learner, engine)
@@ -167,7 +184,7 @@ def test_a_head_becomes_better_by_use(made, tmp_path, kind, monkeypatch):
     assert [*prompt, *(token for step in steps for token in step.tokens)] == expected
     assert rounds(learner, better) is better, "nothing new was asked"
     place.close()
-    again, place = learner_in(made, kind, tmp_path / "place")
+    again, place = learner_in(made, kind, tmp_path / "place", bits)
     assert again.tokens == learner.tokens
     assert rounds(again, better) is better, "what was learned is not new again"
     place.close()
@@ -175,12 +192,46 @@ def test_a_head_becomes_better_by_use(made, tmp_path, kind, monkeypatch):
 
 def test_a_head_that_is_worse_is_not_served(made, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "RATE", 1e4)
+    monkeypatch.setattr(learning, "PATIENCE", 1)
     learner, place = learner_in(made, "medusa", tmp_path / "place")
     engine = Speculator(learner.target, open_head(made / "medusa").load(learner.target))
     use(learner, 40)
     assert rounds(learner, engine) is engine
     assert [point.adopted for point in learner.points()] == [False]
     assert place.versions.served is None
+    assert learner._rate == 1e4 * learning.SLOWER, "training starts again, slower"
+    for name, weight in learner.served.state_dict().items():
+        assert torch.equal(learner.head.state_dict()[name], weight)
+    place.close()
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_parts_are_read_in_the_context_of_their_text(made, tmp_path, kind):
+    learner, place = learner_in(made, kind, tmp_path / "place")
+    use(learner, 1)
+    [talk] = place.texts.conversations
+    rows = Rows(
+        documents := Documents.read([answer_of(talk)]), documents.spans, 99, pack=False, seed=0
+    )
+    expected_1TD = learner.target.features(rows.batch([0]), learner.head.training_layers)
+    parts = [each for each in learner._parts([answer_of(talk)], learner._training) if each]
+    assert len(parts) > 1
+    at = len(talk.tokens)
+    for batch, features_1TD in reversed(parts):
+        first = at - features_1TD.shape[1]
+        assert batch.tokens_BT[0].tolist() == talk.tokens[first:at].tolist()
+        assert torch.allclose(features_1TD, expected_1TD[:, first:at], atol=1e-5)
+        at = first + 1
+    assert sum(len(batch.learned()) for batch, _ in parts) == talk.answered
+    place.close()
+
+
+def test_rounds_get_done_however_much_is_new(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "NEWS", (64, 200))
+    learner, place = learner_in(made, "medusa", tmp_path / "place")
+    use(learner, 24)
+    assert 200 < sum(map(learned_of, learner._lesson())) <= 2 * PASSES * 240
+    assert learner._lesson() == [], "what was too much is not new later"
     place.close()
 
 
@@ -200,7 +251,7 @@ def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
     with pytest.raises(ValueError, match="tiny with other weights"):
         Place(path, Target(other, name="tiny"), most_mb=2, keep_days=1)
     packed = tiny_target().pack(8)
-    with pytest.raises(ValueError, match="with none quantisation"):
+    with pytest.raises(ValueError, match=r"\(quantisation: none\)"):
         Place(path, packed, most_mb=2, keep_days=1)
     assert forget(path) > 0 and not path.exists()
     assert forget(path) == 0

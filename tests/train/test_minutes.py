@@ -120,24 +120,8 @@ def test_minutes_for_a_run_that_began_with_steps_are_refused(made, tmp_path, cap
 
 
 ZERO = {"zero2": "recipes/accelerate-zero2.yaml", "zero3": "recipes/accelerate-zero3.yaml"}
+WORKER = "tests/helpers/minutes_worker.py"
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-
-
-def launched(engine: str, *arguments: str) -> str:
-    """What two processes print."""
-    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    environment = launch_environment(cpu=engine not in ZERO)
-    if engine == "fsdp2":
-        environment |= FSDP
-    if engine in ZERO:
-        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
-        launch = ["accelerate.commands.launch", "--config_file", ZERO[engine], "--num_processes=2"]
-        launch.append(f"--main_process_port={free_port()}")
-    command = [sys.executable, "-m", *launch, "train/medusa.py", *arguments]
-    options = {"env": environment, "cwd": ROOT, "timeout": 250}
-    result = subprocess.run(command, **options, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
 
 
 @pytest.mark.slow
@@ -147,9 +131,18 @@ def test_processes_agree_on_a_length_and_their_trial_leaves_no_trace(made, tmp_p
     values["data"]["rows_per_batch"] = 1  # several micro batches
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
-    said = launched(engine, str(recipe), "run.minutes=0.01", f"run.output={tmp_path / 'budget'}")
+    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    environment = launch_environment(cpu=engine not in ZERO)
+    if engine == "fsdp2":
+        environment |= FSDP
+    if engine in ZERO:
+        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+        launch = ["accelerate.commands.launch", "--config_file", ZERO[engine], "--num_processes=2"]
+        launch.append(f"--main_process_port={free_port()}")
+    command = [sys.executable, "-m", *launch, WORKER, str(recipe), str(tmp_path)]
+    options = {"env": environment, "cwd": ROOT, "timeout": 250}
+    result = subprocess.run(command, **options, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
     steps = length(tmp_path / "budget")
-    assert f"done: {steps} steps" in said
-    again = [f"run.steps={steps}", f"run.output={tmp_path / 'counted'}"]
-    launched(engine, str(recipe), *again)
+    assert f"run.minutes=0.01: {steps} steps" in result.stdout
     assert_same_run(tmp_path / "budget", tmp_path / "counted", steps)

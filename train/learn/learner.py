@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,24 +41,30 @@ HELD_OUT = 4096
 """Tokens of the newest held-out conversations that decide."""
 FEWEST = 128
 """Held-out answers' tokens without which nothing is decided."""
-NEWS = 512
-"""Tokens of answers that a round waits for."""
-PASSES = 2
+NEWS = 512, 2048
+"""Tokens of answers that a round waits for, and the most that are new in it: also rounds that are
+interrupted by the end of the process must get done.
+"""
+PASSES = 4
 """Times that a round reads what is new."""
 REPLAY = 1.0
 """Tokens of earlier conversations and of the head's own data in a round, for one of the new."""
-STEP = 512
+STEP = 256
 """Learned tokens of an optimizer step."""
-PIECE_SECONDS = 0.1
+PIECE_SECONDS = 0.04
 """Time of a piece, for which a request may wait."""
-PIECE_TOKENS = 32, 1024
+PIECE_TOKENS = 16, 1024
 """Fewest and most tokens of a piece."""
+LONGEST = 2048
+"""Tokens of a conversation that are read in one context."""
 PATIENCE = 2
-"""Rounds without improvement after which training starts from the served head again."""
+"""Rounds without improvement after which training starts from the served head again, slower."""
 PAUSE = 5.0
 """Seconds until new answers are looked for again."""
-RATE = 0.3
-"""Of the peak learning rate with which the head was trained."""
+RATE = 1.0
+"""Of the peak learning rate with which the head was trained, at first."""
+SLOWER = 0.3
+"""Factor of the rate each time training starts again."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +78,26 @@ class Source:
 
     @property
     def optim(self) -> OptimChoices:
-        """The optimizer of the training, slower."""
+        """The optimizer of the training."""
         recorded = self.folder.facts.training.get("recipe", {}).get("optim", {})
-        optim = OptimChoices.model_validate(recorded)
-        return optim.model_copy(update={"lr": RATE * optim.lr})
+        return OptimChoices.model_validate(recorded)
+
+
+class Pace:
+    """How many tokens a piece of some work gets, by what the ones before took."""
+
+    def __init__(self) -> None:
+        self.tokens, _ = PIECE_TOKENS
+
+    @contextmanager
+    def measure(self, tokens: int) -> Iterator[None]:
+        """Time work on so many tokens."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        least, most = PIECE_TOKENS
+        wanted = min(2 * self.tokens, int(tokens * PIECE_SECONDS / seconds))
+        self.tokens = min(most, max(least, wanted))
 
 
 class UseLearner:
@@ -106,8 +129,9 @@ class UseLearner:
         if self.served.needs_unembed:
             target.unembed_weight()
         self.tokens = max((point.tokens for point in versions.state.points), default=0)
+        self._rate = RATE
         self._restart()
-        self._length = PIECE_TOKENS[0]
+        self._reading, self._training, self._comparing = Pace(), Pace(), Pace()
         self._until = max((point.time for point in versions.state.points), default=0.0)
         new = [talk for talk in texts.conversations if talk.time > self._until]
         self._news = sum(talk.answered for talk in new if not is_apart(talk))
@@ -129,25 +153,15 @@ class UseLearner:
 
     def work(self, engine: Speculator) -> tuple[Speculator, float]:
         """A piece of training or of comparing; the engine with the better head after a round."""
-        began = time.perf_counter()
-        with torch.enable_grad():
-            seconds = next(self._rounds)
-        if seconds == 0.0:
-            self._fit_piece(time.perf_counter() - began)
         if self._adopted is not None:
-            engine = with_version(engine, self._adopted)
-            self._adopted = None
-        return engine, seconds
+            engine, self._adopted = with_version(engine, self._adopted), None
+            return engine, 0.0
+        with torch.enable_grad():
+            return engine, next(self._rounds)
 
     def points(self) -> list[Point]:
         """What each round came to."""
         return list(self.versions.state.points)
-
-    def _fit_piece(self, seconds: float) -> None:
-        """Pieces get as many tokens as take PIECE_SECONDS."""
-        least, most = PIECE_TOKENS
-        factor = min(2.0, max(0.5, PIECE_SECONDS / seconds))
-        self._length = min(most, max(least, int(self._length * factor)))
 
     def _restart(self) -> None:
         """Train from the served head on."""
@@ -162,7 +176,8 @@ class UseLearner:
     def _work(self) -> Iterator[float]:
         """All pieces; yields seconds to wait before the next."""
         while True:
-            while self._news < NEWS or self._heldout_tokens() < FEWEST:
+            while self._news < NEWS[0] or self._heldout_tokens() < FEWEST:
+                self.texts.tidy()
                 yield PAUSE
             yield from self._train(self._lesson())
             yield from self._decide()
@@ -170,8 +185,11 @@ class UseLearner:
     def _lesson(self) -> list[Answer]:
         """Documents of a round: what is new, each PASSES times, and a replay."""
         talks = [talk for talk in self.texts.conversations if not is_apart(talk)]
-        new = [talk for talk in talks if talk.time > self._until]
-        old = [talk for talk in talks if talk.time <= self._until]
+        new: list[Conversation] = []
+        for talk in reversed(talks):
+            if talk.time > self._until and sum(each.answered for each in new) < NEWS[1]:
+                new.append(talk)
+        old = [talk for talk in talks if talk not in new]
         self._until, self._news = time.time(), 0
         chance = random.Random(int(self._until))
         lesson = [answer_of(talk) for talk in new] * PASSES
@@ -185,26 +203,25 @@ class UseLearner:
         return lesson
 
     def _train(self, lesson: Sequence[Answer]) -> Iterator[float]:
-        """Optimizer steps over the lesson, a row of a document per piece."""
+        """Optimizer steps over the lesson."""
         optim = self.source.optim
         steps = max(1, sum(map(learned_of, lesson)) // STEP)
         step = waiting = 0
         for number, answer in enumerate(lesson, start=1):
-            rows = self._rows([answer])
-            for row in range(len(rows)):
-                self._backward(rows, row)
-                waiting += rows.learned[row]
-                yield 0.0
+            for part in self._parts([answer], self._training):
+                if part is None:
+                    yield 0.0
+                    continue
+                batch, features_BTD = part
+                loss = self._learner(batch, features_BTD, self.target, 0.0).loss
+                loss.backward()
+                waiting += len(batch.learned())
             if waiting >= STEP or (waiting and number == len(lesson)):
-                self._update(learning_rate(optim, min(step, steps - 1), steps), waiting)
+                rate = self._rate * learning_rate(optim, min(step, steps - 1), steps)
+                self._update(rate, waiting)
                 self.tokens += waiting
                 step, waiting = step + 1, 0
                 yield 0.0
-
-    def _backward(self, rows: Rows, row: int) -> None:
-        batch, features_BTD = self._features(rows, row)
-        loss = self._learner(batch, features_BTD, self.target, 0.0).loss
-        loss.backward()
 
     def _update(self, rate: float, learned: int) -> None:
         """A step; the gradient is of the mean over learned tokens."""
@@ -221,24 +238,26 @@ class UseLearner:
 
     def _decide(self) -> Iterator[float]:
         """Serve the trained head unless it is worse than the served one on held-out text."""
-        rows = self._rows([answer_of(talk) for talk in self._heldout()])
         ranks: list[tuple[Tensor, Tensor]] = []
-        for row in range(len(rows)):
-            batch, features_BTD = self._features(rows, row)
+        heldout = [answer_of(talk) for talk in self._heldout()]
+        for part in self._parts(heldout, self._comparing):
+            if part is None:
+                yield 0.0
+                continue
             heads = (self.head.eval(), self.served.eval())
-            new_MK, old_MK = (
-                head.token_ranks(batch, features_BTD, self.target).cpu() for head in heads
-            )
+            new_MK, old_MK = (head.token_ranks(*part, self.target).cpu() for head in heads)
             ranks.append((new_MK, old_MK))
-            yield 0.0
         self.head.train()
         news, olds = zip(*ranks, strict=True)
         new = calibrate(torch.cat(news), self.nodes, self.head.tree)
+        yield 0.0
         old = calibrate(torch.cat(olds), self.nodes, self.served.tree)
+        yield 0.0
         if new.tokens_per_step < old.tokens_per_step:
             self.versions.note(self._point(old.tokens_per_step, adopted=False))
             self._rejected += 1
             if self._rejected >= PATIENCE:
+                self._rate *= SLOWER
                 self._restart()
             return
         self._rejected = 0
@@ -247,6 +266,7 @@ class UseLearner:
         self._adopted = self.versions.adopt(
             self._write, self._point(new.tokens_per_step, adopted=True)
         )
+        yield 0.0
 
     def _write(self, folder: Path) -> None:
         facts = {
@@ -260,15 +280,46 @@ class UseLearner:
         version = self.versions.state.newest + 1 if adopted else served
         return Point(self._until, version, tokens_per_step, self.tokens, adopted)
 
-    def _features(self, rows: Rows, row: int) -> tuple[Batch, Tensor]:
-        batch = rows.batch([row]).to(self.target.device)
-        with torch.no_grad():
-            return batch, self.target.features(batch, self.head.training_layers)
-
-    def _rows(self, answers: Sequence[Answer]) -> Rows:
+    def _parts(
+        self, answers: Sequence[Answer], pace: Pace
+    ) -> Iterator[tuple[Batch, Tensor] | None]:
+        """Parts of documents that have learned tokens, with their features. None: a request may
+        come first.
+        """
         documents = Documents.read(answers)
-        length = min(self._length, self.target.context)
-        return Rows(documents, documents.spans, length, pack=False, seed=0)
+        length = min(LONGEST, self.target.context)
+        rows = Rows(documents, documents.spans, length, pack=False, seed=0)
+        for row in range(len(rows)):
+            batch = rows.batch([row])
+            features_BTD = yield from self._features(batch.tokens_BT)
+            start, size = 0, rows.sizes[row]
+            while start < size - 1:  # the first token of a part is not learned in it
+                stop = min(start + pace.tokens, size)
+                part = document_of(batch.part(0, start, stop))
+                if part.loss_mask_BT.any():
+                    with pace.measure(stop - start):
+                        yield part.to(self.target.device), features_BTD[:, start:stop]
+                    yield None
+                start = stop - 1
+
+    @torch.no_grad()
+    def _features(self, tokens_1T: Tensor) -> Generator[None, None, Tensor]:
+        """Features of a text by the alignment law, with the cache of what was read before."""
+        size = tokens_1T.shape[1]
+        cache = self.target.new_cache(1, size)
+        states: list[Tensor] = []
+        read = 0
+        chunks = self.target.prefill_chunks(
+            tokens_1T.tolist(), cache, self.head.training_layers, self._reading.tokens
+        )
+        while read < size:
+            with self._reading.measure(min(self._reading.tokens, size - read)):
+                read, out = next(chunks)
+            assert out.features_BND is not None
+            states.append(out.features_BND)
+            yield None
+        states_1TD = torch.cat(states, dim=1)
+        return torch.cat([torch.zeros_like(states_1TD[:, :1]), states_1TD[:, :-1]], dim=1)
 
     def _heldout(self) -> list[Conversation]:
         """The newest held-out conversations."""
@@ -298,6 +349,14 @@ def is_apart(talk: Conversation) -> bool:
 def answer_of(talk: Conversation) -> Answer:
     """A document that learns its answers."""
     return Answer(talk.tokens.tolist(), talk.answers)
+
+
+def document_of(part: Batch) -> Batch:
+    """A part of a row as a document of its own, whose first token is not learned."""
+    loss_mask_1T = part.loss_mask_BT.clone()
+    loss_mask_1T[:, 0] = False
+    positions_1T = torch.arange(loss_mask_1T.shape[1])[None]
+    return Batch(part.tokens_BT, loss_mask_1T, positions_1T, torch.zeros_like(positions_1T))
 
 
 def learned_of(answer: Answer) -> int:

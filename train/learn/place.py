@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -44,6 +45,23 @@ def place_of(folder: HeadFolder, root: Path | None = None) -> Path:
     return (root or default_place()) / f"{name}-{digest.hexdigest()[:8]}"
 
 
+class Lock:
+    """A folder that no other process has open. Raises ValueError if one has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = FileLock(folder / LOCK, thread_local=False)
+        try:
+            self._file.acquire(blocking=False)
+        except Timeout:
+            raise ValueError(
+                f"{folder}: another process learns there; end it, or choose another --learn-folder"
+            ) from None
+
+    def close(self) -> None:
+        """Let other processes open it."""
+        self._file.release()
+
+
 class Place:
     """A head's folder, open in this process alone.
 
@@ -53,8 +71,7 @@ class Place:
     def __init__(self, path: Path, target: Target, *, most_mb: float, keep_days: float) -> None:
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = FileLock(path / LOCK, thread_local=False)
-        lock(self._lock)
+        self._lock = Lock(path)
         try:
             check_target(path / TARGET, target)
             texts = path / TEXTS
@@ -66,18 +83,7 @@ class Place:
 
     def close(self) -> None:
         """Let other processes open it."""
-        self._lock.release()
-
-
-def lock(file: FileLock) -> None:
-    """Raise ValueError if another process has it."""
-    try:
-        file.acquire(blocking=False)
-    except Timeout:
-        folder = Path(file.lock_file).parent
-        raise ValueError(
-            f"{folder}: another process learns there; end it, or choose another --learn-folder"
-        ) from None
+        self._lock.close()
 
 
 def check_target(path: Path, target: Target) -> None:
@@ -92,11 +98,11 @@ def check_target(path: Path, target: Target) -> None:
     if not same_weights(facts.get("fingerprint"), target.fingerprint()):
         difference = f"{facts.get('name')} with other weights"
     elif facts.get("quantisation") != now:
-        difference = f"{facts.get('name')} with {facts.get('quantisation')} quantisation"
+        difference = f"{facts.get('name')} (quantisation: {facts.get('quantisation')})"
     else:
         return
     raise ValueError(
-        f"{path.parent}: expected what was learned for {target.name} ({now} quantisation), got "
+        f"{path.parent}: expected what was learned for {target.name} (quantisation: {now}), got "
         f"{difference}; choose another --learn-folder, or draftheads forget this one"
     )
 
@@ -105,9 +111,7 @@ def rollback(path: Path) -> int:
     """`Versions.rollback` of a folder that no other process has open."""
     if not (path / HEADS).is_dir():
         raise ValueError(f"{path}: expected a head that has learned, found none there")
-    file = FileLock(path / LOCK)
-    lock(file)
-    with file:
+    with closing(Lock(path)):
         return Versions(path / HEADS).rollback()
 
 
@@ -115,9 +119,7 @@ def forget(path: Path) -> int:
     """Delete texts and heads; returns the bytes. Raises ValueError if a process has them open."""
     if not path.is_dir():
         return 0
-    file = FileLock(path / LOCK)
-    lock(file)
-    size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-    file.release()
+    with closing(Lock(path)):
+        size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
     shutil.rmtree(path)
     return size

@@ -9,6 +9,7 @@ Tokens from `start` on are the answer. Only their owner can read the files. A li
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -19,7 +20,10 @@ from pathlib import Path
 
 SUFFIX = ".jsonl"
 FILE_BYTES = 1 << 20
-"""A file is no longer written to when it is larger, so that deleting the oldest costs few texts."""
+FILE_SHARE = 0.1
+"""A file is no longer written to when it is larger, or older than this share of the time for which
+texts are kept: files are deleted as a whole.
+"""
 NEAR = 64
 """Conversations, from the newest, of which an answer may be the next one."""
 
@@ -59,7 +63,7 @@ class Texts:
                 f"expected room for {FILE_BYTES >> 20} MB of texts or more, and some days, got "
                 f"{most_bytes / 1e6:g} MB and {keep_days:g} days"
             )
-        self.folder, self.most_bytes, self.keep_days = folder, most_bytes, keep_days
+        self.folder, self.most_bytes, self.keep_seconds = folder, most_bytes, keep_days * 86400
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.conversations: list[Conversation] = []
         self.tidy()
@@ -69,7 +73,7 @@ class Texts:
     @property
     def files(self) -> list[Path]:
         """The oldest first."""
-        return sorted(self.folder.glob(f"*{SUFFIX}"), key=lambda path: int(path.stem))
+        return sorted(self.folder.glob(f"*{SUFFIX}"), key=begin_of)
 
     @property
     def size(self) -> int:
@@ -81,10 +85,7 @@ class Texts:
         now = time.time()
         values = {"time": now, "start": len(prompt), "tokens": [*prompt, *answer]}
         line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
-        files = self.files
-        path = files[-1] if files else None
-        if path is None or path.stat().st_size > FILE_BYTES:
-            path = self.folder / f"{int(now * 1000)}{SUFFIX}"
+        path = self._newest(now)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         file = os.open(path, flags, 0o600)
         try:
@@ -99,15 +100,25 @@ class Texts:
         return self._append(prompt, answer, now)
 
     def tidy(self) -> None:
-        """Delete files that are too old, and the oldest ones of too many bytes."""
-        limit = time.time() - self.keep_days * 86400
+        """Delete files with a text that is too old, and the oldest ones of too many bytes; and
+        their conversations.
+        """
         files = self.files
-        sizes = [path.stat().st_size for path in files]
-        total = sum(sizes)
-        for path, size in zip(files, sizes, strict=True):
-            if path.stat().st_mtime < limit or total > self.most_bytes:
-                path.unlink(missing_ok=True)
-                total -= size
+        total, oldest = self.size, time.time() - self.keep_seconds
+        while files and (begin_of(files[0]) < oldest or total > self.most_bytes):
+            path = files.pop(0)
+            total -= path.stat().st_size
+            path.unlink()
+        since = begin_of(files[0]) if files else math.inf
+        self.conversations = [talk for talk in self.conversations if talk.time >= since]
+
+    def _newest(self, now: float) -> Path:
+        """The file to write to."""
+        for path in self.files[-1:]:
+            age = now - begin_of(path)
+            if path.stat().st_size <= FILE_BYTES and age <= FILE_SHARE * self.keep_seconds:
+                return path
+        return self.folder / f"{int(now * 1000)}{SUFFIX}"
 
     def _append(self, prompt: Sequence[int], answer: Sequence[int], seconds: float) -> Conversation:
         """The newest conversation that the prompt continues grows; else a new one begins."""
@@ -134,3 +145,8 @@ class Texts:
                 except (ValueError, TypeError, KeyError, OverflowError):
                     continue
                 yield tokens[:start], tokens[start:], seconds
+
+
+def begin_of(path: Path) -> float:
+    """When a file of texts was begun, in Unix seconds."""
+    return int(path.stem) / 1000

@@ -22,6 +22,8 @@ from draftheads.infer.background import Point
 STATE = "state.json"
 KEPT = 3
 """Versions that stay on disk, the served one included."""
+POINTS = 500
+"""The newest rounds that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Versions:
         state, version = self.state, self.state.newest + 1
         with staged(self.path(version)) as folder:
             write(folder)
-        self._replace(State(version, version, (*state.points, point)))
+        self._replace(State(version, version, (*state.points, point)[-POINTS:]))
         there = [number for number in range(1, version) if self.path(number).is_dir()]
         earlier = [number for number in there if number <= state.served]
         for number in set(there) - set(earlier[-KEPT + 1 :]):
@@ -87,7 +89,7 @@ class Versions:
     def note(self, point: Point) -> None:
         """Keep what was measured of a head that is not served."""
         state = self.state
-        self._replace(State(state.served, state.newest, (*state.points, point)))
+        self._replace(State(state.served, state.newest, (*state.points, point)[-POINTS:]))
 
     def rollback(self) -> int:
         """Serve the version before the served one that is still there, in the end the head that
