@@ -70,21 +70,21 @@ def is_native(recipe: Recipe) -> bool:
     return recipe.head.kind == MtpHead.kind and recipe.head.source == NATIVE
 
 
-def begun_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
+def initial_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
     """The head that head.from names, to be trained. Raises as `continued_head`."""
     if not is_native(recipe):
         return continued_head(open_head(str(recipe.head.source)), recipe, target, documents)
-    head = native_head(target)
+    head: DraftHead = native_head(target)
     head.train_with(recipe.head)
     head.check_labels(target)
     return head.float().train()
 
 
-def begun_shape(recipe: Recipe, target: Target) -> DraftHead:
+def initial_shape(recipe: Recipe, target: Target) -> DraftHead:
     """The head that head.from names, on the meta device. Raises as `continued_head`."""
     if not is_native(recipe):
         return shape_of(open_head(str(recipe.head.source)), recipe, target)
-    head = native_shape(target)
+    head: DraftHead = native_shape(target)
     head.train_with(recipe.head)
     return head
 

@@ -240,7 +240,10 @@ FAULTS = {
     "partial": (without(r"layers\.3\.enorm"), "enorm.weight is missing"),
     "no attention": (without(r"layers\.3\.self_attn\.o"), "self_attn.o_proj.weight is missing"),
     "several": (second, "expected one MTP layer, got 2"),
-    "wide": (other("model.layers.3.eh_proj.weight", lambda x: x[:, :-1].contiguous()), "has shape (32, 63)"),
+    "wide": (
+        other("model.layers.3.eh_proj.weight", lambda x: x[:, :-1].contiguous()),
+        "has shape (32, 63)",
+    ),
     "fp8": (
         other("model.layers.3.eh_proj.weight", lambda x: x.to(torch.float8_e4m3fn)),
         "got model.layers.3.eh_proj.weight quantised",
