@@ -43,7 +43,7 @@ WINGS = {
     "train.suggest": 1_250,
     "train.doctor": 5_050,
     "train.served": 2_900,
-    "train.learn": 4_500,
+    "train.learn": 5_000,
     "scripts": 19_300,
 }
 """The folders and modules around the core, and their code tokens."""
