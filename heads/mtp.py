@@ -25,7 +25,7 @@ from draftheads.heads.layers import Angles, Memory, check_embeddings
 from draftheads.heads.pretrained import decoder_layers, describe, final_norm
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
-from draftheads.heads.tensors import needed
+from draftheads.heads.tensors import matrix, needed
 
 
 class MtpChoices(UnrolledChoices):
@@ -76,8 +76,9 @@ class MtpDesign:
 
     @classmethod
     def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpDesign:
-        """The switches that tensors show, of the tensors. Raises ValueError for missing keys."""
-        width, words, layer = needed(config, "hidden_size", "vocab_size", "mtp_layer")
+        """Width and switches are those of the tensors. Raises ValueError for missing keys."""
+        words, layer = needed(config, "vocab_size", "mtp_layer")
+        width = len(matrix(tensors, "eh_proj.weight"))
         origin = LayerOrigin(*reversed(needed(layer, "number", "config")))
         return cls(
             origin,
