@@ -60,7 +60,7 @@ MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
-WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_250, "CHANGELOG.md": 800}
+WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_370, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
