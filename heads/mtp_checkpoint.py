@@ -27,87 +27,108 @@ from draftheads.heads.tensors import check_finite
 NATIVE = "target"
 """What a recipe's head.from names it."""
 BLOCK = "mtp_block."
+DECODER = r"(?:model\.)?(?:language_model\.)?"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Where checkpoints keep MTP layers.
+    """Where checkpoints keep an MTP layer.
 
-    layers: pattern of all names of such a layer; its group is the layer's number, from `first` on.
-    names: in order, of the rest of a name -> ours; what matches none belongs to the decoder layer.
+    names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
+    types: of models that are written so. count: the key of config.json that counts the layers.
     """
 
-    layers: str
     names: tuple[tuple[str, str], ...]
-    outer: tuple[tuple[str, str], ...] = ()  # of tensors beside a single layer: whole name -> ours
+    count: str
+    types: tuple[str, ...] = ()
     states_first: bool = False
     follows: bool = False  # numbers continue those of the model's layers
 
     def ours(self, name: str, first: int) -> tuple[int, str] | None:
         """The number of the layer that a tensor belongs to, from 0, and our name for it."""
-        for pattern, ending in self.outer:
-            if match := re.fullmatch(rf"{pattern}\.(weight|bias)", name):
-                return 0, f"{ending}.{match[1]}"
-        match = re.match(self.layers, name)
-        number = int(match[1]) - (first if self.follows else 0) if match else -1
-        if match is None or number < 0:
-            return None
-        rest = name[match.end() :]
-        for theirs, ending in self.names:
-            if rest.startswith(f"{theirs}."):
-                return number, f"{ending}{rest.removeprefix(theirs)}"
-        return number, BLOCK + rest
+        for mine, theirs in self.names:
+            pattern = re.escape(theirs.removeprefix("model.")).replace(r"\{n\}", r"(\d+)")
+            if match := re.match(rf"{DECODER}{pattern}(?=\.)", name):
+                number = int(match[1]) if match.groups() else 0
+                number -= first if self.follows else 0
+                return (number, mine + name[match.end() :]) if number >= 0 else None
+        return None
+
+    def theirs(self, name: str, first: int) -> str:
+        """The name in a checkpoint of one of our tensors."""
+        for mine, theirs in self.names:
+            if name.startswith(f"{mine}."):
+                number = first if self.follows else 0
+                return theirs.replace("{n}", str(number)) + name.removeprefix(mine)
+        raise ValueError(f"expected a tensor of an MTP layer of this family, got {name}")
 
 
-SHARED = (("embed_tokens", "embed_tokens"), ("shared_head.head", "lm_head"))
-"""Copies of the target's own."""
-PLAIN = tuple((name, name) for name in ("enorm", "hnorm", "eh_proj"))
-DECODER = r"(?:model\.)?(?:language_model\.)?"
-MTP = rf"{DECODER}mtp\."
+def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Names in numbered layers, whose other tensors are the decoder layer's."""
+    inner = [(mine, f"{layers}.{{n}}.{theirs}") for mine, theirs in names]
+    return (*inner, ("mtp_block", f"{layers}.{{n}}"))
 
+
+NEXTN = "num_nextn_predict_layers"
 FAMILIES = [
     # transformers' MtpModel
     Family(
-        rf"{MTP}layers\.(\d+)\.(?=enorm|hnorm|eh_proj|post_norm|mtp_block)",
-        (*PLAIN, ("post_norm", "post_norm"), ("mtp_block", "mtp_block")),
+        tuple(
+            (name, f"mtp.layers.{{n}}.{name}")
+            for name in ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block")
+        ),
+        "num_mtp_layers",
     ),
     # Qwen3-Next, Qwen3.5, EXAONE, Mellum
     Family(
-        rf"{MTP}layers\.(\d+)\.",
-        (),
         (
-            (rf"{MTP}fc", "eh_proj"),
-            (rf"{MTP}pre_fc_norm_embedding", "enorm"),
-            (rf"{MTP}pre_fc_norm_hidden", "hnorm"),
-            (rf"{MTP}norm", "post_norm"),
+            ("eh_proj", "mtp.fc"),
+            ("enorm", "mtp.pre_fc_norm_embedding"),
+            ("hnorm", "mtp.pre_fc_norm_hidden"),
+            ("post_norm", "mtp.norm"),
+            ("mtp_block", "mtp.layers.{n}"),
         ),
+        "mtp_num_hidden_layers",
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     ),
     # DeepSeek, GLM, Step
     Family(
-        rf"{DECODER}layers\.(\d+)\.",
-        (*PLAIN, ("shared_head.norm", "post_norm"), *SHARED),
+        _in_layers(
+            "model.layers",
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("post_norm", "shared_head.norm"),
+            ("lm_head", "shared_head.head"),
+            ("embed_tokens", "embed_tokens"),
+        ),
+        NEXTN,
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         follows=True,
     ),
     # MiMo
     Family(
-        rf"{DECODER}mtp_layers\.(\d+)\.",
-        (
-            ("token_layernorm", "enorm"),
-            ("hidden_layernorm", "hnorm"),
-            ("input_proj", "eh_proj"),
-            ("final_layernorm", "post_norm"),
+        _in_layers(
+            "model.mtp_layers",
+            ("enorm", "token_layernorm"),
+            ("hnorm", "hidden_layernorm"),
+            ("eh_proj", "input_proj"),
+            ("post_norm", "final_layernorm"),
         ),
+        NEXTN,
+        ("mimo",),
         states_first=True,
     ),
     # Ernie 4.5, without a final norm
     Family(
-        rf"{DECODER}mtp_block\.(\d+)\.",
-        (),
         (
-            (rf"{DECODER}mtp_emb_norm\.0", "enorm"),
-            (rf"{DECODER}mtp_hidden_norm\.0", "hnorm"),
-            (rf"{DECODER}mtp_linear_proj\.0", "eh_proj"),
+            ("enorm", "model.mtp_emb_norm.{n}"),
+            ("hnorm", "model.mtp_hidden_norm.{n}"),
+            ("eh_proj", "model.mtp_linear_proj.{n}"),
+            ("mtp_block", "model.mtp_block.{n}"),
         ),
+        NEXTN,
+        ("ernie4_5_moe",),
     ),
 ]
 
