@@ -30,6 +30,10 @@ BLOCK = "mtp_block."
 DECODER = r"(?:model\.)?(?:language_model\.)?"
 
 
+class NoLayer(ValueError):
+    """A checkpoint without an MTP layer."""
+
+
 @dataclass(frozen=True)
 class Family:
     """Where checkpoints keep an MTP layer.
@@ -60,7 +64,9 @@ class Family:
             if name.startswith(f"{mine}."):
                 number = first if self.follows else 0
                 return theirs.replace("{n}", str(number)) + name.removeprefix(mine)
-        raise ValueError(f"expected a tensor of an MTP layer of this family, got {name}")
+        raise ValueError(
+            f"expected a head that this model's checkpoints can keep, got one with {name}"
+        )
 
 
 def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
@@ -140,7 +146,7 @@ def native_head(target: Target) -> MtpHead:
     with one that is quantised or has an lm_head or embeddings of its own.
     """
     files = tensor_files(str(target.name), target.revision)
-    family, places = _places(files, target)
+    family, places = places_of(files, target)
     tensors = _read(target, files, places)
     check_finite(str(target.name), tensors.items())
     _check_shared(target, tensors)
@@ -154,13 +160,15 @@ def native_head(target: Target) -> MtpHead:
 def native_shape(target: Target) -> MtpHead:
     """The same on the meta device. Raises ValueError as far as names and shapes show."""
     files = tensor_files(str(target.name), target.revision)
-    family, places = _places(files, target)
+    family, places = places_of(files, target)
     with torch.device("meta"):
         return _empty(target, family, dict.fromkeys(places, torch.empty(0)))
 
 
-def _places(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
-    """The family of a checkpoint, and its name for each of our tensors."""
+def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
+    """The family of a checkpoint, and its name for each of our tensors. Raises `NoLayer` where
+    there is no MTP layer, ValueError for several.
+    """
     for family in FAMILIES:
         found = [(name, family.ours(name, target.layers)) for name in files]
         layers = {ours[0] for _, ours in found if ours is not None}
@@ -171,7 +179,7 @@ def _places(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
             )
         if layers:
             return family, {ours[1]: name for name, ours in found if ours is not None}
-    raise ValueError(
+    raise NoLayer(
         f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
         "of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: head.kind=mtp without "
         "head.from"

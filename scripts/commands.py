@@ -701,7 +701,8 @@ def convert(
     to: Annotated[
         str,
         Option(
-            "--to", help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi or speculators"
+            "--to",
+            help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi, speculators or mtp",
         ),
     ],
     target: Annotated[
@@ -710,14 +711,16 @@ def convert(
     adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    link: Annotated[bool, Option("--link", help="for mtp: hard links for files that stay")] = False,
 ) -> None:
     """Convert a head to or from the layout of vLLM, SGLang, llama.cpp, TGI and others, bit by bit.
 
-    --target is needed where a layout leaves something to the target.
+    --target is needed where a layout leaves something to the target. mtp: the target's checkpoint
+    with the head as its own MTP layer.
     """
     from draftheads.heads.formats.hub import CARD, open_head
     from draftheads.heads.formats.llamacpp import TargetFile
-    from draftheads.scripts.convert import converted
+    from draftheads.scripts.convert import converted, with_mtp
 
     if to == "gguf":
         file = TargetFile.open(target) if target else None
@@ -725,6 +728,10 @@ def convert(
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
     place = Place(dtype, device, lora=adapter)
+    if to == "mtp":
+        say(with_mtp(source, out, load_target(target, place) if target else None, link=link))
+        say_next("chat", "--target", out, "--head", "mtp")
+        return
     say(converted(source, out, to, load_target(target, place) if target else None))
     if to == "draftheads":
         say_next("chat", "--head", out, *target_options(target, adapter))

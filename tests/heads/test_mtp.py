@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from transformers.cache_utils import MtpCache
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import DraftCache
 from draftheads.heads.formats.hub import load_head, open_head, save_head
+from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.mtp import MtpChoices, MtpHead
 from draftheads.heads.mtp_checkpoint import native_head, native_shape
 from draftheads.heads.tree import StaticTree
@@ -272,3 +275,55 @@ def test_a_damaged_config_is_refused_in_one_line(tmp_path):
         file.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match="expected the config of a model"):
             load_head(tmp_path / "head")
+
+
+def moved(head):
+    """The same head after some training, as it were."""
+    other = copy.deepcopy(head)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return other
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_head_is_put_back_into_its_checkpoint(family, tmp_path):
+    target, native, truth = family
+    source, out = Path(target.name), tmp_path / "out"
+    before, head = load_file(source / "model.safetensors"), moved(native)
+    write_target(head, target, out, link=True)
+    assert_same(native_head(load_mtp_target(out)).state_dict(), head.state_dict())
+    after = load_file(out / "model.safetensors")
+    assert after.keys() == before.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert all(name not in target.model.state_dict() for name in changed)
+    assert (out / "generation_config.json").stat().st_nlink == 2
+    assert_same(native_head(target).state_dict(), truth)
+
+
+def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path):
+    target, native, _ = family
+    target.model.save_pretrained(tmp_path / "bare", max_shard_size="40KB")
+    bare = load_mtp_target(tmp_path / "bare")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
+    with pytest.raises(ValueError, match="expected an MTP layer in its checkpoint"):
+        native_head(bare)
+    write_target(native, bare, tmp_path / "out", link=True)
+    whole = load_mtp_target(tmp_path / "out")
+    assert_same(native_head(whole).state_dict(), native.state_dict())
+    (prompt,) = some_prompts(9)
+    assert generated(whole, prompt, NEW) == generated(target, prompt, NEW)
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
+
+
+def test_what_cannot_be_put_back(family, tmp_path):
+    target, native, _ = family
+    other = MtpHead(replace(native.design, norm_output=not native.design.norm_output))
+    with pytest.raises(ValueError, match="expected a head (like the MTP layer|that this model)"):
+        write_target(other, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
