@@ -17,7 +17,9 @@ from mtp_targets import FAMILIES, load_mtp_target, reference, write_mtp_target
 from safetensors.torch import load_file, save_file
 from tiny_heads import committed, decode, drafts_of, make_head, written_by
 from tiny_targets import generated, some_prompts, tiny_target
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
+from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import DraftCache
@@ -327,3 +329,32 @@ def test_what_cannot_be_put_back(family, tmp_path):
     with pytest.raises(ValueError, match="expected a head (like the MTP layer|that this model)"):
         write_target(other, target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_transformers_drafts_what_we_draft_from_the_folder(name, tmp_path, monkeypatch):
+    """By its `use_mtp`, which takes neither recurrent targets nor types that it does not list."""
+    write_mtp_target(tmp_path / "target", name)
+    target = load_mtp_target(tmp_path / "target")
+    head = moved(native_head(target))
+    write_target(head, target, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    # it lists the layers of the published models, such as 61
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\..*"]
+    drafted = []
+    candidates = MTPCandidateGenerator.get_candidates
+
+    def noted(self, input_ids, *arguments, **options):
+        out = candidates(self, input_ids, *arguments, **options)
+        drafted.append(out[0][0, input_ids.shape[1] :].tolist())
+        return out
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", noted)
+    (prompt,) = some_prompts(9)
+    ids = torch.tensor([prompt])
+    text = model.generate(ids, max_new_tokens=NEW, do_sample=False, use_mtp=True)[0, 9:].tolist()
+    assert text == generated(target, prompt, NEW)
+    ours = drafts_of(head, target, [prompt], NEW, tree=StaticTree.from_widths((1,)))
+    mine = [tokens[0][-1:] for tokens, _ in ours]
+    assert mine[: len(drafted) - 1] == drafted[1 : len(mine) + 1] and len(drafted) > 8
