@@ -20,11 +20,13 @@ from tiny_targets import generated, some_prompts, tiny_target
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.generation.candidate_generator import MTPCandidateGenerator
+from typed_commands import failed
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import DraftCache
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.formats.mtp import write_target
+from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.mtp import MtpChoices, MtpHead
 from draftheads.heads.mtp_checkpoint import native_head, native_shape
 from draftheads.heads.tree import StaticTree
@@ -358,3 +360,17 @@ def test_transformers_drafts_what_we_draft_from_the_folder(name, tmp_path, monke
     ours = drafts_of(head, target, [prompt], NEW, tree=StaticTree.from_widths((1,)))
     mine = [tokens[0][-1:] for tokens, _ in ours]
     assert mine[: len(drafted) - 1] == drafted[1 : len(mine) + 1] and len(drafted) > 8
+
+
+def test_the_command_that_puts_it_back(run, tmp_path):
+    write_mtp_target(tmp_path / "target", "mimo")
+    target = load_mtp_target(tmp_path / "target")
+    save_head(native_head(target), tmp_path / "head", target=target)
+    save_head(make_head(MedusaHead, target), tmp_path / "medusa", target=target)
+    out = ["--to", "mtp", "--target", tmp_path / "target"]
+    failed(run("convert", tmp_path / "head", tmp_path / "out", "--to", "mtp"), "needs --target")
+    failed(run("convert", tmp_path / "medusa", tmp_path / "out", *out), "kind mtp, got medusa")
+    code, said, _ = run("convert", tmp_path / "head", tmp_path / "out", *out, "--link")
+    assert code == 0 and str(tmp_path / "out") in said
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    failed(run("convert", tmp_path / "head", tmp_path / "out", *out), "out")
