@@ -10,6 +10,7 @@ Legend: B batch, Q query positions, H query heads, G key/value heads, W head wid
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -134,7 +135,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     mapping = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     with torch.device("meta"):
         model: PreTrainedModel = mapping.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
         )
     return model
 
