@@ -161,8 +161,14 @@ class LayerParts:
     rotary: nn.Module | None
 
     def layer(self) -> nn.Module:
-        """A layer with new weights, without dropout."""
-        return self.kind(self.config, self.number)
+        """A layer with new weights. Raises ValueError for a class that looks up its own attention."""
+        try:
+            return self.kind(self.config, self.number)
+        except KeyError as error:
+            raise ValueError(
+                f"{self.kind.__name__}: its layers cannot draft, as their attention is none that "
+                f"transformers lets others replace; {INSTEAD}"
+            ) from error
 
     def norm(self) -> nn.Module:
         """A new norm of the model's own class."""

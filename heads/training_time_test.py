@@ -175,7 +175,7 @@ def _with_additional(entries_BHTW: Tensor, seen: slice) -> Tensor:
 def extended(k_BHTW: Tensor, v_BHTW: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values after the additional one that `joined` needs."""
     key = F.pad(torch.zeros_like(k_BHTW[:, :, :1]), (0, SPARE))
-    value = key.clone()
+    value = F.pad(torch.zeros_like(v_BHTW[:, :, :1]), (0, SPARE))
     key[..., k_BHTW.shape[-1] : k_BHTW.shape[-1] + 2] = 1.0
     value[..., v_BHTW.shape[-1]] = 1.0
     keys = torch.cat([key, F.pad(k_BHTW, (0, SPARE))], dim=2)

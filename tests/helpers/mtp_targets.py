@@ -93,11 +93,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
 """Name -> model type, config, our names -> the checkpoint's, and the layer that its MTP is like."""
 
 
-def write_mtp_target(folder: Path, name: str, drop: str = "^$") -> dict[str, torch.Tensor]:
-    """A random target with a random MTP layer, but for the tensors whose names of ours match `drop`.
-    Returns the layer's tensors, by our names, as the model has them.
+def write_mtp_target(folder: Path, name: str, **more: Any) -> dict[str, torch.Tensor]:
+    """A random target with a random MTP layer. more: keys of its config. Returns the layer's
+    tensors, by our names, as the model has them.
     """
     kind, options, names, number = FAMILIES[name]
+    options = {**options, **more}
     torch.manual_seed(0)
     model = scaled_up(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)))
     model.save_pretrained(folder)
@@ -119,7 +120,7 @@ def write_mtp_target(folder: Path, name: str, drop: str = "^$") -> dict[str, tor
     tensors |= {"embed_tokens.weight": stored["model.embed_tokens.weight"].clone()}
     for ours, tensor in tensors.items():
         pattern = next((each for each in names if re.match(each, ours)), None)
-        if pattern is not None and not re.search(drop, ours):
+        if pattern is not None:
             theirs = re.sub(pattern, names[pattern].replace("{n}", str(layers)), ours)
             stored[theirs] = tensor.contiguous()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
