@@ -147,6 +147,6 @@ def reference(target: Target, head: MtpHead) -> MtpModel:
     text.mtp_hidden_states_first = head.design.states_first
     if not head.design.norm_output:
         text.chain_hidden_post_norm = False
-    model = MtpModel(target.model, 1).eval()
+    model = MtpModel(target.model, 1).to(target.dtype).eval()
     model.layers[0].load_state_dict(head.state_dict())
     return model
