@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from draftheads.heads.mtp import MtpDesign, MtpHead
@@ -31,83 +34,111 @@ BLOCK = "mtp_block."
 
 @dataclass(frozen=True)
 class Family:
-    """Where checkpoints keep MTP layers.
+    """Where checkpoints keep MTP layers. Names begin with those of the decoder, unless `is_beside`.
 
-    layers: pattern of all names of such a layer; its group is the layer's number, from `first` on.
-    names: in order, of the rest of a name -> ours; what matches none belongs to the decoder layer.
+    layer: prefix of a layer's tensors, with {n} for its number. inside, outside: our names of parts
+    -> the checkpoint's, in a layer and beside the only one. block: prefix of the decoder layer's
+    own tensors, in the layer. models: their types, to whose checkpoints a layer can be added.
     """
 
-    layers: str
-    names: tuple[tuple[str, str], ...]
-    outer: tuple[tuple[str, str], ...] = ()  # of tensors beside a single layer: whole name -> ours
+    layer: str
+    inside: dict[str, str]
+    outside: dict[str, str] = field(default_factory=dict)
+    block: str = ""
+    models: tuple[str, ...] = ()
     states_first: bool = False
     follows: bool = False  # numbers continue those of the model's layers
+    is_beside: bool = False
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether a norm follows the layer."""
+        return "post_norm" in {**self.inside, **self.outside}
 
     def ours(self, name: str, first: int) -> tuple[int, str] | None:
         """The number of the layer that a tensor belongs to, from 0, and our name for it."""
-        for pattern, ending in self.outer:
-            if match := re.fullmatch(rf"{pattern}\.(weight|bias)", name):
-                return 0, f"{ending}.{match[1]}"
-        match = re.match(self.layers, name)
-        number = int(match[1]) - (first if self.follows else 0) if match else -1
-        if match is None or number < 0:
+        name = re.sub(f"^{DECODER}", "", name)
+        pattern = re.escape(self.layer).replace(r"\{n\}", r"(\d+)")
+        match = re.match(pattern, name)
+        parts, number = self.outside, 0
+        if match is not None:
+            parts, number = self.inside, int(match[1]) - (first if self.follows else 0)
+            name = name[match.end() :]
+        part, _, kind = name.rpartition(".")
+        for own, theirs in parts.items():
+            if part == theirs and number >= 0:
+                return number, f"{own}.{kind}"
+        if match is None or number < 0 or not name.startswith(self.block):
             return None
-        rest = name[match.end() :]
-        for theirs, ending in self.names:
-            if rest.startswith(f"{theirs}."):
-                return number, f"{ending}{rest.removeprefix(theirs)}"
-        return number, BLOCK + rest
+        return number, BLOCK + name.removeprefix(self.block)
+
+    def theirs(self, name: str, first: int, base: str) -> str:
+        """The name in a checkpoint, of the only layer, for a name of ours. base: of its decoder."""
+        base = "" if self.is_beside else base
+        layer = base + self.layer.format(n=first if self.follows else 0)
+        part, _, kind = name.rpartition(".")
+        if part in self.outside:
+            return f"{base}{self.outside[part]}.{kind}"
+        if part in self.inside:
+            return f"{layer}{self.inside[part]}.{kind}"
+        return f"{layer}{self.block}{name.removeprefix(BLOCK)}"
 
 
-SHARED = (("embed_tokens", "embed_tokens"), ("shared_head.head", "lm_head"))
-"""Copies of the target's own."""
-PLAIN = tuple((name, name) for name in ("enorm", "hnorm", "eh_proj"))
 DECODER = r"(?:model\.)?(?:language_model\.)?"
-MTP = rf"{DECODER}mtp\."
+"""What names begin with."""
+PLAIN = {name: name for name in ("enorm", "hnorm", "eh_proj")}
+SHARED = {"embed_tokens": "embed_tokens", "lm_head": "shared_head.head"}
+"""Copies of the target's own."""
 
 FAMILIES = [
     # transformers' MtpModel
     Family(
-        rf"{MTP}layers\.(\d+)\.(?=enorm|hnorm|eh_proj|post_norm|mtp_block)",
-        (*PLAIN, ("post_norm", "post_norm"), ("mtp_block", "mtp_block")),
+        "mtp.layers.{n}.",
+        {**PLAIN, "post_norm": "post_norm"},
+        block=BLOCK,
+        is_beside=True,
     ),
     # Qwen3-Next, Qwen3.5, EXAONE, Mellum
     Family(
-        rf"{MTP}layers\.(\d+)\.",
-        (),
-        (
-            (rf"{MTP}fc", "eh_proj"),
-            (rf"{MTP}pre_fc_norm_embedding", "enorm"),
-            (rf"{MTP}pre_fc_norm_hidden", "hnorm"),
-            (rf"{MTP}norm", "post_norm"),
-        ),
+        "mtp.layers.{n}.",
+        {},
+        {
+            "eh_proj": "mtp.fc",
+            "enorm": "mtp.pre_fc_norm_embedding",
+            "hnorm": "mtp.pre_fc_norm_hidden",
+            "post_norm": "mtp.norm",
+        },
+        models=("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        is_beside=True,
     ),
     # DeepSeek, GLM, Step
     Family(
-        rf"{DECODER}layers\.(\d+)\.",
-        (*PLAIN, ("shared_head.norm", "post_norm"), *SHARED),
+        "layers.{n}.",
+        {**PLAIN, "post_norm": "shared_head.norm", **SHARED},
+        models=("deepseek_v3", "glm4_moe", "glm4_moe_lite"),
         follows=True,
     ),
     # MiMo
     Family(
-        rf"{DECODER}mtp_layers\.(\d+)\.",
-        (
-            ("token_layernorm", "enorm"),
-            ("hidden_layernorm", "hnorm"),
-            ("input_proj", "eh_proj"),
-            ("final_layernorm", "post_norm"),
-        ),
+        "mtp_layers.{n}.",
+        {
+            "enorm": "token_layernorm",
+            "hnorm": "hidden_layernorm",
+            "eh_proj": "input_proj",
+            "post_norm": "final_layernorm",
+        },
         states_first=True,
     ),
-    # Ernie 4.5, without a final norm
+    # Ernie 4.5
     Family(
-        rf"{DECODER}mtp_block\.(\d+)\.",
-        (),
-        (
-            (rf"{DECODER}mtp_emb_norm\.0", "enorm"),
-            (rf"{DECODER}mtp_hidden_norm\.0", "hnorm"),
-            (rf"{DECODER}mtp_linear_proj\.0", "eh_proj"),
-        ),
+        "mtp_block.{n}.",
+        {},
+        {
+            "enorm": "mtp_emb_norm.0",
+            "hnorm": "mtp_hidden_norm.0",
+            "eh_proj": "mtp_linear_proj.0",
+        },
+        models=("ernie4_5_moe",),
     ),
 ]
 
@@ -140,21 +171,36 @@ def native_shape(target: Target) -> MtpHead:
 
 def _places(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
     """The family of a checkpoint, and its name for each of our tensors."""
+    family, layers = layers_in(files, target)
+    if family is None:
+        raise ValueError(
+            f"target {target.name}: expected an MTP layer in its checkpoint, found none of the "
+            "layouts of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: "
+            "head.kind=mtp without head.from"
+        )
+    if len(layers) > 1:
+        raise ValueError(
+            f"target {target.name}: expected one MTP layer, got {len(layers)}, each for one depth, "
+            "which is not supported; train a new one that serves all depths: head.kind=mtp without "
+            "head.from"
+        )
+    return family, layers.popitem()[1]
+
+
+def layers_in(
+    files: Iterable[str], target: Target
+) -> tuple[Family | None, dict[int, dict[str, str]]]:
+    """The family of a checkpoint, and by number, for each MTP layer, our names -> the checkpoint's;
+    None and nothing where it has none.
+    """
     for family in FAMILIES:
-        found = [(name, family.ours(name, target.layers)) for name in files]
-        layers = {ours[0] for _, ours in found if ours is not None}
-        if len(layers) > 1:
-            raise ValueError(
-                f"target {target.name}: expected one MTP layer, got {len(layers)}; several layers "
-                "of their own are not supported: leave head.from out, which trains a new one"
-            )
+        layers: dict[int, dict[str, str]] = {}
+        for name in files:
+            if place := family.ours(name, target.layers):
+                layers.setdefault(place[0], {})[place[1]] = name
         if layers:
-            return family, {ours[1]: name for name, ours in found if ours is not None}
-    raise ValueError(
-        f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
-        "of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: head.kind=mtp without "
-        "head.from"
-    )
+            return family, layers
+    return None, {}
 
 
 def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict[str, Tensor]:
@@ -216,12 +262,9 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
     """The tensors as the head has them. Raises ValueError for missing, unexpected and misshapen
     ones.
     """
-    origin = head.design.origin
-    model = empty_model(text_config(origin.config))
-    layer = decoder_layers(model)[origin.number]
-    prefix = next(name for name, module in model.named_modules() if module is layer)
+    model, layer, prefix = _model_of(head.design)
     inner = {
-        f"{prefix}.{name.removeprefix(BLOCK)}": tensor
+        f"{prefix}{name.removeprefix(BLOCK)}": tensor
         for name, tensor in tensors.items()
         if name.startswith(BLOCK)
     }
@@ -243,6 +286,28 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
             f"{'; '.join(faults[:3])}; download it again, or leave head.from out"
         )
     return result
+
+
+def as_stored(design: MtpDesign, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head's tensors as its family's checkpoints divide them, still by names of ours."""
+    model, _, prefix = _model_of(design)
+    inner = {
+        f"{prefix}{name.removeprefix(BLOCK)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(BLOCK)
+    }
+    result = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
+    for name, tensor in revert_weight_conversion(model, inner).items():
+        result[BLOCK + name.removeprefix(prefix)] = tensor
+    return result
+
+
+def _model_of(design: MtpDesign) -> tuple[PreTrainedModel, nn.Module, str]:
+    """The empty model that a layer is like, that layer in it, and the prefix of its tensors."""
+    model = empty_model(text_config(design.origin.config))
+    layer = decoder_layers(model)[design.origin.number]
+    place = next(name for name, module in model.named_modules() if module is layer)
+    return model, layer, f"{place}."
 
 
 def _convert(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:

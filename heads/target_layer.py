@@ -161,7 +161,7 @@ class LayerParts:
     rotary: nn.Module | None
 
     def layer(self) -> nn.Module:
-        """A layer with new weights. Raises ValueError for a class that looks up its own attention."""
+        """A layer with new weights. Raises ValueError for a class with attention of its own."""
         try:
             return self.kind(self.config, self.number)
         except KeyError as error:
