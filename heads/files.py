@@ -28,7 +28,8 @@ REMEDIES = {
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder next to `folder` that replaces it when the block succeeds, and is deleted
-    otherwise. Its files get the mode that the umask gives new ones.
+    otherwise. Its files get the mode that the umask gives new ones; hard links of others stay as
+    they are.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     sweep(folder.parent, glob.escape(folder.name))
@@ -38,7 +39,7 @@ def staged(folder: Path) -> Iterator[Path]:
     try:
         yield staging
         for path in staging.rglob("*"):
-            if path.is_file():
+            if path.is_file() and path.stat().st_nlink == 1:
                 path.chmod(mode)  # safetensors writes 0600, which no other user could serve
                 with path.open("r+b") as file:  # Windows flushes no other
                     os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from draftheads.heads.mtp import MtpDesign, MtpHead
 from draftheads.heads.pretrained import decoder_layers
-from draftheads.heads.skeleton import _file, tensor_files
+from draftheads.heads.skeleton import checkpoint_file, tensor_files
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
 from draftheads.heads.tensors import check_finite
@@ -209,7 +209,7 @@ def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict
     for name, theirs in places.items():
         by_file.setdefault(files[theirs], []).append(name)
     for file, names in by_file.items():
-        place = _file(str(target.name), file, target.revision)
+        place = checkpoint_file(str(target.name), file, target.revision)
         if place is None:
             raise ValueError(
                 f"target {target.name}: expected {file}, which has its MTP layer, found none; "
@@ -298,7 +298,8 @@ def as_stored(design: MtpDesign, tensors: dict[str, Tensor]) -> dict[str, Tensor
     }
     result = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
     for name, tensor in revert_weight_conversion(model, inner).items():
-        result[BLOCK + name.removeprefix(prefix)] = tensor
+        # experts are views of one tensor, which safetensors does not save
+        result[BLOCK + name.removeprefix(prefix)] = tensor.clone().contiguous()
     return result
 
 

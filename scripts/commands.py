@@ -701,19 +701,24 @@ def convert(
     to: Annotated[
         str,
         Option(
-            "--to", help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi or speculators"
+            "--to",
+            help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi, speculators or mtp",
         ),
     ],
     target: Annotated[
         str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
     ] = None,
+    link: Annotated[
+        bool, Option("--link", help="mtp: hard-link unchanged files of the target; default: copy")
+    ] = False,
     adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
 ) -> None:
     """Convert a head to or from the layout of vLLM, SGLang, llama.cpp, TGI and others, bit by bit.
 
-    --target is needed where a layout leaves something to the target.
+    --target is needed where a layout leaves something to the target, and for --to mtp, a copy of
+    the target that contains the head.
     """
     from draftheads.heads.formats.hub import CARD, open_head
     from draftheads.heads.formats.llamacpp import TargetFile
@@ -725,8 +730,11 @@ def convert(
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
     place = Place(dtype, device, lora=adapter)
-    say(converted(source, out, to, load_target(target, place) if target else None))
-    if to == "draftheads":
+    loaded = load_target(target, place) if target else None
+    say(converted(source, out, to, loaded, link=link))
+    if to == "mtp":
+        say_next("chat", "--target", out, "--head", "mtp")
+    elif to == "draftheads":
         say_next("chat", "--head", out, *target_options(target, adapter))
     else:
         say(f"next: the command in {out / CARD}", sys.stderr)

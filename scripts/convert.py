@@ -21,6 +21,7 @@ from draftheads.heads.formats.hub import (
     tree_facts,
 )
 from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
+from draftheads.heads.formats.mtp import write_into
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.placement import read_config
@@ -34,9 +35,10 @@ def converted(
     to: str,
     target: Target | None = None,
     target_file: TargetFile | None = None,
+    link: bool = False,
 ) -> Path:
     """Write a folder for the program `to`, or a GGUF file, completely or not at all. target_file:
-    the target, for GGUF.
+    the target, for GGUF. link: as for `write_into`.
 
     Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError if
     `out` exists.
@@ -74,6 +76,11 @@ def converted(
             if target_file is None:
                 raise ValueError("--to gguf needs --target FILE, the target that llama.cpp loads")
             write_gguf(theirs, target_file, out)
+            return out
+        if to == "mtp":
+            if target is None:
+                raise ValueError("--to mtp needs --target, of which the head becomes a part")
+            write_into(theirs, target, out, link)
             return out
     with staged(out) as staging:
         theirs.save(staging)

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import HeadFolder, open_head
-from draftheads.heads.mtp import MtpHead
+from draftheads.heads.mtp import MtpChoices
 from draftheads.heads.mtp_checkpoint import NATIVE, native_head, native_shape
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
@@ -51,7 +51,7 @@ class Origin:
 
 def read_origin(recipe: Recipe, target: Target) -> Origin:
     """What a recipe's head.from names."""
-    if is_native(recipe):
+    if native_choices(recipe) is not None:
         return Origin("its own MTP layer", None, str(target.name), target.fingerprint(), "", None)
     folder = open_head(str(recipe.head.source))
     facts = folder.facts
@@ -65,27 +65,30 @@ def read_origin(recipe: Recipe, target: Target) -> Origin:
     )
 
 
-def is_native(recipe: Recipe) -> bool:
-    """Whether training starts from the MTP layer in the target's own checkpoint."""
-    return recipe.head.kind == MtpHead.kind and recipe.head.source == NATIVE
+def native_choices(recipe: Recipe) -> MtpChoices | None:
+    """The choices of a head that starts from the MTP layer in the target's own checkpoint."""
+    choices = recipe.head
+    return choices if isinstance(choices, MtpChoices) and choices.source == NATIVE else None
 
 
 def begun_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
     """The head that head.from names, to be trained. Raises as `continued_head`."""
-    if not is_native(recipe):
+    choices = native_choices(recipe)
+    if choices is None:
         return continued_head(open_head(str(recipe.head.source)), recipe, target, documents)
     head = native_head(target)
-    head.train_with(recipe.head)
+    head.train_with(choices)
     head.check_labels(target)
     return head.float().train()
 
 
 def begun_shape(recipe: Recipe, target: Target) -> DraftHead:
     """The head that head.from names, on the meta device. Raises as `continued_head`."""
-    if not is_native(recipe):
+    choices = native_choices(recipe)
+    if choices is None:
         return shape_of(open_head(str(recipe.head.source)), recipe, target)
     head = native_shape(target)
-    head.train_with(recipe.head)
+    head.train_with(choices)
     return head
 
 

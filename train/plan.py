@@ -38,7 +38,6 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.lora import Lora
 from draftheads.heads.placement import (

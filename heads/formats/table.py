@@ -72,6 +72,7 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "trtllm": {"eagle3": as_is},
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
+    "mtp": {"mtp": as_is},  # and then `mtp.write_into`
 }
 """Other programs -> kind of head -> its writer."""
 

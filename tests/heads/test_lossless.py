@@ -52,10 +52,11 @@ PAIRS = [
     (name, kind)
     for name in [*CONFIGS, *UNEVEN]
     for kind in HEADS
-    if kind != "eagle" or name not in OTHER_LOGITS
+    if kind not in ("eagle", "mtp") or name not in OTHER_LOGITS
+    if (name, kind) != ("gemma4", "mtp")
 ]
-"""An EAGLE-1 head has no last matrix of its own, and the target's gives no logits where they are
-capped.
+"""Heads of EAGLE-1 and MTP have no last matrix of their own, and the target's gives no logits where
+they are capped. Gemma 4's layers read more than the text.
 """
 TREES = {"own": None, "fixed": SHAPES["ragged"], "chain": SHAPES["chain"]}
 
