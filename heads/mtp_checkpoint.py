@@ -263,13 +263,8 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
     ones.
     """
     model, layer, prefix = _model_of(head.design)
-    inner = {
-        f"{prefix}{name.removeprefix(BLOCK)}": tensor
-        for name, tensor in tensors.items()
-        if name.startswith(BLOCK)
-    }
+    result, inner = _divided(tensors, prefix)
     unexpected = _convert(model, inner)
-    result = {name: x for name, x in tensors.items() if not name.startswith(BLOCK)}
     block = layer.state_dict()
     result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
     wanted = head.state_dict()
@@ -291,16 +286,24 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
 def as_stored(design: MtpDesign, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A head's tensors as its family's checkpoints divide them, still by names of ours."""
     model, _, prefix = _model_of(design)
-    inner = {
-        f"{prefix}{name.removeprefix(BLOCK)}": tensor
-        for name, tensor in tensors.items()
-        if name.startswith(BLOCK)
-    }
-    result = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
+    result, inner = _divided(tensors, prefix)
     for name, tensor in revert_weight_conversion(model, inner).items():
         # experts are views of one tensor, which safetensors does not save
         result[BLOCK + name.removeprefix(prefix)] = tensor.clone().contiguous()
     return result
+
+
+def _divided(
+    tensors: dict[str, Tensor], prefix: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A head's tensors around its decoder layer, and those of the layer under the model's names."""
+    outer, inner = {}, {}
+    for name, tensor in tensors.items():
+        if name.startswith(BLOCK):
+            inner[prefix + name.removeprefix(BLOCK)] = tensor
+        else:
+            outer[name] = tensor
+    return outer, inner
 
 
 def _model_of(design: MtpDesign) -> tuple[PreTrainedModel, nn.Module, str]:
