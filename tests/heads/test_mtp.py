@@ -210,6 +210,19 @@ def test_any_target_may_get_one_and_it_begins_as_its_last_layer():
     assert all(torch.equal(x, last[name]) for name, x in head.mtp_block.state_dict().items())
 
 
+@pytest.mark.parametrize("fault", ["quantised", "not in memory"])
+def test_a_layer_that_cannot_be_copied_is_refused_in_one_line(fault):
+    target = copy.copy(tiny_target())
+    target.model = copy.deepcopy(target.model)
+    projection = target.model.model.layers[-1].self_attn.q_proj
+    if fault == "quantised":
+        projection.register_buffer("weight_scale_inv", torch.ones(1))
+    else:
+        projection.to("meta")
+    with pytest.raises(ValueError, match="expected a last layer whose weights can be copied"):
+        make_head(MtpHead, target)
+
+
 WITHOUT = {
     "gemma2-window": "lm_head(hidden state) is not this model's logits",
     "gpt-oss": "its attention has s_aux",
