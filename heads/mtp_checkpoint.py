@@ -39,7 +39,8 @@ class Family:
     """Where checkpoints keep an MTP layer.
 
     names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
-    types: of models that are written so. count: the key of config.json that counts the layers.
+    types: of models whose checkpoints engines expect to be written so. count: the key of
+    config.json that counts the layers.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -47,6 +48,11 @@ class Family:
     types: tuple[str, ...] = ()
     states_first: bool = False
     follows: bool = False  # numbers continue those of the model's layers
+
+    @property
+    def norms_output(self) -> bool:
+        """Whether a norm follows the layer."""
+        return "post_norm" in dict(self.names)
 
     def ours(self, name: str, first: int) -> tuple[int, str] | None:
         """The number of the layer that a tensor belongs to, from 0, and our name for it."""
@@ -64,9 +70,7 @@ class Family:
             if name.startswith(f"{mine}."):
                 number = first if self.follows else 0
                 return theirs.replace("{n}", str(number)) + name.removeprefix(mine)
-        raise ValueError(
-            f"expected a head that this model's checkpoints can keep, got one with {name}"
-        )
+        raise AssertionError(name)
 
 
 def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
@@ -76,6 +80,13 @@ def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], .
 
 
 NEXTN = "num_nextn_predict_layers"
+QWEN = (
+    ("eh_proj", "mtp.fc"),
+    ("enorm", "mtp.pre_fc_norm_embedding"),
+    ("hnorm", "mtp.pre_fc_norm_hidden"),
+    ("post_norm", "mtp.norm"),
+    ("mtp_block", "mtp.layers.{n}"),
+)
 FAMILIES = [
     # transformers' MtpModel
     Family(
@@ -85,18 +96,10 @@ FAMILIES = [
         ),
         "num_mtp_layers",
     ),
-    # Qwen3-Next, Qwen3.5, EXAONE, Mellum
-    Family(
-        (
-            ("eh_proj", "mtp.fc"),
-            ("enorm", "mtp.pre_fc_norm_embedding"),
-            ("hnorm", "mtp.pre_fc_norm_hidden"),
-            ("post_norm", "mtp.norm"),
-            ("mtp_block", "mtp.layers.{n}"),
-        ),
-        "mtp_num_hidden_layers",
-        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    ),
+    # Qwen3-Next, EXAONE, Mellum
+    Family(QWEN, NEXTN, ("qwen3_next",)),
+    # Qwen3.5
+    Family(QWEN, "mtp_num_hidden_layers", ("qwen3_5_text", "qwen3_5_moe_text")),
     # DeepSeek, GLM, Step
     Family(
         _in_layers(
@@ -160,16 +163,21 @@ def native_head(target: Target) -> MtpHead:
 def native_shape(target: Target) -> MtpHead:
     """The same on the meta device. Raises ValueError as far as names and shapes show."""
     files = tensor_files(str(target.name), target.revision)
-    family, places = places_of(files, target)
+    return shape_in(target, *places_of(files, target))
+
+
+def shape_in(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
+    """A head on the meta device, as it is read from these tensors, which have our names."""
     with torch.device("meta"):
-        return _empty(target, family, dict.fromkeys(places, torch.empty(0)))
+        return _empty(target, family, names)
 
 
 def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
     """The family of a checkpoint, and its name for each of our tensors. Raises `NoLayer` where
     there is no MTP layer, ValueError for several.
     """
-    for family in FAMILIES:
+    kind = target.config.model_type
+    for family in sorted(FAMILIES, key=lambda each: kind not in each.types):
         found = [(name, family.ours(name, target.layers)) for name in files]
         layers = {ours[0] for _, ours in found if ours is not None}
         if len(layers) > 1:
@@ -227,16 +235,17 @@ def _check_shared(target: Target, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _empty(target: Target, family: Family, tensors: dict[str, Tensor]) -> MtpHead:
-    sparse = any(name.startswith(BLOCK) and ".experts." in name for name in tensors)
+def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
+    names = set(names)
+    sparse = any(name.startswith(BLOCK) and ".experts." in name for name in names)
     design = MtpDesign.of(target, LayerOrigin.of(target.model.config, sparse))
     states_first = getattr(target.config, "mtp_hidden_states_first", family.states_first)
     return MtpHead(
         replace(
             design,
             states_first=states_first,
-            norm_output="post_norm.weight" in tensors,
-            bias="eh_proj.bias" in tensors,
+            norm_output="post_norm.weight" in names,
+            bias="eh_proj.bias" in names,
         )
     )
 

@@ -100,9 +100,16 @@ def with_mtp(source: str | Path, out: Path, target: Target | None, *, link: bool
         raise ValueError(
             "--to mtp: expected no --adapter; first write that model with draftheads merge"
         )
-    head = open_head(source).load(target)
+    folder = open_head(source)
+    if folder.adapter is not None:
+        raise ValueError(
+            "--to mtp: expected a head without an adapter, got one; draftheads merge writes the "
+            "adapted target and its heads"
+        )
+    head, stored = folder.read(target)
     if not isinstance(head, MtpHead):
         raise ValueError(f"--to mtp: expected a head of kind mtp, got {head.kind}")
+    head.load_state_dict(stored.tensors, assign=True)  # in the dtype in which it was saved
     write_target(head, target, out, link=link)
     return out
 

@@ -15,48 +15,55 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from draftheads.heads.files import read_json, staged, write_text
+from draftheads.heads.files import CONFIG, read_json, staged, write_text
 from draftheads.heads.mtp import MtpHead
-from draftheads.heads.mtp_checkpoint import BLOCK, FAMILIES, Family, NoLayer, places_of
+from draftheads.heads.mtp_checkpoint import BLOCK, FAMILIES, Family, NoLayer, places_of, shape_in
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.skeleton import tensor_files
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import empty_model, text_config
 
 NEW = "model-mtp.safetensors"
-"""The file of a layer that the checkpoint did not have, beside others."""
-CONFIG = "config.json"
-STATES_FIRST = "mtp_hidden_states_first"
+"""The file of a layer that the checkpoint did not have."""
+RENAMED = "model-target.safetensors"
+"""A single file's new name: beside one of the old name, transformers reads no index."""
 
 
 def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False) -> None:
     """Write the target's folder with this head as its MTP layer, in the place of the one that it
-    has, if any. link: files that stay are hard links.
+    has, if any. Its tensors keep their dtype. link: files that stay are hard links.
 
-    Raises ValueError for a head of another shape than the layer in the checkpoint.
+    Raises ValueError for a target that is quantised or whose layers no engine expects, for a head
+    that is not like them, and where links are not possible.
     """
+    if target.quantisation:
+        raise ValueError(
+            f"{target.title}: expected a target that is not quantised, got {target.quantisation}; "
+            "pass the model as it was trained"
+        )
     source = _folder(target)
     files = tensor_files(str(source), None)
     family, places = _family(files, target)
-    dtype = target.model.get_input_embeddings().weight.dtype
+    _check(head, target, family, places)
     tensors = {
-        places.get(name) or family.theirs(name, target.layers): x.to("cpu", dtype).contiguous()
-        for name, x in _stored(head).items()
+        places.get(name) or family.theirs(name, target.layers): tensor.cpu().contiguous()
+        for name, tensor in _stored(head).items()
     }
-    _check(target, files, places, tensors)
-    new_file = SAFE_WEIGHTS_NAME if SAFE_WEIGHTS_NAME in files.values() else NEW
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        by_file.setdefault(files.get(name, new_file), {})[name] = tensor
+        by_file.setdefault(files.get(name, NEW), {})[name] = tensor
+    renames = {} if places else {SAFE_WEIGHTS_NAME: RENAMED}
     with staged(out) as folder:
         for path in source.iterdir():
             if path.is_file() and path.name not in by_file:
-                _copy(path.resolve(), folder / path.name, link=link)
+                _copy(path.resolve(), folder / renames.get(path.name, path.name), link=link)
         for name, changed in by_file.items():
             old = load_file(source / name) if (source / name).exists() else {}
             save_file(old | changed, folder / name, metadata={"format": "pt"})
-        _write_index(folder, files, by_file)
-        _write_config(folder, family, head)
+        if not places:
+            kept = {name: renames.get(file, file) for name, file in files.items()}
+            _write_index(folder, kept, tensors)
+        _write_config(folder, family)
 
 
 def _folder(target: Target) -> Path:
@@ -69,14 +76,21 @@ def _folder(target: Target) -> Path:
 
 def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
     """The layout to write: that of the layer in the checkpoint, with its names, or of the model's
-    type; transformers' own for others.
+    type. Raises ValueError for another type.
     """
     try:
         return places_of(files, target)
-    except NoLayer:
-        kind = target.model.config.get_text_config(decoder=True).model_type
-        others = (family for family in FAMILIES if kind in family.types)
-        return next(others, FAMILIES[0]), {}
+    except NoLayer as error:
+        kind = target.config.model_type
+        family = next((family for family in FAMILIES if kind in family.types), None)
+        if family is None:
+            kinds = sorted(kind for family in FAMILIES for kind in family.types)
+            raise ValueError(
+                f"target {target.name}: expected a target whose MTP layer engines know (of type "
+                f"{', '.join(kinds)}, or with one in its checkpoint), got {kind}; decode with the "
+                "head's own folder: --head"
+            ) from error
+        return family, {}
 
 
 def _stored(head: MtpHead) -> dict[str, Tensor]:
@@ -96,55 +110,65 @@ def _stored(head: MtpHead) -> dict[str, Tensor]:
     return outer | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
 
 
-def _check(
-    target: Target, files: dict[str, str], places: dict[str, str], tensors: dict[str, Tensor]
-) -> None:
-    """Raise ValueError unless a layer of the checkpoint is replaced as a whole."""
-    shared = ("lm_head.", "embed_tokens.")
-    old = {theirs for ours, theirs in places.items() if not ours.startswith(shared)}
-    faults = [f"{name} in the checkpoint alone" for name in sorted(old - tensors.keys())]
-    faults += [f"{name} in the head alone" for name in sorted(tensors.keys() - old)]
-    if places and faults:
+def _check(head: MtpHead, target: Target, family: Family, places: dict[str, str]) -> None:
+    """Raise ValueError unless engines read a layer of this head's shape in this place."""
+    wanted = shape_in(target, family, places or head.state_dict())
+    norms_output = wanted.design.norm_output if places else family.norms_output
+    faults = []
+    for what, expected, got in (
+        ("model type", _model_type(wanted), _model_type(head)),
+        ("state before embedding", wanted.design.states_first, head.design.states_first),
+        ("norm of the output", norms_output, head.design.norm_output),
+    ):
+        if expected != got:
+            faults.append(f"{what}: {got}, not {expected}")
+    theirs, mine = _shapes(wanted), _shapes(head)
+    for name in sorted(theirs.keys() | mine.keys()):
+        if theirs.get(name) != mine.get(name):
+            faults.append(f"{name}: {mine.get(name)}, not {theirs.get(name)}")
+    if faults:
         raise ValueError(
-            f"target {target.name}: expected a head like the MTP layer of its checkpoint, got "
-            f"{'; '.join(faults[:2])}; train one with head.from=target"
+            f"target {target.name}: expected a head like the MTP layer of its family, got one with "
+            f"{'; '.join(faults[:3])}; train one with head.from=target"
         )
 
 
+def _model_type(head: MtpHead) -> str:
+    return str(head.design.origin.config["model_type"])
+
+
+def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+
+
 def _copy(source: Path, place: Path, *, link: bool) -> None:
-    if link:
-        os.link(source, place)
-    else:
+    if not link:
         shutil.copyfile(source, place)
-
-
-def _write_index(
-    folder: Path, files: dict[str, str], by_file: dict[str, dict[str, Tensor]]
-) -> None:
-    """Add the new tensors to the index, if there is one."""
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
-    if not path.exists():
         return
-    index: dict[str, Any] = read_json(path)
-    for file, tensors in by_file.items():
-        for name, tensor in tensors.items():
-            if name not in files:
-                index["weight_map"][name] = file
-                size = index.setdefault("metadata", {}).get("total_size", 0)
-                index["metadata"]["total_size"] = size + tensor.nbytes
-    path.unlink()  # it may be a link
+    try:
+        os.link(source, place)
+    except OSError as error:
+        raise ValueError(
+            f"--link: expected a disk on which {place.parent.parent} can link to {source}, got "
+            f"{error.strerror}; leave --link out, which copies"
+        ) from error
+
+
+def _write_index(folder: Path, kept: dict[str, str], added: dict[str, Tensor]) -> None:
+    """The index of a checkpoint that got a file more. kept: the file of each older tensor."""
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    index: dict[str, Any] = read_json(path) if path.exists() else {"metadata": {}}
+    path.unlink(missing_ok=True)  # it may be a link
+    index["weight_map"] = {**kept, **dict.fromkeys(added, NEW)}
+    if size := index["metadata"].get("total_size"):
+        index["metadata"]["total_size"] = size + sum(x.nbytes for x in added.values())
     write_text(path, json.dumps(index, indent=2) + "\n")
 
 
-def _write_config(folder: Path, family: Family, head: MtpHead) -> None:
-    """Say that there is a layer, and what its names do not show."""
+def _write_config(folder: Path, family: Family) -> None:
+    """Say that there is one layer."""
     path = folder / CONFIG
     config: dict[str, Any] = read_json(path)
-    text = config.get("text_config", config)
-    before = dict(text)
-    text[family.count] = text.get(family.count) or 1
-    if head.design.states_first != text.get(STATES_FIRST, family.states_first):
-        text[STATES_FIRST] = head.design.states_first
-    if text != before:
-        path.unlink()  # it may be a link
-        write_text(path, json.dumps(config, indent=2) + "\n")
+    config.get("text_config", config)[family.count] = 1
+    path.unlink()  # it may be a link
+    write_text(path, json.dumps(config, indent=2) + "\n")

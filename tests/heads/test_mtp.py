@@ -27,7 +27,7 @@ from draftheads.heads.drafting import DraftCache
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.mtp import MtpChoices, MtpHead
+from draftheads.heads.mtp import MtpChoices, MtpDesign, MtpHead
 from draftheads.heads.mtp_checkpoint import native_head, native_shape
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.drafters.named import named_drafts
@@ -329,26 +329,62 @@ def test_a_head_is_put_back_into_its_checkpoint(family, tmp_path):
     assert_same(native_head(target).state_dict(), truth)
 
 
-def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path):
+UNLISTED = ("mimo", "transformers")
+"""Families that are written here as types of which no engine expects an MTP layer."""
+COUNTS = {
+    "deepseek-v3": "num_nextn_predict_layers",
+    "glm4-moe": "num_nextn_predict_layers",
+    "qwen3-next": "num_nextn_predict_layers",
+    "qwen3.5": "mtp_num_hidden_layers",
+    "qwen3.5-moe": "mtp_num_hidden_layers",
+    "ernie-4.5": "num_nextn_predict_layers",
+}
+"""What vLLM and SGLang read how many layers there are from."""
+
+
+@pytest.mark.parametrize("shards", ["one file", "several"])
+def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path, shards):
     target, native, _ = family
-    target.model.save_pretrained(tmp_path / "bare", max_shard_size="40KB")
+    size = {"several": "40KB", "one file": "1GB"}[shards]
+    target.model.save_pretrained(tmp_path / "bare", max_shard_size=size)
     bare = load_mtp_target(tmp_path / "bare")
     files = {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
     with pytest.raises(ValueError, match="expected an MTP layer in its checkpoint"):
         native_head(bare)
+    name = next(name for name, (kind, *_) in FAMILIES.items() if kind == target.config.model_type)
+    if name in UNLISTED:
+        with pytest.raises(ValueError, match="expected a target whose MTP layer engines know"):
+            write_target(native, bare, tmp_path / "out")
+        return
     write_target(native, bare, tmp_path / "out", link=True)
     whole = load_mtp_target(tmp_path / "out")
     assert_same(native_head(whole).state_dict(), native.state_dict())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())[COUNTS[name]] == 1
     (prompt,) = some_prompts(9)
     assert generated(whole, prompt, NEW) == generated(target, prompt, NEW)
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
+    shared = {path.stat().st_ino for path in (tmp_path / "bare").glob("*.safetensors")}
+    assert shared < {path.stat().st_ino for path in (tmp_path / "out").glob("*.safetensors")}
 
 
 def test_what_cannot_be_put_back(family, tmp_path):
     target, native, _ = family
-    other = MtpHead(replace(native.design, norm_output=not native.design.norm_output))
-    with pytest.raises(ValueError, match="expected a head (like the MTP layer|that this model)"):
-        write_target(other, target, tmp_path / "out")
+    design = native.design
+    for other in (
+        replace(design, norm_output=not design.norm_output),
+        replace(design, states_first=not design.states_first),
+        MtpDesign.of(tiny_target("phi3")),
+    ):
+        with pytest.raises(ValueError, match="expected a head like the MTP layer") as refusal:
+            write_target(MtpHead(other), target, tmp_path / "out")
+        assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
+
+
+def test_a_quantised_target_is_not_written(family, tmp_path):
+    target = copy.copy(family[0])
+    target.bits = 8
+    with pytest.raises(ValueError, match="expected a target that is not quantised"):
+        write_target(family[1], target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
