@@ -44,25 +44,25 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
     source = _folder(target)
     files = tensor_files(str(source), None)
     family, places = _family(files, target)
-    _check(head, target, family, places)
-    tensors = {
-        places.get(name) or family.theirs(name, target.layers): tensor.cpu().contiguous()
-        for name, tensor in _stored(head).items()
-    }
+    stored = _stored(head)
+    _check(head, target, family, places, stored)
     by_file: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        by_file.setdefault(files.get(name, NEW), {})[name] = tensor
-    renames = {} if places else {SAFE_WEIGHTS_NAME: RENAMED}
+    for name, tensor in stored.items():
+        theirs = places.get(name) or family.theirs(name, target.layers)
+        by_file.setdefault(files.get(theirs, NEW), {})[theirs] = tensor.cpu().contiguous()
+    added = by_file.get(NEW, {})
+    renames = {SAFE_WEIGHTS_NAME: RENAMED} if added else {}
     with staged(out) as folder:
         for path in source.iterdir():
             if path.is_file() and path.name not in by_file:
                 _copy(path.resolve(), folder / renames.get(path.name, path.name), link=link)
         for name, changed in by_file.items():
             old = load_file(source / name) if (source / name).exists() else {}
-            save_file(old | changed, folder / name, metadata={"format": "pt"})
-        if not places:
+            place = folder / renames.get(name, name)
+            save_file(old | changed, place, metadata={"format": "pt"})
+        if added:
             kept = {name: renames.get(file, file) for name, file in files.items()}
-            _write_index(folder, kept, tensors)
+            _write_index(folder, kept, added)
         _write_config(folder, family)
 
 
@@ -110,8 +110,16 @@ def _stored(head: MtpHead) -> dict[str, Tensor]:
     return outer | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
 
 
-def _check(head: MtpHead, target: Target, family: Family, places: dict[str, str]) -> None:
-    """Raise ValueError unless engines read a layer of this head's shape in this place."""
+def _check(
+    head: MtpHead,
+    target: Target,
+    family: Family,
+    places: dict[str, str],
+    stored: dict[str, Tensor],
+) -> None:
+    """Raise ValueError unless engines read a layer of this head's shape in this place, which
+    replaces all but the copies of the target's own.
+    """
     wanted = shape_in(target, family, places or head.state_dict())
     norms_output = wanted.design.norm_output if places else family.norms_output
     faults = []
@@ -126,6 +134,8 @@ def _check(head: MtpHead, target: Target, family: Family, places: dict[str, str]
     for name in sorted(theirs.keys() | mine.keys()):
         if theirs.get(name) != mine.get(name):
             faults.append(f"{name}: {mine.get(name)}, not {theirs.get(name)}")
+    old = {name for name in places if not name.startswith(("lm_head.", "embed_tokens."))}
+    faults += [f"{name}: in the checkpoint alone" for name in sorted(old - stored.keys())]
     if faults:
         raise ValueError(
             f"target {target.name}: expected a head like the MTP layer of its family, got one with "

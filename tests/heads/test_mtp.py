@@ -380,6 +380,33 @@ def test_what_cannot_be_put_back(family, tmp_path):
         assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_a_part_of_a_layer_is_made_whole(tmp_path, single):
+    target = changed(tmp_path / "target", lambda tensors: tensors)
+    head, folder = moved(native_head(target)), tmp_path / "part"
+    part = changed(folder, without(r"layers\.3\.(enorm|eh_proj)"))
+    if not single:
+        place = folder / "model.safetensors"
+        names = dict.fromkeys(load_file(place), "other.safetensors")
+        place.rename(folder / "other.safetensors")
+        index = {"metadata": {"total_size": 100}, "weight_map": names}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_target(head, part, tmp_path / "out")
+    whole = load_mtp_target(tmp_path / "out")
+    assert_same(native_head(whole).state_dict(), head.state_dict())
+    (prompt,) = some_prompts(9)
+    assert generated(whole, prompt, NEW) == generated(target, prompt, NEW)
+
+
+def test_what_a_layer_has_beyond_the_head_is_refused(tmp_path):
+    scale = "model.layers.3.eh_proj.weight_scale_inv"
+    target = changed(tmp_path / "target", lambda tensors: tensors)
+    head = native_head(target)
+    scaled = changed(tmp_path / "scaled", lambda tensors: {**tensors, scale: torch.ones(1)})
+    with pytest.raises(ValueError, match="eh_proj.weight_scale_inv: in the checkpoint alone"):
+        write_target(head, scaled, tmp_path / "out")
+
+
 def test_a_quantised_target_is_not_written(family, tmp_path):
     target = copy.copy(family[0])
     target.bits = 8
