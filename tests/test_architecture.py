@@ -26,12 +26,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 64_800, "infer": 14_600, "train": 28_900}
+CORE = {"heads": 64_900, "infer": 14_600, "train": 28_900}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 16_300,
+    "heads.formats": 16_400,
     "infer.drafters": 7_000,
     "infer.measure": 13_900,
     "infer.chat": 7_400,
@@ -60,7 +60,7 @@ MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
-WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_420, "CHANGELOG.md": 800}
+WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_250, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
 LONGEST_FUNCTION, MOST_PARAMETERS = 60, 6
 
