@@ -45,6 +45,11 @@ def family(request, tmp_path_factory):
     return target, native_head(target), truth
 
 
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
 def test_the_weights_are_those_of_the_checkpoint(family):
     target, head, truth = family
     tensors = head.state_dict()
@@ -120,9 +125,9 @@ def test_what_it_drafts_is_lossless(family, tree, rows):
 
 def test_its_name_is_a_drafter(family):
     target, head, _ = family
-    drafts, (prompt,) = named_drafts("mtp").load(target), some_prompts(9)
-    assert isinstance(drafts, MtpHead)
-    assert drafts_of(drafts, target, [prompt], NEW) == drafts_of(head, target, [prompt], NEW)
+    drafts = named_drafts("mtp").load(target)
+    assert isinstance(drafts, MtpHead) and drafts.design == head.design
+    assert_same(drafts.state_dict(), head.state_dict())
 
 
 def test_a_folder_needs_no_target_to_be_read(family, tmp_path):
@@ -130,9 +135,9 @@ def test_a_folder_needs_no_target_to_be_read(family, tmp_path):
     save_head(head, tmp_path / "head", target=target)
     shape, _ = open_head(tmp_path / "head").read()
     assert all(parameter.is_meta for parameter in shape.parameters())
-    loaded, (prompt,) = load_head(tmp_path / "head"), some_prompts(9)
-    assert all(torch.equal(x, loaded.state_dict()[name]) for name, x in head.state_dict().items())
-    assert drafts_of(loaded, target, [prompt], NEW) == drafts_of(head, target, [prompt], NEW)
+    loaded = load_head(tmp_path / "head")
+    assert loaded.design == head.design
+    assert_same(loaded.state_dict(), head.state_dict())
 
 
 @pytest.mark.parametrize("labels", ["hard", "soft"])
@@ -310,11 +315,6 @@ def moved(head):
     return other
 
 
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
 def test_a_head_is_put_back_into_its_checkpoint(family, tmp_path):
     target, native, truth = family
     source, out = Path(target.name), tmp_path / "out"
@@ -339,19 +339,20 @@ COUNTS = {
     "qwen3.5-moe": "mtp_num_hidden_layers",
     "ernie-4.5": "num_nextn_predict_layers",
 }
-"""What vLLM and SGLang read how many layers there are from."""
+"""Keys of config.json that tell vLLM how many layers there are."""
+SHARDED = ("deepseek-v3", "qwen3.5")
+"""Families that are written here as several files."""
 
 
-@pytest.mark.parametrize("shards", ["one file", "several"])
-def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path, shards):
+def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path):
     target, native, _ = family
-    size = {"several": "40KB", "one file": "1GB"}[shards]
+    name = next(name for name, (kind, *_) in FAMILIES.items() if kind == target.config.model_type)
+    size = "40KB" if name in SHARDED else "1GB"
     target.model.save_pretrained(tmp_path / "bare", max_shard_size=size)
     bare = load_mtp_target(tmp_path / "bare")
     files = {path.name: path.read_bytes() for path in (tmp_path / "bare").iterdir()}
     with pytest.raises(ValueError, match="expected an MTP layer in its checkpoint"):
         native_head(bare)
-    name = next(name for name, (kind, *_) in FAMILIES.items() if kind == target.config.model_type)
     if name in UNLISTED:
         with pytest.raises(ValueError, match="expected a target whose MTP layer engines know"):
             write_target(native, bare, tmp_path / "out")
@@ -447,12 +448,16 @@ def test_transformers_drafts_what_we_draft_from_the_folder(name, tmp_path, monke
 def test_the_command_that_puts_it_back(run, tmp_path):
     write_mtp_target(tmp_path / "target", "mimo")
     target = load_mtp_target(tmp_path / "target")
-    save_head(native_head(target), tmp_path / "head", target=target)
+    save_head(native_head(target).bfloat16(), tmp_path / "head", target=target)
     save_head(make_head(MedusaHead, target), tmp_path / "medusa", target=target)
     out = ["--to", "mtp", "--target", tmp_path / "target"]
     failed(run("convert", tmp_path / "head", tmp_path / "out", "--to", "mtp"), "needs --target")
     failed(run("convert", tmp_path / "medusa", tmp_path / "out", *out), "kind mtp, got medusa")
     code, said, _ = run("convert", tmp_path / "head", tmp_path / "out", *out, "--link")
     assert code == 0 and str(tmp_path / "out") in said
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    failed(run("convert", tmp_path / "head", tmp_path / "out", *out), "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    layer = {tensors[n].dtype for n in tensors if "mtp_layers" in n}
+    assert layer == {torch.bfloat16}  # as the head was saved, though the target is in float32
+    failed(run("convert", tmp_path / "head", tmp_path / "out", *out), "out already exists")
+    (tmp_path / "head" / "adapter").mkdir()
+    failed(run("convert", tmp_path / "head", tmp_path / "other", *out), "without an adapter")
