@@ -75,7 +75,7 @@ class HeadChoices(Section):
     source: str | None = Field(
         None,
         alias="from",
-        description="head, run or Hub id to continue, which gives the sizes; null: new",
+        description="head, run or Hub id to continue; mtp: target, its own; null: new",
         exclude_if=lambda source: source is None,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
 from draftheads.heads.grouped_attention import attend
-from draftheads.heads.layers import Angles, Rope, refresh
+from draftheads.heads.layers import Angles, Positional, refresh
 from draftheads.heads.target import PREFILL_CHUNK, Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.heads.tree_drafting import gather_nodes, tree_builder
@@ -97,7 +97,7 @@ class DraftCache:
     """
 
     layers: int
-    rope: Rope
+    rope: Positional
     window: int | None  # positions that a layer sees, itself included; None: all
     read: Callable[[Tensor, Tensor, Angles], Tensor]
     """From tokens_BQ, features_BQD and angles to states (B, Q, H), with attention by `memories`."""

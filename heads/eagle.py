@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ from draftheads.heads.layers import (
     FusingLayer,
     LayerShape,
     Memory,
+    Positional,
     RMSNorm,
     Rope,
     check_embeddings,
@@ -52,22 +53,31 @@ SWITCHES = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Keys of config.json, which engines know by these names."""
 
 
-class DecoderChoices(HeadChoices, LayerSizes):
-    """Choices of both kinds of EAGLE: decoder layers and a dynamic tree."""
+class UnrolledChoices(HeadChoices):
+    """Choices of all heads that are trained on their own output and draft a dynamic tree."""
 
     decoding_keys = frozenset({"nodes", "depth", "top_k"})
 
-    layers: int = Field(1, ge=1, le=8, description="decoder layers")
-    sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
+    if TYPE_CHECKING:  # each kind has its own defaults
+        steps: int = 1
+        noise: float = 0.0
+
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
     nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
     depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
     top_k: int = Field(4, ge=1, description="nodes expanded per level, children per node")
 
     @model_validator(mode="after")
-    def _check_tree(self) -> DecoderChoices:
+    def _check_tree(self) -> Self:
         DynamicTree(self.nodes, self.depth, self.top_k)  # refuses too many nodes
         return self
+
+
+class DecoderChoices(UnrolledChoices, LayerSizes):
+    """Choices of both kinds of EAGLE: decoder layers and a dynamic tree."""
+
+    layers: int = Field(1, ge=1, le=8, description="decoder layers")
+    sliding_window: int | None = Field(None, ge=1, description="attention window; null: all tokens")
 
 
 @dataclass(frozen=True)
@@ -132,19 +142,21 @@ class EagleDesign:
 
 
 class AutoregressiveHead(DraftHead):
-    """The common part of EAGLE-1 and EAGLE-3."""
+    """The common part of EAGLE-1, EAGLE-3 and a target's own multi-token prediction."""
 
     feature_layers: tuple[int, ...] = ()
-    choices: Eagle3Choices | EagleChoices
+    choices: UnrolledChoices
 
-    def __init__(self, design: EagleDesign) -> None:
+    layer_count: int
+    rope: Positional
+    window: int | None
+    draft_vocab_size: int
+
+    def __init__(self) -> None:
         super().__init__()
-        self.design = design
-        self.hidden_size, self.vocab_size = design.shape.hidden_size, design.vocab_size
-        self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
-        self.feature_layers, self.tree = design.feature_layers, DynamicTree()
+        self.tree = DynamicTree()
 
-    def train_with(self, choices: Eagle3Choices | EagleChoices) -> None:
+    def train_with(self, choices: UnrolledChoices) -> None:
         """Set the choices of a recipe, which give the tree any depth."""
         self.choices = choices
         self.tree = DynamicTree(choices.nodes, choices.depth, choices.top_k)
@@ -172,7 +184,7 @@ class AutoregressiveHead(DraftHead):
         return target.unembed_weight()
 
     def check_tree(self, tree: Tree) -> None:
-        check_fits(tree, self.design.draft_vocab_size)
+        check_fits(tree, self.draft_vocab_size)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return EagleDrafter(self, target, tree or self.tree)
@@ -231,6 +243,17 @@ class AutoregressiveHead(DraftHead):
         return self.states(unrolled.hidden_RH), self.unembed_weight(target), labels_R
 
 
+class DesignedHead(AutoregressiveHead):
+    """The common part of EAGLE-1 and EAGLE-3, whose layers are our own."""
+
+    def __init__(self, design: EagleDesign) -> None:
+        super().__init__()
+        self.design = design
+        self.hidden_size, self.vocab_size = design.shape.hidden_size, design.vocab_size
+        self.draft_vocab_size, self.feature_layers = design.draft_vocab_size, design.feature_layers
+        self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
+
+
 class EagleChoices(DecoderChoices):
     """EAGLE-1 (arXiv 2401.15077)."""
 
@@ -248,7 +271,7 @@ class EagleChoices(DecoderChoices):
         return self
 
 
-class EagleHead(AutoregressiveHead):
+class EagleHead(DesignedHead):
     """EAGLE-1 (arXiv 2401.15077): predicts the next last-layer feature, which the target's own
     lm_head turns into tokens. With steps > 1 it is trained on its own features (HASS, arXiv
     2408.15766).
@@ -347,7 +370,7 @@ class Eagle3Choices(DecoderChoices):
         return self
 
 
-class Eagle3Head(Vocabulary, AutoregressiveHead):
+class Eagle3Head(Vocabulary, DesignedHead):
     """EAGLE-3 (arXiv 2503.01840): fuses low, middle and high features, predicts tokens directly and
     is trained on its own output. The norms of EAGLE-3.1 are switches of the design.
     """

@@ -6,10 +6,12 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.mtp import MtpHead
 from draftheads.heads.sequential import SequentialHead
 
 HEADS: dict[str, type[DraftHead]] = {
-    kind.kind: kind for kind in (MedusaHead, SequentialHead, Eagle3Head, EagleHead, BlockHead)
+    kind.kind: kind
+    for kind in (MedusaHead, SequentialHead, Eagle3Head, EagleHead, BlockHead, MtpHead)
 }
 """All kinds, by the name in `head.kind` and config.json. Recipes, errors, cards and help texts
 follow from it.

@@ -23,8 +23,12 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import needed
 
 T = TypeVar("T")
-Angles = tuple[Tensor, Tensor]
-"""Cosines and signed sines, float32 (B, 1, Q, W) each."""
+Angles = tuple[Tensor, ...]
+"""Cosines and signed sines, float32 (B, 1, Q, W) each. A target's own layer has positions instead,
+int64 (B, 1, Q, 1).
+"""
+Positional = Callable[[Tensor], Angles]
+"""Angles of positions_BQ."""
 
 KEYS = {
     "hidden_size": "hidden_size",

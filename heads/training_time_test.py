@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch, at_places, packed
-from draftheads.heads.layers import Rope
+from draftheads.heads.layers import Positional
 from draftheads.heads.target import Target
 
 CHUNK = 1024
@@ -174,8 +174,7 @@ def _with_additional(entries_BHTW: Tensor, seen: slice) -> Tensor:
 
 def extended(k_BHTW: Tensor, v_BHTW: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values after the additional one that `joined` needs."""
-    key = F.pad(torch.zeros_like(k_BHTW[:, :, :1]), (0, SPARE))
-    value = key.clone()
+    key, value = (F.pad(torch.zeros_like(each[:, :, :1]), (0, SPARE)) for each in (k_BHTW, v_BHTW))
     key[..., k_BHTW.shape[-1] : k_BHTW.shape[-1] + 2] = 1.0
     value[..., v_BHTW.shape[-1]] = 1.0
     keys = torch.cat([key, F.pad(k_BHTW, (0, SPARE))], dim=2)
@@ -201,7 +200,7 @@ def joined(
     low = (score_BHQ1 - high.to(score_BHQ1.dtype)).to(q_BHQW.dtype)
     query = F.pad(torch.cat([q_BHQW, high, low], dim=-1), (0, SPARE - 2))
     out = F.scaled_dot_product_attention(query, *memory, attn_mask=mask_B1QT, scale=1.0)
-    width = q_BHQW.shape[-1]
+    width = own_BHQW.shape[-1]  # of the values, which may be narrower than keys
     return out[..., :width] + out[..., width : width + 1] * own_BHQW
 
 
@@ -230,7 +229,7 @@ class Unrollable(Protocol):
     """The part of an EAGLE head that `unroll` needs."""
 
     layer_count: int
-    rope: Rope
+    rope: Positional
     window: int | None
 
     def advance(self, *arguments: Any, **named: Any) -> Tensor:

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer import Argument, Option
@@ -92,6 +92,7 @@ from draftheads.scripts.options import (
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
     from draftheads.infer.measure.tune import TuneOptions
     from draftheads.train.data.distill import Answerer, DistillOptions
 
@@ -407,6 +408,7 @@ def tune(
     Without --head: how many tokens per step would heads need to pay here?
     """
     from draftheads.heads.formats.hub import open_head, record_tuned
+    from draftheads.infer.drafters.named import named_drafts
     from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
@@ -425,22 +427,23 @@ def tune(
         write_figures(json_out, target_curve(target, revision, place, context, options))
         say_next("init", *target_options(target, adapter), "--out", "recipe.yaml")
         return
-    if not dry_run:
+    keeps_tree = head != "mtp" and not dry_run  # the target's own layer is in no folder
+    if keeps_tree:
         check_writable_head(head, "--head")
     if prompts is None:
         raise ValueError("expected --prompts to tune the head on, got none; pass a file")
-    folder = open_head(head)
-    name, commit = (target, revision) if target else folder.target
-    place = place if target else place.recorded(folder)
-    model = load_fast_target(name, place, commit, [folder], template_args)
+    folders = [open_head(head)] if head != "mtp" else []
+    drafts = named_drafts(head)
+    name, commit = (target, revision) if target else drafts.target
+    place = place if target else place.recorded(folders[0])
+    model = load_fast_target(name, place, commit, folders, template_args)
     ids = opening_ids(model, prompts, prompt_words, limit)
-    tuned = run(
-        model, folder.load(model).pack(model), ids, options, others=[folder.facts.trained_tree]
-    )
+    trained = [folder.facts.trained_tree for folder in folders]
+    tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
     print_tuned(tuned)
-    if not dry_run:
-        record_tuned(folder.path, tuned.best.tree, tuned.facts())
-        say(f"written to {folder.path}")
+    if keeps_tree:
+        record_tuned(folders[0].path, tuned.best.tree, tuned.facts())
+        say(f"written to {folders[0].path}")
     write_figures(json_out, asdict(tuned))
     say_next("chat", *target_options(name, model.lora), "--head", head)
 
@@ -698,7 +701,8 @@ def convert(
     to: Annotated[
         str,
         Option(
-            "--to", help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi or speculators"
+            "--to",
+            help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi, speculators or mtp",
         ),
     ],
     target: Annotated[
@@ -707,14 +711,16 @@ def convert(
     adapter: MaybeLora = None,
     dtype: Dtype = "auto",
     device: Device = None,
+    link: Annotated[bool, Option("--link", help="for mtp: hard links for files that stay")] = False,
 ) -> None:
     """Convert a head to or from the layout of vLLM, SGLang, llama.cpp, TGI and others, bit by bit.
 
-    --target is needed where a layout leaves something to the target.
+    --target is needed where a layout leaves something to the target. mtp: the target's checkpoint
+    with the head as its own MTP layer.
     """
     from draftheads.heads.formats.hub import CARD, open_head
     from draftheads.heads.formats.llamacpp import TargetFile
-    from draftheads.scripts.convert import converted
+    from draftheads.scripts.convert import converted, with_mtp
 
     if to == "gguf":
         file = TargetFile.open(target) if target else None
@@ -722,6 +728,10 @@ def convert(
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
     place = Place(dtype, device, lora=adapter)
+    if to == "mtp":
+        say(with_mtp(source, out, load_target(target, place) if target else None, link=link))
+        say_next("chat", "--target", out, "--head", "mtp")
+        return
     say(converted(source, out, to, load_target(target, place) if target else None))
     if to == "draftheads":
         say_next("chat", "--head", out, *target_options(target, adapter))

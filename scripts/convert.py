@@ -21,8 +21,10 @@ from draftheads.heads.formats.hub import (
     tree_facts,
 )
 from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
+from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
+from draftheads.heads.mtp import MtpHead
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
@@ -82,6 +84,33 @@ def converted(
             target.tokenizer.save_pretrained(staging)  # TGI reads it from the head's folder
         if to == "draftheads":
             write_remote_code(staging)
+    return out
+
+
+def with_mtp(source: str | Path, out: Path, target: Target | None, *, link: bool = False) -> Path:
+    """Write the target's checkpoint with the head of `source` as its MTP layer.
+
+    Raises ValueError for a head of another kind and without a target, FileExistsError if `out`
+    exists.
+    """
+    check_new(out)
+    if target is None:
+        raise ValueError("--to mtp needs --target, the model whose checkpoint gets the head")
+    if target.lora:
+        raise ValueError(
+            "--to mtp: expected no --adapter; first write that model with draftheads merge"
+        )
+    folder = open_head(source)
+    if folder.adapter is not None:
+        raise ValueError(
+            "--to mtp: expected a head without an adapter, got one; draftheads merge writes the "
+            "adapted target and its heads"
+        )
+    head, stored = folder.read(target)
+    if not isinstance(head, MtpHead):
+        raise ValueError(f"--to mtp: expected a head of kind mtp, got {head.kind}")
+    head.load_state_dict(stored.tensors, assign=True)  # in the dtype in which it was saved
+    write_target(head, target, out, link=link)
     return out
 
 

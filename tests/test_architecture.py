@@ -26,12 +26,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 60_200, "infer": 14_600, "train": 28_700}
+CORE = {"heads": 64_900, "infer": 14_600, "train": 28_900}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 15_050,
+    "heads.formats": 16_400,
     "infer.drafters": 7_000,
     "infer.measure": 13_900,
     "infer.chat": 7_400,
@@ -44,7 +44,7 @@ WINGS = {
     "train.doctor": 5_050,
     "train.served": 2_900,
     "train.learn": 5_000,
-    "scripts": 19_300,
+    "scripts": 19_500,
 }
 """The folders and modules around the core, and their code tokens."""
 DOORS = {

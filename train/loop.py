@@ -559,7 +559,7 @@ def _plan(
     )
     if checkpoint is None:
         if recipe.head.source is not None:
-            origin = read_origin(recipe.head.source, target)
+            origin = read_origin(recipe, target)
             state = replace(state, origin=origin, lacks_evaluation=True)
             log(f"continuing {origin}")
         return order, state

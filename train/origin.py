@@ -18,6 +18,8 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import HeadFolder, open_head
+from draftheads.heads.mtp import MtpHead
+from draftheads.heads.mtp_checkpoint import NATIVE, native_head, native_shape
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.heads.vocabulary import lm_head_rows, t2d, token_map
@@ -47,9 +49,11 @@ class Origin:
         return f"{self.name} on another target: {self.difference}"
 
 
-def read_origin(source: str, target: Target) -> Origin:
+def read_origin(recipe: Recipe, target: Target) -> Origin:
     """What a recipe's head.from names."""
-    folder = open_head(source)
+    if is_native(recipe):
+        return Origin("its own MTP layer", None, str(target.name), target.fingerprint(), "", None)
+    folder = open_head(str(recipe.head.source))
     facts = folder.facts
     return Origin(
         folder.name,
@@ -59,6 +63,30 @@ def read_origin(source: str, target: Target) -> Origin:
         difference(facts, target),
         facts.training.get("tokens"),
     )
+
+
+def is_native(recipe: Recipe) -> bool:
+    """Whether training starts from the MTP layer in the target's own checkpoint."""
+    return recipe.head.kind == MtpHead.kind and recipe.head.source == NATIVE
+
+
+def initial_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
+    """The head that head.from names, to be trained. Raises as `continued_head`."""
+    if not is_native(recipe):
+        return continued_head(open_head(str(recipe.head.source)), recipe, target, documents)
+    head: DraftHead = native_head(target)
+    head.train_with(recipe.head)
+    head.check_labels(target)
+    return head.float().train()
+
+
+def initial_shape(recipe: Recipe, target: Target) -> DraftHead:
+    """The head that head.from names, on the meta device. Raises as `continued_head`."""
+    if not is_native(recipe):
+        return shape_of(open_head(str(recipe.head.source)), recipe, target)
+    head: DraftHead = native_shape(target)
+    head.train_with(recipe.head)
+    return head
 
 
 def continued_head(

@@ -38,7 +38,6 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
-from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.lora import Lora
 from draftheads.heads.placement import (
@@ -56,7 +55,7 @@ from draftheads.train.entry import one_line
 from draftheads.train.features import OnlineFeatures, stored_features, write_missing
 from draftheads.train.launch import use_huge_pages
 from draftheads.train.loop import AHEAD, fit
-from draftheads.train.origin import shape_of
+from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import captured_states, measured_rate, serve_command
 from draftheads.train.setup import create_head, excess, load_data, load_target
@@ -143,7 +142,7 @@ class Shapes:
         self.adapter = self.adapted = 0
         with torch.device("meta"):
             if recipe.head.source:
-                head = shape_of(open_head(recipe.head.source), recipe, self.target)
+                head = initial_shape(recipe, self.target)
             else:
                 head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
             if recipe.adapter:

@@ -21,7 +21,7 @@ from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
 from draftheads.train.batches import Documents, Rows, Verification, release
 from draftheads.train.data.answers import read_manifest
-from draftheads.train.origin import continued_head
+from draftheads.train.origin import continued_head, initial_head
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
@@ -145,7 +145,9 @@ def create_head(
     """
     choices, vocabulary = recipe.head, None
     if choices.source is not None:
-        return continued_head(open_head(saved or choices.source), recipe, target, documents)
+        if saved is None:
+            return initial_head(recipe, target, documents)
+        return continued_head(open_head(saved), recipe, target, documents)
     if choices.draft_vocabulary is not None:
         vocabulary = documents.frequent_tokens(choices.draft_vocabulary, target.vocab_size)
     torch.manual_seed(recipe.run.seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HeadFolder, open_head
+from draftheads.heads.mtp_checkpoint import native_head
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.infer.accept import Acceptance
@@ -69,7 +70,8 @@ def load_drafts(
 
 def _adaptive(option: NamedDrafts, drafts: DrafterSource, target: Target) -> Adaptive:
     """Raises ValueError unless this is a tuned head; warns if it was tuned in another dtype."""
-    tuned = option.folders[0].facts.tuned if isinstance(drafts, DraftHead) else {}
+    is_folder = option.folders and isinstance(drafts, DraftHead)
+    tuned = option.folders[0].facts.tuned if is_folder else {}
     if tuned.get("costs") is None:
         raise ValueError(
             f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "
@@ -106,6 +108,8 @@ def _part(text: str, ngram: NGram) -> NamedDrafts:
     kind, _, value = text.partition(":")
     if text == "ngram":
         return NamedDrafts(text, [], lambda _: ngram)
+    if text == "mtp":
+        return NamedDrafts(text, [], lambda target: native_head(target).pack(target))
     if kind == "model":
         return NamedDrafts(
             f"model:{Path(value).name}", [], lambda target: _draft_model(value, target)

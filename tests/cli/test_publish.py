@@ -591,6 +591,7 @@ SERVED = {
     "eagle": ["--to vllm", "--speculative-algorithm EAGLE "],
     "eagle3": ['"method": "eagle3"', "--speculative-algorithm EAGLE3 "],
     "block": ["SGLang (0.5.23) does not support this head: it has a learned mask vector"],
+    "mtp": ["No serving engine"],
 }
 UNSERVED = {
     "medusa-reduced": (") does not support this head: it has truncated_vocab_size", "```"),

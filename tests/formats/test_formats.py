@@ -219,6 +219,7 @@ LIES = {
         {"layers": 1, "rank": 5, "conditioning": "gated", "vocabulary": list(range(9))},
         {"num_hidden_layers": 5, "markov_rank": 9, "markov_head_type": "rnn"},
     ),
+    "mtp": ({}, {"hidden_size": 7}),
 }
 
 

@@ -52,10 +52,11 @@ PAIRS = [
     (name, kind)
     for name in [*CONFIGS, *UNEVEN]
     for kind in HEADS
-    if kind != "eagle" or name not in OTHER_LOGITS
+    if kind not in ("eagle", "mtp") or name not in OTHER_LOGITS
+    if (name, kind) != ("gemma4", "mtp")
 ]
-"""An EAGLE-1 head has no last matrix of its own, and the target's gives no logits where they are
-capped.
+"""EAGLE-1 and MTP heads have no last matrix of their own, and the target's gives no logits where
+they are capped. Layers of Gemma 4 read more than states.
 """
 TREES = {"own": None, "fixed": SHAPES["ragged"], "chain": SHAPES["chain"]}
 

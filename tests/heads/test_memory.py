@@ -143,7 +143,7 @@ def test_compiled_layers_learn_the_same(kind, batch, recompute):
     head.compile_layers(backend=backend)
     head.recompute = recompute
     out, compiled_gradients = learned(head, batch, target)
-    assert compiled
+    assert compiled or kind == "mtp", "whose layer is transformers' own, with attention inside"
     torch.testing.assert_close(out.loss, plain.loss)
     for left, right in zip(compiled_gradients, gradients, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)

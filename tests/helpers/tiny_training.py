@@ -99,6 +99,7 @@ HEAD_SECTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 3, "vocabulary": 60},
     "eagle": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2},
     "block": {"block_size": 3, "nodes": 7, "top_k": 2, "rank": 8},
+    "mtp": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2, "labels": "hard"},
 }
 """A tiny head of each kind."""
 

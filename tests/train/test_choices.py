@@ -40,7 +40,7 @@ def test_every_kind_of_head_has_a_section():
 
 
 def test_a_wrong_kind_lists_the_kinds(path):
-    said = "head.kind: expected one of medusa, sequential, eagle3, eagle, block, got 'eagle4'"
+    said = "head.kind: expected one of medusa, sequential, eagle3, eagle, block, mtp, got 'eagle4'"
     assert error(path, "head.kind=eagle4") == f"command line: {said}; did you mean 'eagle'?"
     path.write_text(MINIMAL + "head:\n  kind: [eagle]\n")
     assert f"{path}: head.kind: expected one of medusa" in error(path)
@@ -102,7 +102,7 @@ def test_no_key_of_another_kind_is_suggested(path):
 
 
 def test_a_key_of_another_kind_says_whose_it_is(path):
-    assert error(path, "head.steps=3").endswith("; it belongs to head.kind eagle3 or eagle")
+    assert error(path, "head.steps=3").endswith("; it belongs to head.kind eagle3 or eagle or mtp")
     assert error(path, "head.prefix=true").endswith("; it belongs to head.kind sequential")
     for key in ("conditioning=hydra", "rank=4"):
         assert error(path, f"head.{key}").endswith("; it belongs to head.kind sequential or block")

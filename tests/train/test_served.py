@@ -71,7 +71,12 @@ def losses(output: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("kind", HEAD_SECTIONS)
+def test_a_head_that_is_like_a_layer_of_the_target_needs_one(made, server, tmp_path, capsys):
+    assert run(made, tmp_path / "run", *options(server), kind="mtp") == 2
+    assert "not in memory; load the target whole" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HEAD_SECTIONS if kind != "mtp"])
 def test_heads_learn_the_same_as_online(made, server, tmp_path, kind):
     server.held = 0.02
     assert run(made, tmp_path / "online", kind=kind) == 0

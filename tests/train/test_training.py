@@ -43,6 +43,7 @@ UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
 """Buffers in a folder."""
 BY_HEART = {
     "eagle3": {"labels": "hard"},
+    "mtp": {"steps": 4},
     "eagle": {"noise": 0.0, "steps": 3, "regression": 0.0, "classification": 1.0, "layers": 2},
 }
 """Choices with which a head learns a text to the last token."""

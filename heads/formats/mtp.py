@@ -1,0 +1,184 @@
+"""A target's checkpoint with a head as its MTP layer, as engines load it: `convert --to mtp`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from draftheads.heads.files import CONFIG, read_json, staged, write_text
+from draftheads.heads.mtp import MtpHead
+from draftheads.heads.mtp_checkpoint import BLOCK, FAMILIES, Family, NoLayer, places_of, shape_in
+from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.skeleton import tensor_files
+from draftheads.heads.target import Target
+from draftheads.heads.target_layer import empty_model, text_config
+
+NEW = "model-mtp.safetensors"
+"""The file of a layer that the checkpoint did not have."""
+RENAMED = "model-target.safetensors"
+"""A single file's new name: beside one of the old name, transformers reads no index."""
+
+
+def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False) -> None:
+    """Write the target's folder with this head as its MTP layer, in the place of the one that it
+    has, if any. Its tensors keep their dtype. link: files that stay are hard links.
+
+    Raises ValueError for a target that is quantised or whose layers no engine expects, for a head
+    that is not like them, and where links are not possible.
+    """
+    if target.quantisation:
+        raise ValueError(
+            f"{target.title}: expected a target that is not quantised, got {target.quantisation}; "
+            "pass the model as it was trained"
+        )
+    source = _folder(target)
+    files = tensor_files(str(source), None)
+    family, places = _family(files, target)
+    stored = _stored(head)
+    _check(head, target, family, places, stored)
+    by_file: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in stored.items():
+        theirs = places.get(name) or family.theirs(name, target.layers)
+        by_file.setdefault(files.get(theirs, NEW), {})[theirs] = tensor.cpu().contiguous()
+    added = by_file.get(NEW, {})
+    renames = {SAFE_WEIGHTS_NAME: RENAMED} if added else {}
+    with staged(out) as folder:
+        for path in source.iterdir():
+            if path.is_file() and path.name not in by_file:
+                _copy(path.resolve(), folder / renames.get(path.name, path.name), link=link)
+        for name, changed in by_file.items():
+            old = load_file(source / name) if (source / name).exists() else {}
+            place = folder / renames.get(name, name)
+            save_file(old | changed, place, metadata={"format": "pt"})
+        if added:
+            kept = {name: renames.get(file, file) for name, file in files.items()}
+            _write_index(folder, kept, added)
+        _write_config(folder, family)
+
+
+def _folder(target: Target) -> Path:
+    """The target's files on this machine."""
+    path = Path(str(target.name)).expanduser()
+    if path.is_dir():
+        return path
+    return Path(snapshot_download(str(target.name), revision=target.revision))
+
+
+def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
+    """The layout to write: that of the layer in the checkpoint, with its names, or of the model's
+    type. Raises ValueError for another type.
+    """
+    try:
+        return places_of(files, target)
+    except NoLayer as error:
+        kind = target.config.model_type
+        family = next((family for family in FAMILIES if kind in family.types), None)
+        if family is None:
+            kinds = sorted(kind for family in FAMILIES for kind in family.types)
+            raise ValueError(
+                f"target {target.name}: expected a target whose MTP layer engines know (of type "
+                f"{', '.join(kinds)}, or with one in its checkpoint), got {kind}; decode with the "
+                "head's own folder: --head"
+            ) from error
+        return family, {}
+
+
+def _stored(head: MtpHead) -> dict[str, Tensor]:
+    """The head's tensors as checkpoints keep them, each expert alone, say."""
+    origin = head.design.origin
+    model = empty_model(text_config(origin.config))
+    layer = decoder_layers(model)[origin.number]
+    prefix = next(name for name, module in model.named_modules() if module is layer)
+    tensors = head.state_dict()
+    inner = {
+        f"{prefix}.{name.removeprefix(BLOCK)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(BLOCK)
+    }
+    block = revert_weight_conversion(model, inner)
+    outer = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
+    return outer | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
+
+
+def _check(
+    head: MtpHead,
+    target: Target,
+    family: Family,
+    places: dict[str, str],
+    stored: dict[str, Tensor],
+) -> None:
+    """Raise ValueError unless engines read a layer of this head's shape in this place, which
+    replaces all but the copies of the target's own.
+    """
+    wanted = shape_in(target, family, places or head.state_dict())
+    norms_output = wanted.design.norm_output if places else family.norms_output
+    faults = []
+    for what, expected, got in (
+        ("model type", _model_type(wanted), _model_type(head)),
+        ("state before embedding", wanted.design.states_first, head.design.states_first),
+        ("norm of the output", norms_output, head.design.norm_output),
+    ):
+        if expected != got:
+            faults.append(f"{what}: {got}, not {expected}")
+    theirs, mine = _shapes(wanted), _shapes(head)
+    for name in sorted(theirs.keys() | mine.keys()):
+        if theirs.get(name) != mine.get(name):
+            faults.append(f"{name}: {mine.get(name)}, not {theirs.get(name)}")
+    old = {name for name in places if not name.startswith(("lm_head.", "embed_tokens."))}
+    faults += [f"{name}: in the checkpoint alone" for name in sorted(old - stored.keys())]
+    if faults:
+        raise ValueError(
+            f"target {target.name}: expected a head like the MTP layer of its family, got one with "
+            f"{'; '.join(faults[:3])}; train one with head.from=target"
+        )
+
+
+def _model_type(head: MtpHead) -> str:
+    return str(head.design.origin.config["model_type"])
+
+
+def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+
+
+def _copy(source: Path, place: Path, *, link: bool) -> None:
+    if not link:
+        shutil.copyfile(source, place)
+        return
+    try:
+        os.link(source, place)
+    except OSError as error:
+        raise ValueError(
+            f"--link: expected a disk on which {place.parent.parent} can link to {source}, got "
+            f"{error.strerror}; leave --link out, which copies"
+        ) from error
+
+
+def _write_index(folder: Path, kept: dict[str, str], added: dict[str, Tensor]) -> None:
+    """The index of a checkpoint that got a file more. kept: the file of each older tensor."""
+    path = folder / SAFE_WEIGHTS_INDEX_NAME
+    index: dict[str, Any] = read_json(path) if path.exists() else {"metadata": {}}
+    path.unlink(missing_ok=True)  # it may be a link
+    index["weight_map"] = {**kept, **dict.fromkeys(added, NEW)}
+    if size := index["metadata"].get("total_size"):
+        index["metadata"]["total_size"] = size + sum(x.nbytes for x in added.values())
+    write_text(path, json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(folder: Path, family: Family) -> None:
+    """Say that there is one layer."""
+    path = folder / CONFIG
+    config: dict[str, Any] = read_json(path)
+    config.get("text_config", config)[family.count] = 1
+    path.unlink()  # it may be a link
+    write_text(path, json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,195 @@
+"""Multi-token prediction: a head that is one more decoder layer of the target (DeepSeek-V3, arXiv
+2412.19437, section 2.2).
+
+It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
+after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
+replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
+target's own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may
+get one.
+
+Legend: B batch, Q queries, D width of target and head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
+from draftheads.heads.layers import Angles, Memory, check_embeddings
+from draftheads.heads.pretrained import decoder_layers, describe, final_norm
+from draftheads.heads.target import Target
+from draftheads.heads.target_layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
+from draftheads.heads.tensors import matrix, needed
+
+
+class MtpChoices(UnrolledChoices):
+    """Multi-token prediction by a layer of the target's kind (arXiv 2412.19437)."""
+
+    kind: Literal["mtp"] = Field("mtp", description="one more layer of the target's own kind")
+    steps: int = Field(4, ge=1, le=16, description="steps for which training unrolls the layer")
+    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
+    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
+
+
+@dataclass(frozen=True)
+class MtpDesign:
+    """The architecture of an MTP head."""
+
+    origin: LayerOrigin
+    hidden_size: int
+    vocab_size: int
+    states_first: bool = False  # joined as [state; embedding], else as [embedding; state]
+    norm_output: bool = True  # a norm follows the layer
+    bias: bool = False  # of the projection
+
+    @classmethod
+    def of(cls, target: Target, origin: LayerOrigin | None = None, **more: bool) -> MtpDesign:
+        """A layer for this target, by default like its last one with attention.
+
+        Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
+        """
+        check_embeddings(target)
+        target.unembed_weight()
+        if target.has_long_rope:
+            raise ValueError(
+                f"{describe(target.model)} has RoPE that changes with the length of the text, "
+                f"which a draft head's cache does not support; {INSTEAD}"
+            )
+        origin = origin or LayerOrigin.of(target.model.config)
+        return cls(origin, target.hidden_size, target.vocab_size, **more)
+
+    def config(self) -> dict[str, Any]:
+        """Keys of config.json."""
+        return {
+            "model_type": "mtp",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "mtp_hidden_states_first": self.states_first,
+            "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
+        }
+
+    @classmethod
+    def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpDesign:
+        """Width and switches are those of the tensors. Raises ValueError for missing keys."""
+        words, layer = needed(config, "vocab_size", "mtp_layer")
+        width = len(matrix(tensors, "eh_proj.weight"))
+        origin = LayerOrigin(*reversed(needed(layer, "number", "config")))
+        return cls(
+            origin,
+            width,
+            words,
+            states_first=bool(config.get("mtp_hidden_states_first")),
+            norm_output="post_norm.weight" in tensors,
+            bias="eh_proj.bias" in tensors,
+        )
+
+
+class MtpHead(AutoregressiveHead):
+    """One more layer of the target, unrolled: it reads its own normed output.
+
+    Its tensors have the names of transformers' `MtpLayer`.
+    """
+
+    kind = "mtp"
+    title, paper = "MTP", "https://arxiv.org/abs/2412.19437"
+    Choices = MtpChoices
+    choices: MtpChoices
+    architecture = "MtpModel"
+    needs_unembed = True
+    token_map = None
+
+    def __init__(self, design: MtpDesign) -> None:
+        super().__init__()
+        self.design, parts = design, design.origin.parts()
+        self.hidden_size = width = design.hidden_size
+        self.vocab_size = self.draft_vocab_size = design.vocab_size
+        self.layer_count, self.feature_layers = 1, (-1,)
+        self.rope = self.layer_rope = parts.rope()
+        self.window = parts.window
+        self.enorm, self.hnorm = parts.norm(), parts.norm()
+        self.eh_proj = nn.Linear(2 * width, width, bias=design.bias)
+        self.mtp_block = parts.layer().eval()
+        self.post_norm = parts.norm() if design.norm_output else nn.Identity()
+
+    @classmethod
+    def create(
+        cls,
+        target: Target,
+        choices: MtpChoices | None = None,
+        vocabulary: Sequence[int] | None = None,
+    ) -> MtpHead:
+        """A new head for `target`, of which it starts as a copy of the last layer that attends,
+        over the sum of state and embedded token. Its vocabulary is always the target's.
+
+        Raises ValueError for a target without such a layer, and for one whose layers are quantised
+        or not in memory.
+        """
+        head = cls(MtpDesign.of(target))
+        head.train_with(choices or MtpChoices())
+        head._copy_layer(target)
+        head.check_layer(target)
+        return head
+
+    @torch.no_grad()
+    def _copy_layer(self, target: Target) -> None:
+        layer = decoder_layers(target.model)[self.design.origin.number]
+        theirs, mine = layer.state_dict(), self.mtp_block.state_dict()
+        if theirs.keys() != mine.keys() or not all(
+            _is_copyable(tensor, mine[name]) for name, tensor in theirs.items()
+        ):
+            raise ValueError(
+                f"{describe(target.model)}: expected a last layer whose weights can be copied, got "
+                "one that is quantised, divided or not in memory; load the target whole"
+            )
+        self.mtp_block.load_state_dict(theirs)
+        self.post_norm.load_state_dict(final_norm(target.model).state_dict())
+        self.eh_proj.weight.copy_(torch.eye(self.hidden_size).repeat(1, 2))
+
+    def check_layer(self, target: Target) -> None:
+        """Raise ValueError for a layer that does not work with a draft head's memory."""
+        if next(self.parameters()).is_meta:
+            return
+        reason = why_not_runnable(self.mtp_block, self.hidden_size, self.layer_rope)
+        if reason:
+            raise ValueError(
+                f"{describe(target.model)}: its layers cannot draft, as a trial shows: {reason}; "
+                f"{INSTEAD}"
+            )
+
+    def train(self, mode: bool = True) -> Self:
+        """The layer has no dropout: gradient checkpointing runs it twice."""
+        super().train(mode)
+        self.mtp_block.eval()
+        return self
+
+    def advance(
+        self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
+    ) -> Tensor:
+        dtype = hidden_BQH.dtype  # autocast must not narrow the residual stream
+        inputs = [self.enorm(embedded_BQD), self.hnorm(hidden_BQH)]
+        if self.design.states_first:
+            inputs.reverse()
+        hidden_BQD = self.eh_proj(torch.cat(inputs, dim=-1)).to(dtype)
+        hidden_BQD = run_layer(self.mtp_block, hidden_BQD, self.layer_rope, angles, memories)
+        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(dtype)
+        return normed_BQD
+
+    def config(self) -> dict[str, Any]:
+        """config.json in our own layout, with the target's text config."""
+        return self.design.config()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
+        return cls(MtpDesign.read(config, tensors))
+
+
+def _is_copyable(theirs: Tensor, mine: Tensor) -> bool:
+    """Whether a weight of the target is whole and in memory, as far as the head's is."""
+    is_there = mine.is_meta or not theirs.is_meta
+    return theirs.shape == mine.shape and type(theirs) is Tensor and is_there

@@ -1,0 +1,297 @@
+"""The MTP head that a target's own checkpoint contains, read by name.
+
+transformers does not load these tensors with the model. Where a family keeps them is a list here;
+how it keeps the layer itself (each expert alone, say) is the model's, so transformers converts it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
+
+from draftheads.heads.mtp import MtpDesign, MtpHead
+from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.skeleton import _file, tensor_files
+from draftheads.heads.target import Target
+from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
+from draftheads.heads.tensors import check_finite
+
+NATIVE = "target"
+"""What a recipe's head.from names it."""
+BLOCK = "mtp_block."
+DECODER = r"(?:model\.)?(?:language_model\.)?"
+
+
+class NoLayer(ValueError):
+    """A checkpoint without an MTP layer."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where checkpoints keep an MTP layer.
+
+    names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
+    types: of models whose checkpoints engines expect to be written so. count: the key of
+    config.json that counts the layers.
+    """
+
+    names: tuple[tuple[str, str], ...]
+    count: str
+    types: tuple[str, ...] = ()
+    states_first: bool = False
+    follows: bool = False  # numbers continue those of the model's layers
+
+    @property
+    def norms_output(self) -> bool:
+        """Whether a norm follows the layer."""
+        return "post_norm" in dict(self.names)
+
+    def ours(self, name: str, first: int) -> tuple[int, str] | None:
+        """The number of the layer that a tensor belongs to, from 0, and our name for it."""
+        for mine, theirs in self.names:
+            pattern = re.escape(theirs.removeprefix("model.")).replace(r"\{n\}", r"(\d+)")
+            if match := re.match(rf"{DECODER}{pattern}(?=\.)", name):
+                number = int(match[1]) if match.groups() else 0
+                number -= first if self.follows else 0
+                return (number, mine + name[match.end() :]) if number >= 0 else None
+        return None
+
+    def theirs(self, name: str, first: int) -> str:
+        """The name in a checkpoint of one of our tensors."""
+        for mine, theirs in self.names:
+            if name.startswith(f"{mine}."):
+                number = first if self.follows else 0
+                return theirs.replace("{n}", str(number)) + name.removeprefix(mine)
+        raise AssertionError(name)
+
+
+def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Names in numbered layers, whose other tensors are the decoder layer's."""
+    inner = [(mine, f"{layers}.{{n}}.{theirs}") for mine, theirs in names]
+    return (*inner, ("mtp_block", f"{layers}.{{n}}"))
+
+
+NEXTN = "num_nextn_predict_layers"
+QWEN = (
+    ("eh_proj", "mtp.fc"),
+    ("enorm", "mtp.pre_fc_norm_embedding"),
+    ("hnorm", "mtp.pre_fc_norm_hidden"),
+    ("post_norm", "mtp.norm"),
+    ("mtp_block", "mtp.layers.{n}"),
+)
+FAMILIES = [
+    # transformers' MtpModel
+    Family(
+        tuple(
+            (name, f"mtp.layers.{{n}}.{name}")
+            for name in ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block")
+        ),
+        "num_mtp_layers",
+    ),
+    # Qwen3-Next, EXAONE, Mellum
+    Family(QWEN, NEXTN, ("qwen3_next",)),
+    # Qwen3.5
+    Family(QWEN, "mtp_num_hidden_layers", ("qwen3_5_text", "qwen3_5_moe_text")),
+    # DeepSeek, GLM, Step
+    Family(
+        _in_layers(
+            "model.layers",
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("post_norm", "shared_head.norm"),
+            ("lm_head", "shared_head.head"),
+            ("embed_tokens", "embed_tokens"),
+        ),
+        NEXTN,
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        follows=True,
+    ),
+    # MiMo
+    Family(
+        _in_layers(
+            "model.mtp_layers",
+            ("enorm", "token_layernorm"),
+            ("hnorm", "hidden_layernorm"),
+            ("eh_proj", "input_proj"),
+            ("post_norm", "final_layernorm"),
+        ),
+        NEXTN,
+        ("mimo",),
+        states_first=True,
+    ),
+    # Ernie 4.5, without a final norm
+    Family(
+        (
+            ("enorm", "model.mtp_emb_norm.{n}"),
+            ("hnorm", "model.mtp_hidden_norm.{n}"),
+            ("eh_proj", "model.mtp_linear_proj.{n}"),
+            ("mtp_block", "model.mtp_block.{n}"),
+        ),
+        NEXTN,
+        ("ernie4_5_moe",),
+    ),
+]
+
+
+def native_head(target: Target) -> MtpHead:
+    """The target's own MTP layer as a head, on its device and in its dtype.
+
+    Raises ValueError for a checkpoint without such a layer, with several, with a part of one, or
+    with one that is quantised or has an lm_head or embeddings of its own.
+    """
+    files = tensor_files(str(target.name), target.revision)
+    family, places = places_of(files, target)
+    tensors = _read(target, files, places)
+    check_finite(str(target.name), tensors.items())
+    _check_shared(target, tensors)
+    head = _empty(target, family, tensors)
+    head.load_state_dict(_converted(target, head, tensors))
+    head.to(target.device, target.dtype).eval()
+    head.check_layer(target)
+    return head
+
+
+def native_shape(target: Target) -> MtpHead:
+    """The same on the meta device. Raises ValueError as far as names and shapes show."""
+    files = tensor_files(str(target.name), target.revision)
+    return shape_in(target, *places_of(files, target))
+
+
+def shape_in(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
+    """A head on the meta device, as it is read from these tensors, which have our names."""
+    with torch.device("meta"):
+        return _empty(target, family, names)
+
+
+def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
+    """The family of a checkpoint, and its name for each of our tensors. Raises `NoLayer` where
+    there is no MTP layer, ValueError for several.
+    """
+    kind = target.config.model_type
+    for family in sorted(FAMILIES, key=lambda each: kind not in each.types):
+        found = [(name, family.ours(name, target.layers)) for name in files]
+        layers = {ours[0] for _, ours in found if ours is not None}
+        if len(layers) > 1:
+            raise ValueError(
+                f"target {target.name}: expected one MTP layer, got {len(layers)}; several layers "
+                "of their own are not supported: leave head.from out, which trains a new one"
+            )
+        if layers:
+            return family, {ours[1]: name for name, ours in found if ours is not None}
+    raise NoLayer(
+        f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
+        "of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: head.kind=mtp without "
+        "head.from"
+    )
+
+
+def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    by_file: dict[str, list[str]] = {}
+    for name, theirs in places.items():
+        by_file.setdefault(files[theirs], []).append(name)
+    for file, names in by_file.items():
+        place = _file(str(target.name), file, target.revision)
+        if place is None:
+            raise ValueError(
+                f"target {target.name}: expected {file}, which has its MTP layer, found none; "
+                "download it again"
+            )
+        with safe_open(place, framework="pt") as stored:
+            for name in names:
+                tensors[name] = stored.get_tensor(places[name])
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.itemsize < 2 or "weight_scale" in name:
+            raise ValueError(
+                f"target {target.name}: expected its MTP layer in floating point of 16 or 32 bits, "
+                f"got {places[name]} quantised; use a checkpoint that does not quantise it"
+            )
+    return tensors
+
+
+def _check_shared(target: Target, tensors: dict[str, Tensor]) -> None:
+    """Remove the copies of the target's embeddings and lm_head; refuse others."""
+    shared = {
+        "embed_tokens.weight": target.model.get_input_embeddings().weight,
+        "lm_head.weight": target.lm_head_weight(),
+    }
+    for name in shared.keys() & tensors.keys():
+        theirs, own = tensors.pop(name), shared[name]
+        rows = slice(None, None, max(1, len(theirs) // 64))
+        dtype = own.dtype
+        if theirs.shape != own.shape or not torch.equal(theirs[rows].to(dtype), own[rows].cpu()):
+            raise ValueError(
+                f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
+                "one with its own, which is not supported; leave head.from out"
+            )
+
+
+def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
+    names = set(names)
+    sparse = any(name.startswith(BLOCK) and ".experts." in name for name in names)
+    design = MtpDesign.of(target, LayerOrigin.of(target.model.config, sparse))
+    states_first = getattr(target.config, "mtp_hidden_states_first", family.states_first)
+    return MtpHead(
+        replace(
+            design,
+            states_first=states_first,
+            norm_output="post_norm.weight" in names,
+            bias="eh_proj.bias" in names,
+        )
+    )
+
+
+def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as the head has them. Raises ValueError for missing, unexpected and misshapen
+    ones.
+    """
+    origin = head.design.origin
+    model = empty_model(text_config(origin.config))
+    layer = decoder_layers(model)[origin.number]
+    prefix = next(name for name, module in model.named_modules() if module is layer)
+    inner = {
+        f"{prefix}.{name.removeprefix(BLOCK)}": tensor
+        for name, tensor in tensors.items()
+        if name.startswith(BLOCK)
+    }
+    unexpected = _convert(model, inner)
+    result = {name: x for name, x in tensors.items() if not name.startswith(BLOCK)}
+    block = layer.state_dict()
+    result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
+    wanted = head.state_dict()
+    faults = [f"{name} is missing" for name in sorted(wanted.keys() - result.keys())]
+    faults += [f"{name} is unexpected" for name in sorted(result.keys() - wanted.keys())]
+    faults += [f"{name} is unexpected" for name in unexpected]
+    for name in sorted(wanted.keys() & result.keys()):
+        expected, got = tuple(wanted[name].shape), tuple(result[name].shape)
+        if expected != got:
+            faults.append(f"{name} has shape {got}, not {expected}")
+    if faults:
+        raise ValueError(
+            f"target {target.name}: expected a whole MTP layer in its checkpoint, but "
+            f"{'; '.join(faults[:3])}; download it again, or leave head.from out"
+        )
+    return result
+
+
+def _convert(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:
+    """Load tensors of a checkpoint into an empty model; returns the names that it does not have."""
+    options = LoadStateDictConfig(
+        weight_mapping=get_model_conversion_mapping(model),
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model, state_dict=tensors, load_config=options
+    )
+    mismatched = [name for name, *_ in info.mismatched_keys]
+    return sorted({*info.unexpected_keys, *mismatched, *info.conversion_errors})
