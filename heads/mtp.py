@@ -3,7 +3,8 @@
 
 It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
 after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
-replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
+replaces the features that the target has not computed yet (in one family, the output before its
+norm). Layer, norms and RoPE are of the
 target's own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may
 get one.
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
 from draftheads.heads.layers import Angles, Memory, check_embeddings
+from draftheads.heads.mtp_families import Family, family_of
 from draftheads.heads.pretrained import decoder_layers, describe, final_norm
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
@@ -45,12 +47,18 @@ class MtpDesign:
     hidden_size: int
     vocab_size: int
     states_first: bool = False  # joined as [state; embedding], else as [embedding; state]
-    norm_output: bool = True  # a norm follows the layer
+    shares_norm: bool = False
+    """The norm after the layer is the target's final one, and only the lm_head reads its output:
+    the next step reads the layer's own. Else the layer has a norm of its own, for both.
+    """
     bias: bool = False  # of the projection
 
     @classmethod
-    def of(cls, target: Target, origin: LayerOrigin | None = None, **more: bool) -> MtpDesign:
-        """A layer for this target, by default like its last one with attention.
+    def of(
+        cls, target: Target, family: Family | None = None, origin: LayerOrigin | None = None
+    ) -> Self:
+        """A layer for this target, as its family publishes them (None: as DeepSeek's), by default
+        like its last one with attention.
 
         Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
         """
@@ -61,8 +69,16 @@ class MtpDesign:
                 f"{describe(target.model)} has RoPE that changes with the length of the text, "
                 f"which a draft head's cache does not support; {INSTEAD}"
             )
-        origin = origin or LayerOrigin.of(target.model.config)
-        return cls(origin, target.hidden_size, target.vocab_size, **more)
+        if family is None:
+            origin = origin or LayerOrigin.of(target.model.config)
+            return cls(origin, target.hidden_size, target.vocab_size)
+        return cls(
+            origin or LayerOrigin.of(target.model.config, family.sparse),
+            target.hidden_size,
+            target.vocab_size,
+            states_first=family.states_first,
+            shares_norm=family.shares_norm,
+        )
 
     def config(self) -> dict[str, Any]:
         """Keys of config.json."""
@@ -71,6 +87,7 @@ class MtpDesign:
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
             "mtp_hidden_states_first": self.states_first,
+            "mtp_shared_norm": self.shares_norm,
             "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
         }
 
@@ -85,7 +102,7 @@ class MtpDesign:
             width,
             words,
             states_first=bool(config.get("mtp_hidden_states_first")),
-            norm_output="post_norm.weight" in tensors,
+            shares_norm=bool(config.get("mtp_shared_norm")),
             bias="eh_proj.bias" in tensors,
         )
 
@@ -115,7 +132,7 @@ class MtpHead(AutoregressiveHead):
         self.enorm, self.hnorm = parts.norm(), parts.norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=design.bias)
         self.mtp_block = parts.layer().eval()
-        self.post_norm = parts.norm() if design.norm_output else nn.Identity()
+        self.post_norm = parts.norm().requires_grad_(not design.shares_norm)
 
     @classmethod
     def create(
@@ -130,7 +147,7 @@ class MtpHead(AutoregressiveHead):
         Raises ValueError for a target without such a layer, and for one whose layers are quantised
         or not in memory.
         """
-        head = cls(MtpDesign.of(target))
+        head = cls(MtpDesign.of(target, family_of(target.config.model_type)))
         head.train_with(choices or MtpChoices())
         head._copy_layer(target)
         head.check_layer(target)
@@ -177,7 +194,13 @@ class MtpHead(AutoregressiveHead):
             inputs.reverse()
         hidden_BQD = self.eh_proj(torch.cat(inputs, dim=-1)).to(dtype)
         hidden_BQD = run_layer(self.mtp_block, hidden_BQD, self.layer_rope, angles, memories)
-        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(dtype)
+        return hidden_BQD if self.design.shares_norm else self._normed(hidden_BQD)
+
+    def states(self, hidden_BQH: Tensor) -> Tensor:
+        return self._normed(hidden_BQH) if self.design.shares_norm else hidden_BQH
+
+    def _normed(self, hidden_BQD: Tensor) -> Tensor:
+        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)
         return normed_BQD
 
     def config(self) -> dict[str, Any]:

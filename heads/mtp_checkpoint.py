@@ -1,14 +1,14 @@
 """The MTP head that a target's own checkpoint contains, read by name.
 
-transformers does not load these tensors with the model. Where a family keeps them is a list here;
-how it keeps the layer itself (each expert alone, say) is the model's, so transformers converts it.
+transformers does not load these tensors with the model. Where a family keeps them is a list
+(`mtp_families`); how it keeps the layer itself (each expert alone, say) is the model's, so
+transformers converts it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from safetensors import safe_open
@@ -18,7 +18,8 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from draftheads.heads.mtp import MtpDesign, MtpHead
-from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.mtp_families import FAMILIES, Family
+from draftheads.heads.pretrained import decoder_layers, final_norm
 from draftheads.heads.skeleton import _file, tensor_files
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
@@ -27,119 +28,10 @@ from draftheads.heads.tensors import check_finite
 NATIVE = "target"
 """What a recipe's head.from names it."""
 BLOCK = "mtp_block."
-DECODER = r"(?:model\.)?(?:language_model\.)?"
 
 
 class NoLayer(ValueError):
     """A checkpoint without an MTP layer."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where checkpoints keep an MTP layer.
-
-    names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
-    types: of models whose checkpoints engines expect to be written so. count: the key of
-    config.json that counts the layers.
-    """
-
-    names: tuple[tuple[str, str], ...]
-    count: str
-    types: tuple[str, ...] = ()
-    states_first: bool = False
-    follows: bool = False  # numbers continue those of the model's layers
-
-    @property
-    def norms_output(self) -> bool:
-        """Whether a norm follows the layer."""
-        return "post_norm" in dict(self.names)
-
-    def ours(self, name: str, first: int) -> tuple[int, str] | None:
-        """The number of the layer that a tensor belongs to, from 0, and our name for it."""
-        for mine, theirs in self.names:
-            pattern = re.escape(theirs.removeprefix("model.")).replace(r"\{n\}", r"(\d+)")
-            if match := re.match(rf"{DECODER}{pattern}(?=\.)", name):
-                number = int(match[1]) if match.groups() else 0
-                number -= first if self.follows else 0
-                return (number, mine + name[match.end() :]) if number >= 0 else None
-        return None
-
-    def theirs(self, name: str, first: int) -> str:
-        """The name in a checkpoint of one of our tensors."""
-        for mine, theirs in self.names:
-            if name.startswith(f"{mine}."):
-                number = first if self.follows else 0
-                return theirs.replace("{n}", str(number)) + name.removeprefix(mine)
-        raise AssertionError(name)
-
-
-def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names in numbered layers, whose other tensors are the decoder layer's."""
-    inner = [(mine, f"{layers}.{{n}}.{theirs}") for mine, theirs in names]
-    return (*inner, ("mtp_block", f"{layers}.{{n}}"))
-
-
-NEXTN = "num_nextn_predict_layers"
-QWEN = (
-    ("eh_proj", "mtp.fc"),
-    ("enorm", "mtp.pre_fc_norm_embedding"),
-    ("hnorm", "mtp.pre_fc_norm_hidden"),
-    ("post_norm", "mtp.norm"),
-    ("mtp_block", "mtp.layers.{n}"),
-)
-FAMILIES = [
-    # transformers' MtpModel
-    Family(
-        tuple(
-            (name, f"mtp.layers.{{n}}.{name}")
-            for name in ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block")
-        ),
-        "num_mtp_layers",
-    ),
-    # Qwen3-Next, EXAONE, Mellum
-    Family(QWEN, NEXTN, ("qwen3_next",)),
-    # Qwen3.5
-    Family(QWEN, "mtp_num_hidden_layers", ("qwen3_5_text", "qwen3_5_moe_text")),
-    # DeepSeek, GLM, Step
-    Family(
-        _in_layers(
-            "model.layers",
-            ("enorm", "enorm"),
-            ("hnorm", "hnorm"),
-            ("eh_proj", "eh_proj"),
-            ("post_norm", "shared_head.norm"),
-            ("lm_head", "shared_head.head"),
-            ("embed_tokens", "embed_tokens"),
-        ),
-        NEXTN,
-        ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
-        follows=True,
-    ),
-    # MiMo
-    Family(
-        _in_layers(
-            "model.mtp_layers",
-            ("enorm", "token_layernorm"),
-            ("hnorm", "hidden_layernorm"),
-            ("eh_proj", "input_proj"),
-            ("post_norm", "final_layernorm"),
-        ),
-        NEXTN,
-        ("mimo",),
-        states_first=True,
-    ),
-    # Ernie 4.5, without a final norm
-    Family(
-        (
-            ("enorm", "model.mtp_emb_norm.{n}"),
-            ("hnorm", "model.mtp_hidden_norm.{n}"),
-            ("eh_proj", "model.mtp_linear_proj.{n}"),
-            ("mtp_block", "model.mtp_block.{n}"),
-        ),
-        NEXTN,
-        ("ernie4_5_moe",),
-    ),
-]
 
 
 def native_head(target: Target) -> MtpHead:
@@ -153,6 +45,9 @@ def native_head(target: Target) -> MtpHead:
     tensors = _read(target, files, places)
     check_finite(str(target.name), tensors.items())
     _check_shared(target, tensors)
+    if family.shares_norm:
+        norm = final_norm(target.model).state_dict()
+        tensors |= {f"post_norm.{name}": tensor.cpu() for name, tensor in norm.items()}
     head = _empty(target, family, tensors)
     head.load_state_dict(_converted(target, head, tensors))
     head.to(target.device, target.dtype).eval()
@@ -238,16 +133,9 @@ def _check_shared(target: Target, tensors: dict[str, Tensor]) -> None:
 def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
     names = set(names)
     sparse = any(name.startswith(BLOCK) and ".experts." in name for name in names)
-    design = MtpDesign.of(target, LayerOrigin.of(target.model.config, sparse))
-    states_first = getattr(target.config, "mtp_hidden_states_first", family.states_first)
-    return MtpHead(
-        replace(
-            design,
-            states_first=states_first,
-            norm_output="post_norm.weight" in names,
-            bias="eh_proj.bias" in names,
-        )
-    )
+    design = MtpDesign.of(target, family, LayerOrigin.of(target.model.config, sparse))
+    states_first = getattr(target.config, "mtp_hidden_states_first", design.states_first)
+    return MtpHead(replace(design, states_first=states_first, bias="eh_proj.bias" in names))
 
 
 def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,8 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftheads.heads.files import CONFIG, read_json, staged, write_text
 from draftheads.heads.mtp import MtpHead
-from draftheads.heads.mtp_checkpoint import BLOCK, FAMILIES, Family, NoLayer, places_of, shape_in
-from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.mtp_checkpoint import BLOCK, NoLayer, places_of, shape_in
+from draftheads.heads.mtp_families import FAMILIES, Family, family_of
+from draftheads.heads.pretrained import decoder_layers, final_norm
 from draftheads.heads.skeleton import tensor_files
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import empty_model, text_config
@@ -46,6 +48,8 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
     family, places = _family(files, target)
     stored = _stored(head)
     _check(head, target, family, places, stored)
+    if family.shares_norm:
+        _check_norm(target, stored.pop("post_norm.weight"))
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         theirs = places.get(name) or family.theirs(name, target.layers)
@@ -82,7 +86,7 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
         return places_of(files, target)
     except NoLayer as error:
         kind = target.config.model_type
-        family = next((family for family in FAMILIES if kind in family.types), None)
+        family = family_of(kind)
         if family is None:
             kinds = sorted(kind for family in FAMILIES for kind in family.types)
             raise ValueError(
@@ -121,12 +125,11 @@ def _check(
     replaces all but the copies of the target's own.
     """
     wanted = shape_in(target, family, places or head.state_dict())
-    norms_output = wanted.design.norm_output if places else family.norms_output
     faults = []
     for what, expected, got in (
         ("model type", _model_type(wanted), _model_type(head)),
         ("state before embedding", wanted.design.states_first, head.design.states_first),
-        ("norm of the output", norms_output, head.design.norm_output),
+        ("the model's norm after the layer", family.shares_norm, head.design.shares_norm),
     ):
         if expected != got:
             faults.append(f"{what}: {got}, not {expected}")
@@ -140,6 +143,16 @@ def _check(
         raise ValueError(
             f"target {target.name}: expected a head like the MTP layer of its family, got one with "
             f"{'; '.join(faults[:3])}; train one with head.from=target"
+        )
+
+
+def _check_norm(target: Target, weight_D: Tensor) -> None:
+    """Raise ValueError unless the norm after the layer is the target's."""
+    own_D = final_norm(target.model).state_dict()["weight"]
+    if not torch.equal(weight_D.to(own_D), own_D):
+        raise ValueError(
+            f"target {target.name}: expected a head with this target's final norm, got one with "
+            "another one; pass the target that it was trained on, or train one with head.from=target"
         )
 
 

@@ -157,6 +157,9 @@ def test_loss_and_gradients_are_those_of_a_plain_restatement(family, labels):
     expected.backward()
     assert torch.allclose(loss.double(), expected, rtol=1e-6)
     for (name, mine), theirs in zip(head.named_parameters(), plain.parameters(), strict=True):
+        if not mine.requires_grad:
+            assert name == "post_norm.weight" and head.design.shares_norm
+            continue
         if theirs.grad is None:  # of an expert that no token chose
             assert mine.grad is None or not mine.grad.any(), name
             continue
@@ -181,7 +184,10 @@ def plain_loss(head, batch, features_BTD, target):
                 if not here:
                     break
                 out_TD = plain_step(head, target, tokens_T[1 : root + k + 1], states)
-                logits_V = out_TD[-1] @ weight_VD.T
+                state_D = out_TD[-1]
+                if head.design.shares_norm:
+                    state_D = target.model.model.norm(state_D)
+                logits_V = state_D @ weight_VD.T
                 labels = tokens_T[root + k + 1]
                 if head.has_soft_labels:
                     labels = (features_TD[root + k + 1] @ weight_VD.T).softmax(0)
@@ -205,7 +211,7 @@ def plain_step(head, target, tokens_T, states_TD):
         position_ids=positions_1T,
         position_embeddings=head.layer_rope.embedding(hidden_1TD, positions_1T),
     )
-    return head.post_norm(out)[0]
+    return out[0] if head.design.shares_norm else head.post_norm(out)[0]
 
 
 def test_any_target_may_get_one_and_it_begins_as_its_last_layer():
@@ -311,7 +317,8 @@ def moved(head):
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return other
 
 
@@ -357,6 +364,7 @@ def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path):
         with pytest.raises(ValueError, match="expected a target whose MTP layer engines know"):
             write_target(native, bare, tmp_path / "out")
         return
+    write_target(make_head(MtpHead, bare), bare, tmp_path / "new")
     write_target(native, bare, tmp_path / "out", link=True)
     whole = load_mtp_target(tmp_path / "out")
     assert_same(native_head(whole).state_dict(), native.state_dict())
@@ -372,7 +380,7 @@ def test_what_cannot_be_put_back(family, tmp_path):
     target, native, _ = family
     design = native.design
     for other in (
-        replace(design, norm_output=not design.norm_output),
+        replace(design, shares_norm=not design.shares_norm),
         replace(design, states_first=not design.states_first),
         MtpDesign.of(tiny_target("phi3")),
     ):
@@ -406,6 +414,16 @@ def test_what_a_layer_has_beyond_the_head_is_refused(tmp_path):
     scaled = changed(tmp_path / "scaled", lambda tensors: {**tensors, scale: torch.ones(1)})
     with pytest.raises(ValueError, match="eh_proj.weight_scale_inv: in the checkpoint alone"):
         write_target(head, scaled, tmp_path / "out")
+
+
+def test_the_norm_of_another_target_is_refused(tmp_path):
+    write_mtp_target(tmp_path / "target", "ernie-4.5")
+    target = load_mtp_target(tmp_path / "target")
+    head = native_head(target)
+    with torch.no_grad():
+        target.model.model.norm.weight.add_(1)
+    with pytest.raises(ValueError, match="expected a head with this target's final norm"):
+        write_target(head, target, tmp_path / "out")
 
 
 def test_a_quantised_target_is_not_written(family, tmp_path):

@@ -126,8 +126,9 @@ def write_mtp_target(folder: Path, name: str, **more: Any) -> dict[str, torch.Te
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     layer = decoder_layers(model)[number].state_dict()
     own = ("enorm.weight", "hnorm.weight", "post_norm.weight", "eh_proj.weight")
-    has_norm = any("post_norm" in pattern for pattern in names)
-    truth = {name: tensors[name] for name in own if has_norm or name != "post_norm.weight"}
+    if not any("post_norm" in pattern for pattern in names):
+        tensors["post_norm.weight"] = stored["model.norm.weight"]
+    truth = {name: tensors[name] for name in own}
     return truth | {f"mtp_block.{name}": tensor for name, tensor in layer.items()}
 
 
@@ -145,8 +146,10 @@ def reference(target: Target, head: MtpHead) -> MtpModel:
         types = getattr(text, "layer_types", None)
         text.mtp_layer_types = types and types[-1:]
     text.mtp_hidden_states_first = head.design.states_first
-    if not head.design.norm_output:
+    tensors = head.state_dict()
+    if head.design.shares_norm:  # it norms nothing after the layer, nor before the lm_head
         text.chain_hidden_post_norm = False
+        del tensors["post_norm.weight"]
     model = MtpModel(target.model, 1).to(target.dtype).eval()
-    model.layers[0].load_state_dict(head.state_dict())
+    model.layers[0].load_state_dict(tensors)
     return model

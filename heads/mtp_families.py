@@ -1,0 +1,124 @@
+"""Where and how model families publish their multi-token prediction layers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+DECODER = r"(?:model\.)?(?:language_model\.)?"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where checkpoints keep an MTP layer.
+
+    names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
+    types: of models whose checkpoints engines expect to be written so. count: the key of
+    config.json that counts the layers. sparse: whether a new layer has experts (None: as the last
+    of the model's).
+    """
+
+    names: tuple[tuple[str, str], ...]
+    count: str
+    types: tuple[str, ...] = ()
+    states_first: bool = False
+    sparse: bool | None = None
+    follows: bool = False  # numbers continue those of the model's layers
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether the model's final norm follows the layer, on the way to the lm_head alone."""
+        return "post_norm" not in dict(self.names)
+
+    def ours(self, name: str, first: int) -> tuple[int, str] | None:
+        """The number of the layer that a tensor belongs to, from 0, and our name for it."""
+        for mine, theirs in self.names:
+            pattern = re.escape(theirs.removeprefix("model.")).replace(r"\{n\}", r"(\d+)")
+            if match := re.match(rf"{DECODER}{pattern}(?=\.)", name):
+                number = int(match[1]) if match.groups() else 0
+                number -= first if self.follows else 0
+                return (number, mine + name[match.end() :]) if number >= 0 else None
+        return None
+
+    def theirs(self, name: str, first: int) -> str:
+        """The name in a checkpoint of one of our tensors."""
+        for mine, theirs in self.names:
+            if name.startswith(f"{mine}."):
+                number = first if self.follows else 0
+                return theirs.replace("{n}", str(number)) + name.removeprefix(mine)
+        raise AssertionError(name)
+
+
+def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    """Names in numbered layers, whose other tensors are the decoder layer's."""
+    inner = [(mine, f"{layers}.{{n}}.{theirs}") for mine, theirs in names]
+    return (*inner, ("mtp_block", f"{layers}.{{n}}"))
+
+
+NEXTN = "num_nextn_predict_layers"
+QWEN = (
+    ("eh_proj", "mtp.fc"),
+    ("enorm", "mtp.pre_fc_norm_embedding"),
+    ("hnorm", "mtp.pre_fc_norm_hidden"),
+    ("post_norm", "mtp.norm"),
+    ("mtp_block", "mtp.layers.{n}"),
+)
+FAMILIES = [
+    # transformers' MtpModel
+    Family(
+        tuple(
+            (name, f"mtp.layers.{{n}}.{name}")
+            for name in ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block")
+        ),
+        "num_mtp_layers",
+    ),
+    # Qwen3-Next, EXAONE, Mellum
+    Family(QWEN, NEXTN, ("qwen3_next",)),
+    # Qwen3.5
+    Family(QWEN, "mtp_num_hidden_layers", ("qwen3_5_text", "qwen3_5_moe_text")),
+    # DeepSeek, GLM, Step
+    Family(
+        _in_layers(
+            "model.layers",
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("eh_proj", "eh_proj"),
+            ("post_norm", "shared_head.norm"),
+            ("lm_head", "shared_head.head"),
+            ("embed_tokens", "embed_tokens"),
+        ),
+        NEXTN,
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        follows=True,
+    ),
+    # MiMo
+    Family(
+        _in_layers(
+            "model.mtp_layers",
+            ("enorm", "token_layernorm"),
+            ("hnorm", "hidden_layernorm"),
+            ("eh_proj", "input_proj"),
+            ("post_norm", "final_layernorm"),
+        ),
+        NEXTN,
+        ("mimo",),
+        states_first=True,
+    ),
+    # Ernie 4.5 (ErnieModel.forward in PaddlePaddle/ERNIE; FastDeploy)
+    Family(
+        (
+            ("enorm", "model.mtp_emb_norm.{n}"),
+            ("hnorm", "model.mtp_hidden_norm.{n}"),
+            ("eh_proj", "model.mtp_linear_proj.{n}"),
+            ("mtp_block", "model.mtp_block.{n}"),
+        ),
+        NEXTN,
+        ("ernie4_5_moe",),
+        sparse=False,
+    ),
+]
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family of models of this type, if engines expect one of it."""
+    return next((family for family in FAMILIES if model_type in family.types), None)
