@@ -29,7 +29,7 @@ from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics, Step
-from draftheads.scripts.convert import converted
+from draftheads.scripts.convert import converted, with_mtp
 from draftheads.scripts.openings import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 
@@ -150,7 +150,11 @@ def theirs(engine: str, place: str, job: Job) -> Outcome:
     python = place if engine in OWN_PYTHON else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder) / "job.json", Path(folder) / "out.json"
-        if job.method in CONVERTED.get(engine, ()):
+        if job.head and job.method == "mtp":  # engines read it as a part of its target
+            target = Target.load(job.target, dtype="float32")
+            whole = str(with_mtp(job.head, Path(folder) / "target", target))
+            job = replace(job, target=whole, head=whole)
+        elif job.method in CONVERTED.get(engine, ()):
             target = Target.load(job.target, dtype="float32")
             job = replace(job, head=str(converted(job.head, Path(folder) / "head", engine, target)))
         elif job.head and Path(job.head).is_dir():  # engines know no run folders
@@ -206,7 +210,7 @@ def method(folder: str) -> str:
     if isinstance(head, BlockHead):
         is_dspark = head.design.sample_from_anchor or head.design.conditioning
         return "dspark" if is_dspark else "dflash"
-    if head.kind not in ("eagle", "eagle3", "medusa"):
+    if head.kind not in ("eagle", "eagle3", "medusa", "mtp"):
         raise ValueError(f"{folder}: no engine runs {head.kind} heads; give one of another kind")
     return head.kind
 

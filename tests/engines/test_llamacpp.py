@@ -71,6 +71,22 @@ def test_the_demo_agrees_to_the_last_draft(demo_target, trained, name):
     agrees(job_of(demo_target, RECIPES / "demo-prompts.jsonl", head, drafts), demo_target)
 
 
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_multi_token_prediction_in_its_targets_file(relative, trained, drafts):
+    """Its layer reads one pair more than ours: a request's first token, with zeros or the last
+    state of the request before.
+    """
+    target = relative("glm4_moe")
+    head = trained("mtp", *SHORT, target=target)
+    job = job_of(target, RECIPES / "demo-prompts.jsonl", head, drafts)
+    found = row("llamacpp", PLACE, job, target)
+    print(f"\n{markdown([found])}")
+    assert found["equal text"] == found["equal text without head"] == len(job.prompts)
+    mine, their = found["accepted"]
+    assert found["drafts"][1] == pytest.approx(found["drafts"][0], rel=0.02)
+    assert their == pytest.approx(mine, rel=0.05, abs=2) and mine[0] > 0
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_requests_decoded_together_get_drafts_of_their_own(demo_target, trained, kind):
     """With -np 4. Without --no-spec-draft-backend-sampling, EAGLE-3 heads had 138, 85, 56 accepted

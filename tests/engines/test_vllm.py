@@ -8,14 +8,16 @@ makes one. Its CPU build has no DSpark (Model Runner V2 needs Triton) and no tre
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from real_engines import place_of
 from safetensors.torch import load_file, save_file
 
 from draftheads.heads.formats.hub import open_head
+from draftheads.heads.mtp import MtpHead
 from draftheads.heads.target import Target
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.convert import converted
@@ -129,6 +131,34 @@ def qwen3(relative) -> Qwen3:
 
 def architecture(folder: Path) -> str:
     return json.loads((folder / "config.json").read_text())["architectures"][0]
+
+
+def as_vllm_runs_glm(monkeypatch) -> None:
+    """vLLM leaves out the embedding of a text's first pair, and feeds GLM's layer its own output
+    before the norm (models/glm4_moe_mtp.py).
+    """
+    advance = MtpHead.advance
+
+    def masked(self, embedded_BQD, hidden_BQD, angles, memories):
+        self.design = replace(self.design, shares_norm=True)
+        embedded_BQD = torch.where(angles[0][:, 0] == 0, 0, embedded_BQD)
+        return advance(self, embedded_BQD, hidden_BQD, angles, memories)
+
+    monkeypatch.setattr(MtpHead, "advance", masked)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_multi_token_prediction_in_its_targets_folder(count, relative, trained, monkeypatch):
+    target = relative("glm4_moe")
+    folder = trained("mtp", *FEW, target=target) / "best"
+    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, PROMPTS)
+    plain = Job(target.name, prompts)
+    job = replace(plain, head=str(folder), method="mtp", draft_tokens=count)
+    answers = ours(plain, target).answers
+    usual = ours(job, target)
+    print(f"\nours: {usual.drafts} drafts, accepted {usual.accepted}")
+    as_vllm_runs_glm(monkeypatch)
+    check(job, job, target, answers)
 
 
 @pytest.mark.parametrize("name", ["usual", "full", "layers", "norms"])

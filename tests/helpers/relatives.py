@@ -1,5 +1,6 @@
 """The demo target's weights as models of other architectures, which need no training: where their
-layers are Llama's but for biases, or for norms of queries and keys, their text is much like its.
+layers are Llama's but for biases, or for norms of queries and keys, their text is much like its. A
+GLM-4 MoE's text is the same: its last layer has experts that add nothing.
 
 Legend: N attention heads, H width of one, X = N H.
 """
@@ -18,17 +19,29 @@ SEED = 0
 PROBE = "What does os.path.join do, and which arguments has it?"
 OF_LLAMA = ("architectures", "attention_bias", "mlp_bias", "model_type", "pretraining_tp")
 """Keys of a Llama's config that others do not have, or mean otherwise."""
+SPARSE = "glm4_moe"
+EXPERTS = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1}
+OWN = ("bias", "_norm.weight", ".mlp.gate.weight", ".experts.gate_up_proj", ".experts.down_proj")
+"""Weights that a Llama lacks."""
 
 
 def write_relative(original: Target, model_type: str, folder: Path) -> Path:
     """Save the model, with the original's tokenizer. Raises ValueError where its weights are
-    neither the original's, nor biases, nor norms of queries and keys.
+    neither the original's, nor biases, nor norms of queries and keys, nor experts.
     """
     config = original.model.config.to_dict()
     shared = {key: value for key, value in config.items() if key not in OF_LLAMA}
+    weights = original.model.state_dict()
+    if model_type == SPARSE:
+        last = config["num_hidden_layers"] - 1
+        shared |= {**EXPERTS, "first_k_dense_replace": last, "tie_word_embeddings": False}
+        shared["moe_intermediate_size"] = config["intermediate_size"]
+        shared["rope_parameters"]["partial_rotary_factor"] = 1.0
+        dense = f"layers.{last}.mlp."
+        weights = {name.replace(dense, f"{dense}shared_experts."): x for name, x in weights.items()}
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**shared)).float().eval()
-    loaded = model.load_state_dict(original.model.state_dict(), strict=False)
-    own = [name for name in loaded.missing_keys if not name.endswith((".bias", "_norm.weight"))]
+    loaded = model.load_state_dict(weights, strict=False)
+    own = [name for name in loaded.missing_keys if not name.endswith(OWN)]
     if own or loaded.unexpected_keys:
         raise ValueError(f"{model_type} has other weights than Llama: {own[:3]}")
     _fill_own(model, original)
@@ -40,7 +53,9 @@ def write_relative(original: Target, model_type: str, folder: Path) -> Path:
 
 @torch.no_grad()
 def _fill_own(model: PreTrainedModel, original: Target) -> None:
-    """Small biases; norms of queries and keys that leave them as large as they are, on average."""
+    """Small biases; norms of queries and keys that leave them as large as they are, on average;
+    experts that give 0.
+    """
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.tensor([original.tokenizer.encode(PROBE)])
     states = original.model(ids, output_hidden_states=True).hidden_states
@@ -56,6 +71,10 @@ def _fill_own(model: PreTrainedModel, original: Target) -> None:
                 vectors_BTX = getattr(source.self_attn, f"{name}_proj")(normed_BTD)
                 norm.weight.normal_(1, 0.1, generator=generator)
                 norm.weight.mul_(_size_of_heads(vectors_BTX, len(norm.weight)))
+        if hasattr(layer.mlp, "experts"):
+            for weight in (layer.mlp.gate.weight, layer.mlp.experts.gate_up_proj):
+                weight.normal_(std=0.02, generator=generator)
+            layer.mlp.experts.down_proj.zero_()
 
 
 def _size_of_heads(vectors_BTX: Tensor, width: int) -> Tensor:

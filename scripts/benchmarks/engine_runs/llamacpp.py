@@ -117,8 +117,9 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     options += server_options(job["method"], end_tokens(job["target"]))
     options += ["-t", os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count())]
     if job["head"]:
-        options += ["-md", head_gguf(job["head"], target, folder), *EXACT_DRAFTS]
-        options += ["--spec-type", f"draft-{job['method']}"]
+        if job["method"] != "mtp":  # which is in the target's file
+            options += ["-md", head_gguf(job["head"], target, folder)]
+        options += [*EXACT_DRAFTS, "--spec-type", f"draft-{job['method']}"]
         options += ["--spec-draft-n-max", str(job["draft_tokens"])]
     asked = {"n_predict": job["new_tokens"], "temperature": 0, "return_tokens": True}
     with served(options) as url, ThreadPoolExecutor(slots) as requests:

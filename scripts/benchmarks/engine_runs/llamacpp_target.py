@@ -3,7 +3,7 @@
     DRAFTHEADS_LLAMACPP=FOLDER python llamacpp_target.py TARGET --outtype f32 --outfile TARGET.gguf
 
 llama.cpp knows tokenizers by a hash of how they encode one text, and so none that was trained for
-one model alone, as the demo's.
+one model alone, as the demo's; and it expects every GLM to have GLM's own.
 """
 
 from __future__ import annotations
@@ -34,5 +34,7 @@ def splitting(self: Any, tokenizer: Any) -> str:
 
 
 TextModel.get_vocab_base_pre = splitting
+if "[gMASK]" not in (Path(sys.argv[1]) / "tokenizer.json").read_text():
+    TextModel._set_vocab_glm = TextModel._set_vocab_gpt2
 sys.argv[0] = str(ROOT / "llama.cpp" / "convert_hf_to_gguf.py")
 runpy.run_path(sys.argv[0], run_name="__main__")
