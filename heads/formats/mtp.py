@@ -141,7 +141,7 @@ def _check(
     faults += [f"{name}: in the checkpoint alone" for name in sorted(old - stored.keys())]
     if faults:
         raise ValueError(
-            f"target {target.name}: expected a head like the MTP layer of its family, got one with "
+            f"target {target.name}: expected a head like the MTP layer of its family, got "
             f"{'; '.join(faults[:3])}; train one with head.from=target"
         )
 
@@ -151,8 +151,8 @@ def _check_norm(target: Target, weight_D: Tensor) -> None:
     own_D = final_norm(target.model).state_dict()["weight"]
     if not torch.equal(weight_D.to(own_D), own_D):
         raise ValueError(
-            f"target {target.name}: expected a head with this target's final norm, got one with "
-            "another one; pass the target that it was trained on, or train one with head.from=target"
+            f"target {target.name}: expected a head with this target's final norm, got "
+            "another; pass the target that it was trained on, or train one with head.from=target"
         )
 
 
