@@ -26,12 +26,12 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 64_900, "infer": 14_600, "train": 28_900}
+CORE = {"heads": 65_100, "infer": 14_600, "train": 28_900}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
-    "heads.formats": 16_400,
+    "heads.formats": 16_450,
     "infer.drafters": 7_000,
     "infer.measure": 13_900,
     "infer.chat": 7_400,
