@@ -20,6 +20,7 @@ from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import MERGED, Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.kinds import HEADS
+from draftheads.heads.mtp_families import family_of
 from draftheads.heads.tables import flat, markdown_table
 from draftheads.heads.tree import DynamicTree
 from draftheads.recipes import packaged
@@ -93,6 +94,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         window=config.get("sliding_window"),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
+        in_target=_is_in_target(config),
         outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
         shape=_two_columns(shape),
@@ -149,6 +151,12 @@ def _method(config: dict[str, Any]) -> str:
     if kind != "block":
         return kind
     return "dflash" if "dflash_config" in config else "dspark"
+
+
+def _is_in_target(config: dict[str, Any]) -> bool:
+    """Whether engines load the head from its target's folder, after `convert --to mtp`."""
+    layer = config.get("mtp_layer")
+    return layer is not None and family_of(layer["config"]["model_type"]) is not None
 
 
 def _two_columns(values: dict[str, Any]) -> str:

@@ -140,6 +140,16 @@ def test_a_folder_needs_no_target_to_be_read(family, tmp_path):
     assert_same(loaded.state_dict(), head.state_dict())
 
 
+def test_a_card_says_which_engines_load_it_in_its_target(family, tmp_path):
+    target, head, _ = family
+    save_head(head, tmp_path / "head", target=target)
+    card = (tmp_path / "head" / "README.md").read_text()
+    is_listed = target.config.model_type not in ("qwen2", "qwen3")
+    for words in ("--to mtp --target", '{"method": "mtp"', "--spec-type draft-mtp", "NEXTN"):
+        assert (words in card) == is_listed, words
+    assert ("No serving engine supports" in card) != is_listed
+
+
 @pytest.mark.parametrize("labels", ["hard", "soft"])
 def test_loss_and_gradients_are_those_of_a_plain_restatement(family, labels):
     """In float64, document by document and root by root: transformers' own layer code with its own
