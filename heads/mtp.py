@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
 from draftheads.heads.layers import Angles, Memory, check_embeddings
-from draftheads.heads.mtp_families import Family, family_of
+from draftheads.heads.mtp_families import FAMILIES, Family, family_of
 from draftheads.heads.pretrained import decoder_layers, describe, final_norm
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
@@ -57,7 +57,7 @@ class MtpDesign:
     def of(
         cls, target: Target, family: Family | None = None, origin: LayerOrigin | None = None
     ) -> Self:
-        """A layer for this target, as its family publishes them (None: as DeepSeek's), by default
+        """A layer for this target, as its family publishes them (None: as transformers), by default
         like its last one with attention.
 
         Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
@@ -69,9 +69,7 @@ class MtpDesign:
                 f"{describe(target.model)} has RoPE that changes with the length of the text, "
                 f"which a draft head's cache does not support; {INSTEAD}"
             )
-        if family is None:
-            origin = origin or LayerOrigin.of(target.model.config)
-            return cls(origin, target.hidden_size, target.vocab_size)
+        family = family or FAMILIES[0]
         return cls(
             origin or LayerOrigin.of(target.model.config, family.sparse),
             target.hidden_size,
@@ -108,7 +106,7 @@ class MtpDesign:
 
 
 class MtpHead(AutoregressiveHead):
-    """One more layer of the target, unrolled: it reads its own normed output.
+    """One more layer of the target, unrolled: it reads its own output.
 
     Its tensors have the names of transformers' `MtpLayer`.
     """

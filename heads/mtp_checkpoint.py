@@ -19,8 +19,9 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from draftheads.heads.mtp import MtpDesign, MtpHead
 from draftheads.heads.mtp_families import FAMILIES, Family
+from draftheads.heads.placement import reading
 from draftheads.heads.pretrained import decoder_layers, final_norm
-from draftheads.heads.skeleton import _file, tensor_files
+from draftheads.heads.skeleton import stored_file, tensor_files
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
 from draftheads.heads.tensors import check_finite
@@ -90,18 +91,19 @@ def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, s
 
 
 def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+    path, tensors = str(target.name), dict[str, Tensor]()
     by_file: dict[str, list[str]] = {}
     for name, theirs in places.items():
         by_file.setdefault(files[theirs], []).append(name)
     for file, names in by_file.items():
-        place = _file(str(target.name), file, target.revision)
+        with reading(path, target.revision):
+            place = stored_file(path, file, target.revision)
         if place is None:
             raise ValueError(
-                f"target {target.name}: expected {file}, which has its MTP layer, found none; "
+                f"target {path}: expected {file}, which has its MTP layer, found none; "
                 "download it again"
             )
-        with safe_open(place, framework="pt") as stored:
+        with reading(path, target.revision), safe_open(place, framework="pt") as stored:
             for name in names:
                 tensors[name] = stored.get_tensor(places[name])
     for name, tensor in tensors.items():
@@ -142,18 +144,9 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
     """The tensors as the head has them. Raises ValueError for missing, unexpected and misshapen
     ones.
     """
-    origin = head.design.origin
-    model = empty_model(text_config(origin.config))
-    layer = decoder_layers(model)[origin.number]
-    prefix = next(name for name, module in model.named_modules() if module is layer)
-    inner = {
-        f"{prefix}.{name.removeprefix(BLOCK)}": tensor
-        for name, tensor in tensors.items()
-        if name.startswith(BLOCK)
-    }
+    model, prefix, inner, result = in_model(head, tensors)
     unexpected = _convert(model, inner)
-    result = {name: x for name, x in tensors.items() if not name.startswith(BLOCK)}
-    block = layer.state_dict()
+    block = model.get_submodule(prefix).state_dict()
     result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
     wanted = head.state_dict()
     faults = [f"{name} is missing" for name in sorted(wanted.keys() - result.keys())]
@@ -169,6 +162,25 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
             f"{'; '.join(faults[:3])}; download it again, or leave head.from out"
         )
     return result
+
+
+def in_model(
+    head: MtpHead, tensors: dict[str, Tensor]
+) -> tuple[PreTrainedModel, str, dict[str, Tensor], dict[str, Tensor]]:
+    """An empty model that has the head's layer, the layer's name there, its tensors by the names
+    that they have there, and the others. transformers converts the tensors of a whole model.
+    """
+    origin = head.design.origin
+    model = empty_model(text_config(origin.config))
+    layer = decoder_layers(model)[origin.number]
+    prefix = next(name for name, module in model.named_modules() if module is layer)
+    inner, others = {}, {}
+    for name, tensor in tensors.items():
+        if name.startswith(BLOCK):
+            inner[f"{prefix}.{name.removeprefix(BLOCK)}"] = tensor
+        else:
+            others[name] = tensor
+    return model, prefix, inner, others
 
 
 def _convert(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:

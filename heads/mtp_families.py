@@ -104,7 +104,7 @@ FAMILIES = [
         ("mimo",),
         states_first=True,
     ),
-    # Ernie 4.5 (ErnieModel.forward in PaddlePaddle/ERNIE; FastDeploy)
+    # Ernie 4.5 (Ernie4_5_Model.forward of PaddlePaddle's code)
     Family(
         (
             ("enorm", "model.mtp_emb_norm.{n}"),

@@ -76,7 +76,7 @@ def read_tensors(
     for name, like in wanted.items():
         theirs = checkpoint_name(name, files, path)
         with reading(path, revision):
-            place = _file(path, files[theirs], revision)
+            place = stored_file(path, files[theirs], revision)
             assert place is not None
             with safe_open(place, framework="pt") as file:
                 tensor = file.get_tensor(theirs)
@@ -98,9 +98,9 @@ def read_tensors(
 def tensor_files(path: str, revision: str | None) -> dict[str, str]:
     """Which file of a checkpoint has which tensor. Raises ValueError where none is safetensors."""
     with reading(path, revision):
-        if index := _file(path, SAFE_WEIGHTS_INDEX_NAME, revision):
+        if index := stored_file(path, SAFE_WEIGHTS_INDEX_NAME, revision):
             return dict(json.loads(Path(index).read_bytes())["weight_map"])
-        if single := _file(path, SAFE_WEIGHTS_NAME, revision):
+        if single := stored_file(path, SAFE_WEIGHTS_NAME, revision):
             with safe_open(single, framework="pt") as file:
                 return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
     raise ValueError(
@@ -108,7 +108,10 @@ def tensor_files(path: str, revision: str | None) -> dict[str, str]:
     )
 
 
-def _file(path: str, name: str, revision: str | None) -> str | None:
+def stored_file(path: str, name: str, revision: str | None) -> str | None:
+    """Where a checkpoint's file lies on this machine, after a download if need be; None without
+    such a file.
+    """
     place, options = location(path)
     found: str | None = cached_file(
         place,

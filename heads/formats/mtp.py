@@ -18,12 +18,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftheads.heads.files import CONFIG, read_json, staged, write_text
 from draftheads.heads.mtp import MtpHead
-from draftheads.heads.mtp_checkpoint import BLOCK, NoLayer, places_of, shape_in
+from draftheads.heads.mtp_checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
 from draftheads.heads.mtp_families import FAMILIES, Family, family_of
-from draftheads.heads.pretrained import decoder_layers, final_norm
+from draftheads.heads.pretrained import final_norm
 from draftheads.heads.skeleton import tensor_files
 from draftheads.heads.target import Target
-from draftheads.heads.target_layer import empty_model, text_config
 
 NEW = "model-mtp.safetensors"
 """The file of a layer that the checkpoint did not have."""
@@ -99,19 +98,9 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
 
 def _stored(head: MtpHead) -> dict[str, Tensor]:
     """The head's tensors as checkpoints keep them, each expert alone, say."""
-    origin = head.design.origin
-    model = empty_model(text_config(origin.config))
-    layer = decoder_layers(model)[origin.number]
-    prefix = next(name for name, module in model.named_modules() if module is layer)
-    tensors = head.state_dict()
-    inner = {
-        f"{prefix}.{name.removeprefix(BLOCK)}": tensor
-        for name, tensor in tensors.items()
-        if name.startswith(BLOCK)
-    }
+    model, prefix, inner, others = in_model(head, head.state_dict())
     block = revert_weight_conversion(model, inner)
-    outer = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
-    return outer | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
+    return others | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
 
 
 def _check(

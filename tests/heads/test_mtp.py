@@ -309,6 +309,23 @@ def test_what_a_checkpoint_lacks_is_said_in_one_line(fault, tmp_path):
     assert reason in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+def test_a_cut_file_is_said_in_one_line(tmp_path):
+    target = changed(tmp_path, lambda tensors: tensors)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    layer = {name: tensors.pop(name) for name in list(tensors) if "layers.3." in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    other = tmp_path / "mtp.safetensors"
+    save_file(layer, other)
+    places = dict.fromkeys(tensors, file.name) | dict.fromkeys(layer, other.name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    native_head(target)
+    other.write_bytes(other.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"target {tmp_path}: ") as refusal:
+        native_head(target)
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_damaged_config_is_refused_in_one_line(tmp_path):
     target = tiny_target()
     save_head(make_head(MtpHead, target), tmp_path / "head", target=target)

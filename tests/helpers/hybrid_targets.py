@@ -8,7 +8,7 @@ import torch
 from tiny_targets import CONTEXT, VOCABULARY, scaled_up
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-_COMMON: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -45,18 +45,18 @@ _MAMBA = {
 _CONV = ["conv", "conv", "full_attention", "conv"]
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3.5": ("qwen3_5_text", {**_COMMON, **_DELTA}),
-    "qwen3.5-moe": ("qwen3_5_moe_text", {**_COMMON, **_DELTA, **_EXPERTS}),
-    "qwen3-next": ("qwen3_next", {**_COMMON, **_DELTA, **_EXPERTS}),
+    "qwen3.5": ("qwen3_5_text", {**TINY, **_DELTA}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {**TINY, **_DELTA, **_EXPERTS}),
+    "qwen3-next": ("qwen3_next", {**TINY, **_DELTA, **_EXPERTS}),
     "olmo-hybrid": (
         "olmo_hybrid",
-        {**_COMMON, **_DELTA, "linear_num_key_heads": 4, "num_key_value_heads": 4},
+        {**TINY, **_DELTA, "linear_num_key_heads": 4, "num_key_value_heads": 4},
     ),
-    "lfm2": ("lfm2", {**_COMMON, "layer_types": _CONV, "block_multiple_of": 8}),
+    "lfm2": ("lfm2", {**TINY, "layer_types": _CONV, "block_multiple_of": 8}),
     "lfm2-moe": (
         "lfm2_moe",
         {
-            **_COMMON,
+            **TINY,
             "layer_types": _CONV,
             "num_experts": 4,
             "num_experts_per_tok": 2,
@@ -67,7 +67,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm3": (
         "lfm3",
         {
-            **_COMMON,
+            **TINY,
             "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
             "sliding_window": 8,
             "num_experts": 4,
@@ -78,7 +78,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite4": (
         "granitemoehybrid",
         {
-            **_COMMON,
+            **TINY,
             **_MAMBA,
             "layer_types": ["mamba", "mamba", "attention", "mamba"],
             "num_local_experts": 4,
@@ -88,13 +88,13 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-h1": (
         "falcon_h1",
-        {**_COMMON, **_MAMBA, "mamba_d_ssm": 64, "embedding_multiplier": 4.0},
+        {**TINY, **_MAMBA, "mamba_d_ssm": 64, "embedding_multiplier": 4.0},
     ),
-    "bamba": ("bamba", {**_COMMON, **_MAMBA, "attn_layer_indices": [2]}),
+    "bamba": ("bamba", {**TINY, **_MAMBA, "attn_layer_indices": [2]}),
     "nemotron-h": (
         "nemotron_h",
         {
-            **{key: _COMMON[key] for key in _COMMON if key != "num_hidden_layers"},
+            **{key: TINY[key] for key in TINY if key != "num_hidden_layers"},
             "layers_block_type": ["mamba", "moe", "mamba", "attention"],
             "head_dim": 8,
             "ssm_state_size": 8,
@@ -110,7 +110,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba": (
         "zamba",
         {
-            **_COMMON,
+            **TINY,
             "num_key_value_heads": 4,
             "attention_hidden_size": 64,
             "attention_head_dim": 16,
@@ -124,7 +124,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "zamba2",
         {
-            **_COMMON,
+            **TINY,
             "num_key_value_heads": 4,
             "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
             "n_mamba_heads": 4,
@@ -136,7 +136,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "jamba",
         {
-            **_COMMON,
+            **TINY,
             "attn_layer_period": 4,
             "attn_layer_offset": 2,
             "num_experts": 4,
@@ -147,7 +147,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi-linear": (
         "kimi_linear",
         {
-            **_COMMON,
+            **TINY,
             "num_key_value_heads": 4,
             "kv_lora_rank": 16,
             "qk_rope_head_dim": 8,
@@ -164,7 +164,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing-hybrid": (
         "bailing_hybrid",
         {
-            **_COMMON,
+            **TINY,
             "num_key_value_heads": 4,
             "kv_lora_rank": 16,
             "qk_rope_head_dim": 8,
@@ -182,7 +182,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-_TEXT = {key: _COMMON[key] for key in _COMMON if key not in ("bos_token_id", "eos_token_id")}
+_TEXT = {key: TINY[key] for key in TINY if key not in ("bos_token_id", "eos_token_id")}
 _EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 _LAYERS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 

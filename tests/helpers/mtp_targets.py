@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybrid_targets import HYBRIDS
+from hybrid_targets import HYBRIDS, TINY
 from safetensors.torch import load_file, save_file
-from tiny_targets import CONTEXT, VOCABULARY, scaled_up
+from tiny_targets import scaled_up
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
@@ -19,18 +19,7 @@ from draftheads.heads.mtp import MtpHead
 from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 
-_COMMON: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": CONTEXT,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_COMMON = {**TINY, "num_hidden_layers": 3}
 _ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
