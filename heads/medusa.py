@@ -22,14 +22,20 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.cpu_linear import operand, pack_like
+from draftheads.heads.cpu_linear import operand
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
 from draftheads.heads.tree import MOST_NODES, NODES, StaticTree, TokenTree, Tree, check_fits
-from draftheads.heads.vocabulary import check_ids, draft_index, lm_head_rows, token_map
+from draftheads.heads.vocabulary import (
+    SharedRows,
+    check_ids,
+    draft_index,
+    lm_head_rows,
+    token_map,
+)
 
 STACK_BYTES = 1 << 26
 """Smaller heads are stacked for drafting, whose cost is then the number of kernels."""
@@ -118,7 +124,7 @@ class MedusaHead(DraftHead):
         self.layers, self.own_lm_head = design.layers, design.own_lm_head
         self.draft_vocab_size = design.vocab_size if ids_v is None else len(ids_v)
         self._stack: Cached[StackedHeads] = Cached()
-        self._shared_rows: Cached[Tensor] = Cached()
+        self._shared_rows = SharedRows()
         self.tree = StaticTree.unfitted(depth)
         self.blocks = nn.ModuleList(ResidualBlock(width, design.layers) for _ in range(depth))
         self.register_buffer("token_map", ids_v)
@@ -252,15 +258,7 @@ class MedusaHead(DraftHead):
         """The lm_head weight (v, D) of each head."""
         if self.own_lm_head:
             return list(self.lm_heads.parameters())
-        weight_VD, token_map = target.unembed_weight(), self.token_map
-        if token_map is None:
-            return [weight_VD] * self.depth
-
-        def rows() -> Tensor:
-            return pack_like(weight_VD, weight_VD[token_map])
-
-        weight_vD = self._shared_rows.get([token_map], rows, [weight_VD])
-        return [weight_vD] * self.depth
+        return [self._shared_rows.of(target, self.token_map)] * self.depth
 
     def _predictions(
         self, batch: Batch, features_BTD: Tensor, target: Target

@@ -14,7 +14,7 @@ Legend: B batch, Q queries, D width of target and head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -27,13 +27,15 @@ from draftheads.heads.mtp_families import FAMILIES, Family, family_of
 from draftheads.heads.pretrained import decoder_layers, describe, final_norm
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
-from draftheads.heads.tensors import matrix, needed
+from draftheads.heads.tensors import integers, matrix, needed
+from draftheads.heads.vocabulary import SharedRows, check_ids, token_map
 
 
 class MtpChoices(UnrolledChoices):
     """Multi-token prediction by a layer of the target's kind (arXiv 2412.19437)."""
 
     kind: Literal["mtp"] = Field("mtp", description="one more layer of the target's own kind")
+    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
     steps: int = Field(4, ge=1, le=16, description="steps for which training unrolls the layer")
     labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
     noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
@@ -52,6 +54,7 @@ class MtpDesign:
     the next step reads the layer's own. Else the layer has a norm of its own, for both.
     """
     bias: bool = False  # of the projection
+    token_map: Tensor | None = None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
     def of(
@@ -80,10 +83,12 @@ class MtpDesign:
 
     def config(self) -> dict[str, Any]:
         """Keys of config.json."""
+        words, ids_v = self.vocab_size, self.token_map
         return {
             "model_type": "mtp",
             "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
+            "vocab_size": words,
+            "draft_vocab_size": words if ids_v is None else len(ids_v),
             "mtp_hidden_states_first": self.states_first,
             "mtp_shared_norm": self.shares_norm,
             "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
@@ -95,6 +100,9 @@ class MtpDesign:
         words, layer = needed(config, "vocab_size", "mtp_layer")
         width = len(matrix(tensors, "eh_proj.weight"))
         origin = LayerOrigin(*reversed(needed(layer, "number", "config")))
+        ids_v = integers(tensors, "token_map")
+        if ids_v is not None:
+            check_ids(ids_v.tolist(), words)
         return cls(
             origin,
             width,
@@ -102,6 +110,7 @@ class MtpDesign:
             states_first=bool(config.get("mtp_hidden_states_first")),
             shares_norm=bool(config.get("mtp_shared_norm")),
             bias="eh_proj.bias" in tensors,
+            token_map=ids_v,
         )
 
 
@@ -117,13 +126,16 @@ class MtpHead(AutoregressiveHead):
     choices: MtpChoices
     architecture = "MtpModel"
     needs_unembed = True
-    token_map = None
+    token_map: Tensor | None
 
     def __init__(self, design: MtpDesign) -> None:
         super().__init__()
         self.design, parts = design, design.origin.parts()
         self.hidden_size = width = design.hidden_size
-        self.vocab_size = self.draft_vocab_size = design.vocab_size
+        self.vocab_size, ids_v = design.vocab_size, design.token_map
+        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
+        self.register_buffer("token_map", ids_v)
+        self._shared_rows = SharedRows()
         self.layer_count, self.feature_layers = 1, (-1,)
         self.rope = self.layer_rope = parts.rope()
         self.window = parts.window
@@ -140,12 +152,13 @@ class MtpHead(AutoregressiveHead):
         vocabulary: Sequence[int] | None = None,
     ) -> MtpHead:
         """A new head for `target`, of which it starts as a copy of the last layer that attends,
-        over the sum of state and embedded token. Its vocabulary is always the target's.
+        over the sum of state and embedded token.
 
         Raises ValueError for a target without such a layer, and for one whose layers are quantised
         or not in memory.
         """
-        head = cls(MtpDesign.of(target, family_of(target.config.model_type)))
+        design = MtpDesign.of(target, family_of(target.config.model_type))
+        head = cls(replace(design, token_map=token_map(vocabulary, target.vocab_size)))
         head.train_with(choices or MtpChoices())
         head._copy_layer(target)
         head.check_layer(target)
@@ -196,6 +209,13 @@ class MtpHead(AutoregressiveHead):
 
     def states(self, hidden_BQH: Tensor) -> Tensor:
         return self._normed(hidden_BQH) if self.design.shares_norm else hidden_BQH
+
+    def unembed_weight(self, target: Target) -> Tensor:
+        return self._shared_rows.of(target, self.token_map)
+
+    def layer_tensors(self) -> dict[str, Tensor]:
+        """Its weights without the draft vocabulary, which engines do not know."""
+        return {name: x for name, x in self.state_dict().items() if name != "token_map"}
 
     def _normed(self, hidden_BQD: Tensor) -> Tensor:
         normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)

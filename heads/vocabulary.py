@@ -11,6 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from draftheads.heads.cpu_linear import pack_like
+from draftheads.heads.layers import Cached
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import integers
 
@@ -77,6 +79,24 @@ def lm_head_rows(target: Target, token_map: Tensor | None) -> Tensor:
     """
     weight_VD: Tensor = target.model.get_output_embeddings().weight.detach().float().cpu()
     return weight_VD if token_map is None else weight_VD[token_map]
+
+
+class SharedRows:
+    """The target's own lm_head for a draft vocabulary. A copy of rows is made once."""
+
+    def __init__(self) -> None:
+        self._rows: Cached[Tensor] = Cached()
+
+    def of(self, target: Target, token_map: Tensor | None) -> Tensor:
+        """The weight (v, D), packed as the target's. Raises as `Target.unembed_weight`."""
+        weight_VD = target.unembed_weight()
+        if token_map is None:
+            return weight_VD
+
+        def rows() -> Tensor:
+            return pack_like(weight_VD, weight_VD[token_map])
+
+        return self._rows.get([token_map], rows, [weight_VD])
 
 
 def draft_index(tokens_M: Tensor, token_map: Tensor | None) -> Tensor:

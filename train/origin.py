@@ -74,10 +74,7 @@ def initial_head(recipe: Recipe, target: Target, documents: Documents) -> DraftH
     """The head that head.from names, to be trained. Raises as `continued_head`."""
     if not is_native(recipe):
         return continued_head(open_head(str(recipe.head.source)), recipe, target, documents)
-    head: DraftHead = native_head(target)
-    head.train_with(recipe.head)
-    head.check_labels(target)
-    return head.float().train()
+    return _prepared(native_head(target), recipe, target, documents)
 
 
 def initial_shape(recipe: Recipe, target: Target) -> DraftHead:
@@ -100,6 +97,10 @@ def continued_head(
     shape_of(folder, recipe, target)
     with _other_weights():
         head = folder.load(target, dtype=torch.float32)
+    return _prepared(head, recipe, target, documents)
+
+
+def _prepared(head: DraftHead, recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
     size = recipe.head.draft_vocabulary
     if size is not None:
         frequent = documents.frequent_tokens(size, target.vocab_size)
@@ -153,7 +154,7 @@ def with_vocabulary(head: DraftHead, target: Target, ids_v: Tensor | None) -> Dr
     """The head with another draft vocabulary (None: all tokens): what it has learned of a token
     stays, others start as those of a new head do.
 
-    Raises ValueError for a head that has no lm_head of its own.
+    Raises ValueError for a block head that has no lm_head of its own.
     """
     before = head.token_map
     old_v = torch.arange(head.vocab_size) if before is None else before.cpu()
@@ -162,7 +163,8 @@ def with_vocabulary(head: DraftHead, target: Target, ids_v: Tensor | None) -> Dr
         return head
     tensors = {name: tensor.cpu() for name, tensor in head.state_dict().items()}
     names = [name for name in tensors if re.match(head.vocabulary_weights, name)]
-    if not any("lm_head" in name for name in names):
+    has_offsets = hasattr(head, "d2t")  # else it can draft from rows of the target's lm_head
+    if has_offsets and not any("lm_head" in name for name in names):
         raise ValueError(
             "head.vocabulary: expected head.from with an lm_head of its own, got one that "
             "uses the target's; leave head.vocabulary out"
@@ -179,7 +181,7 @@ def with_vocabulary(head: DraftHead, target: Target, ids_v: Tensor | None) -> Dr
         tensors[name] = rows_vD
     for name in ("token_map", "d2t", "t2d"):
         tensors.pop(name, None)
-    if ids_v is not None and hasattr(head, "d2t"):
+    if ids_v is not None and has_offsets:
         tensors["d2t"] = ids_v - torch.arange(len(ids_v))
         tensors["t2d"] = t2d(ids_v, head.vocab_size)
     elif ids_v is not None:

@@ -98,7 +98,7 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
 
 def _stored(head: MtpHead) -> dict[str, Tensor]:
     """The head's tensors as checkpoints keep them, each expert alone, say."""
-    model, prefix, inner, others = in_model(head, head.state_dict())
+    model, prefix, inner, others = in_model(head, head.layer_tensors())
     block = revert_weight_conversion(model, inner)
     return others | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
 
@@ -113,7 +113,7 @@ def _check(
     """Raise ValueError unless engines read a layer of this head's shape in this place, which
     replaces all but the copies of the target's own.
     """
-    wanted = shape_in(target, family, places or head.state_dict())
+    wanted = shape_in(target, family, places or head.layer_tensors())
     faults = []
     for what, expected, got in (
         ("model type", _model_type(wanted), _model_type(head)),
@@ -150,7 +150,7 @@ def _model_type(head: MtpHead) -> str:
 
 
 def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in head.layer_tensors().items()}
 
 
 def _copy(source: Path, place: Path, *, link: bool) -> None:

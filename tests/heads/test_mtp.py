@@ -31,6 +31,7 @@ from draftheads.heads.mtp import MtpChoices, MtpDesign, MtpHead
 from draftheads.heads.mtp_checkpoint import native_head, native_shape
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.drafters.named import named_drafts
+from draftheads.train.origin import with_vocabulary
 
 NEW = 16
 CHAIN = StaticTree.from_widths((1, 1, 1))
@@ -123,6 +124,27 @@ def test_what_it_drafts_is_lossless(family, tree, rows):
     assert written == [generated(target, prompt, NEW) for prompt in prompts]
 
 
+def reduced(target, head, more=()):
+    """The head with a draft vocabulary of every second token, and more."""
+    ids = set(range(1, target.vocab_size, 2)) | set(more)
+    return with_vocabulary(head, target, torch.tensor(sorted(ids))).eval()
+
+
+def test_a_draft_vocabulary_is_rows_of_the_lm_head(family, tmp_path):
+    target, native, _ = family
+    head = reduced(target, native)
+    (prompt,) = some_prompts(9)
+    trees = [tokens for rows, _ in drafts_of(head, target, [prompt], NEW) for tokens in rows]
+    drafts = {token for tokens in trees for token in tokens[1:]}
+    assert len(trees) > 1 and drafts and drafts <= set(head.token_map.tolist())
+    written, _ = decode(target, head, [prompt], max_new_tokens=NEW)
+    assert written == [generated(target, prompt, NEW)]
+    save_head(head, tmp_path / "head", target=target)
+    assert_same(load_head(tmp_path / "head").state_dict(), head.state_dict())
+    write_target(head, target, tmp_path / "out")  # where engines draft from all tokens
+    assert_same(native_head(load_mtp_target(tmp_path / "out")).state_dict(), native.state_dict())
+
+
 def test_its_name_is_a_drafter(family):
     target, head, _ = family
     drafts = named_drafts("mtp").load(target)
@@ -151,12 +173,16 @@ def test_a_card_says_which_engines_load_it_in_its_target(family, tmp_path):
 
 
 @pytest.mark.parametrize("labels", ["hard", "soft"])
-def test_loss_and_gradients_are_those_of_a_plain_restatement(family, labels):
+@pytest.mark.parametrize("tokens", ["all", "half"])
+def test_loss_and_gradients_are_those_of_a_plain_restatement(family, tokens, labels):
     """In float64, document by document and root by root: transformers' own layer code with its own
     attention, over the text up to a root and then over its own output.
     """
     batch = written_by(family[0], some_prompts(5, 5), 4)
-    target, head = in_double(*family[:2])
+    target, head = family[:2]
+    if tokens == "half":
+        head = reduced(target, head, batch.tokens_BT[batch.loss_mask_BT].tolist()[::3])
+    target, head = in_double(target, head)
     head.train_with(MtpChoices(labels=labels, steps=3, decay=0.6))
     features_BTD = target.features(batch, head.training_layers)
     loss = head(batch, features_BTD, target).loss
@@ -180,7 +206,9 @@ def test_loss_and_gradients_are_those_of_a_plain_restatement(family, labels):
 def plain_loss(head, batch, features_BTD, target):
     """The loss of `MtpHead.forward`, one root after the other."""
     use(head.mtp_block, _attn_implementation="eager")
-    weight_VD, steps = target.unembed_weight(), head.choices.steps
+    lm_head_VD, steps = target.unembed_weight(), head.choices.steps
+    ids_v = torch.arange(len(lm_head_VD)) if head.token_map is None else head.token_map
+    weight_vD = lm_head_VD[ids_v]
     weights = [head.choices.decay**k for k in range(steps)]
     loss = torch.zeros((), dtype=torch.float64)
     for tokens_T, learned_T, features_TD in zip(
@@ -197,11 +225,15 @@ def plain_loss(head, batch, features_BTD, target):
                 state_D = out_TD[-1]
                 if head.design.shares_norm:
                     state_D = target.model.model.norm(state_D)
-                logits_V = state_D @ weight_VD.T
-                labels = tokens_T[root + k + 1]
+                logits_v = state_D @ weight_vD.T
+                label = tokens_T[root + k + 1]
                 if head.has_soft_labels:
-                    labels = (features_TD[root + k + 1] @ weight_VD.T).softmax(0)
-                loss = loss + weights[k] / sum(weights) * F.cross_entropy(logits_V, labels)
+                    truth_V = features_TD[root + k + 1] @ lm_head_VD.T
+                    label, labels = truth_V.argmax(), truth_V[ids_v].softmax(0)
+                else:
+                    labels = (ids_v == label).double()
+                if label in ids_v:
+                    loss = loss + weights[k] / sum(weights) * F.cross_entropy(logits_v, labels)
                 states = torch.cat([states, out_TD[-1:]])
     return loss
 

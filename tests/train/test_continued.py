@@ -106,14 +106,20 @@ def test_training_ends_when_it_stops_paying(made, tmp_path, capsys):
     assert "ended at step 3 of 40, after" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block", "sequential"])
-def test_another_draft_vocabulary_keeps_what_both_have(made, tmp_path, kind):
-    sizes: dict[str, dict[str, Any]] = {
-        "block": {"lm_head": "own"},
-        "sequential": {"conditioning": "markov"},
-    }
+@pytest.mark.parametrize(
+    ("kind", "sizes", "matrices"),
+    [
+        ("medusa", {}, 3),
+        ("medusa", {"lm_head": "shared"}, 0),
+        ("eagle3", {}, 1),
+        ("block", {"lm_head": "own"}, 2),
+        ("sequential", {"conditioning": "markov"}, 6),
+        ("mtp", {}, 0),
+    ],
+)
+def test_another_draft_vocabulary_keeps_what_both_have(made, tmp_path, kind, sizes, matrices):
     start = tiny_recipe(made, kind, output=str(tmp_path / "start"))
-    start["head"] |= {"vocabulary": 60, **sizes.get(kind, {})}
+    start["head"] |= {"vocabulary": 60, **sizes}
     fit(recipe_of(start))
     more = {"vocabulary": 50, **({"lm_head": "own"} if kind == "block" else {})}
     recipe = bare(made, kind, tmp_path / "run", **{"from": str(tmp_path / "start")}, **more)
@@ -129,7 +135,7 @@ def test_another_draft_vocabulary_keeps_what_both_have(made, tmp_path, kind):
         if name not in ("token_map", "d2t", "t2d") and tensor.shape != other.shape:
             assert torch.equal(tensor, other[places])
             changed += 1
-    assert changed == {"medusa": 3, "eagle3": 1, "block": 2, "sequential": 6}[kind]
+    assert changed == matrices
 
 
 def test_new_words_start_from_the_targets_lm_head(made, tmp_path):

@@ -195,6 +195,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle", ["run.precision=bf16"]),
         ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
         ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
+        ("mtp", ["head.vocabulary=40", "run.precision=bf16"]),
         ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=gated"]),
         ("block", ["features.mode=cached", "head.labels=soft", "head.loss=dspark"]),
         ("block", ["run.compile=true", "run.gradient_checkpointing=true"]),
