@@ -132,9 +132,9 @@ class MtpHead(AutoregressiveHead):
         super().__init__()
         self.design, parts = design, design.origin.parts()
         self.hidden_size = width = design.hidden_size
-        self.vocab_size, ids_v = design.vocab_size, design.token_map
-        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
-        self.register_buffer("token_map", ids_v)
+        self.vocab_size = design.vocab_size
+        self.register_buffer("token_map", None)
+        self.limit_to(design.token_map)
         self._shared_rows = SharedRows()
         self.layer_count, self.feature_layers = 1, (-1,)
         self.rope = self.layer_rope = parts.rope()
@@ -163,6 +163,12 @@ class MtpHead(AutoregressiveHead):
         head._copy_layer(target)
         head.check_layer(target)
         return head
+
+    def limit_to(self, ids_v: Tensor | None) -> None:
+        """Draft only tokens of these ids, which rise; None: all."""
+        self.design = replace(self.design, token_map=ids_v)
+        self.token_map = ids_v
+        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
 
     @torch.no_grad()
     def _copy_layer(self, target: Target) -> None:

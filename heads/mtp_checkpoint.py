@@ -25,6 +25,7 @@ from draftheads.heads.skeleton import stored_file, tensor_files
 from draftheads.heads.target import Target
 from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
 from draftheads.heads.tensors import check_finite
+from draftheads.heads.vocabulary import token_map
 
 NATIVE = "target"
 """What a recipe's head.from names it."""
@@ -35,8 +36,10 @@ class NoLayer(ValueError):
     """A checkpoint without an MTP layer."""
 
 
-def native_head(target: Target) -> MtpHead:
-    """The target's own MTP layer as a head, on its device and in its dtype.
+def native_head(target: Target, tokens: int | None = None) -> MtpHead:
+    """The target's own MTP layer as a head, on its device and in its dtype. tokens: it drafts from
+    the first ones of the vocabulary, and end tokens; byte-pair vocabularies begin with the frequent
+    ones. None: from all.
 
     Raises ValueError for a checkpoint without such a layer, with several, with a part of one, or
     with one that is quantised or has an lm_head or embeddings of its own.
@@ -51,6 +54,9 @@ def native_head(target: Target) -> MtpHead:
         tensors |= {f"post_norm.{name}": tensor.cpu() for name, tensor in norm.items()}
     head = _empty(target, family, tensors)
     head.load_state_dict(_converted(target, head, tensors))
+    if tokens is not None:
+        first = range(min(tokens, target.vocab_size))
+        head.limit_to(token_map(sorted({*first, *target.eos_ids}), target.vocab_size))
     head.to(target.device, target.dtype).eval()
     head.check_layer(target)
     return head

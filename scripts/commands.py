@@ -427,12 +427,13 @@ def tune(
         write_figures(json_out, target_curve(target, revision, place, context, options))
         say_next("init", *target_options(target, adapter), "--out", "recipe.yaml")
         return
-    keeps_tree = head != "mtp" and not dry_run  # the target's own layer is in no folder
+    is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
+    keeps_tree = not (is_native or dry_run)
     if keeps_tree:
         check_writable_head(head, "--head")
     if prompts is None:
         raise ValueError("expected --prompts to tune the head on, got none; pass a file")
-    folders = [open_head(head)] if head != "mtp" else []
+    folders = [] if is_native else [open_head(head)]
     drafts = named_drafts(head)
     name, commit = (target, revision) if target else drafts.target
     place = place if target else place.recorded(folders[0])

@@ -56,7 +56,7 @@ def check_head(source: str | Path) -> None:
         kind, _, path = part.partition(":")
         if kind == "model":
             check_path(path)
-        elif part != "mtp" and kind not in ("ngram", "early-exit"):
+        elif kind not in ("ngram", "early-exit", "mtp"):
             head_folder(part)
 
 
@@ -152,7 +152,8 @@ MaybeTarget = Annotated[
     str | None,
     Option("--target", callback=early(check_path), help="default: the one the head records"),
 ]
-HEAD = """head folder, run folder or Hub id (user/name@revision); mtp: the target's own;
+HEAD = """head folder, run folder or Hub id (user/name@revision); mtp: the target's own,
+mtp:N: from N tokens;
 ngram, model:PATH, early-exit:K; or several of these joined by +"""
 HEAD_CHECK = early(check_head)
 Head = Annotated[str, Option(callback=HEAD_CHECK, help=HEAD)]

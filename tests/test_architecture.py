@@ -26,13 +26,13 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 65_150, "infer": 14_600, "train": 28_900}
+CORE = {"heads": 65_500, "infer": 14_600, "train": 28_900}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
 tighter. Who must raise one says in the commit what that buys.
 """
 WINGS = {
     "heads.formats": 16_500,
-    "infer.drafters": 7_000,
+    "infer.drafters": 7_050,
     "infer.measure": 13_900,
     "infer.chat": 7_400,
     "infer.serve": 14_300,

@@ -105,23 +105,28 @@ def named_drafts(source: str) -> NamedDrafts:
 
 
 def _part(text: str, ngram: NGram) -> NamedDrafts:
-    kind, _, value = text.partition(":")
+    kind, colon, value = text.partition(":")
     if text == "ngram":
         return NamedDrafts(text, [], lambda _: ngram)
-    if text == "mtp":
-        return NamedDrafts(text, [], lambda target: native_head(target).pack(target))
+    if kind == "mtp":
+        tokens = _number(text, "tokens, as in mtp:32768") if colon else None
+        return NamedDrafts(text, [], lambda target: native_head(target, tokens).pack(target))
     if kind == "model":
         return NamedDrafts(
             f"model:{Path(value).name}", [], lambda target: _draft_model(value, target)
         )
     if kind == "early-exit":
-        if not value.isdecimal():
-            raise ValueError(
-                f"head {text}: expected a number of layers, as in early-exit:4, got {value!r}"
-            )
-        return NamedDrafts(text, [], lambda target: _checked(EarlyExit(int(value)), target))
+        layers = _number(text, "layers, as in early-exit:4")
+        return NamedDrafts(text, [], lambda target: _checked(EarlyExit(layers), target))
     folder = open_head(text)
     return NamedDrafts(Path(text).name, [folder], lambda target: folder.load(target).pack(target))
+
+
+def _number(text: str, of_what: str) -> int:
+    value = text.partition(":")[2]
+    if not value.isdecimal() or not int(value):
+        raise ValueError(f"head {text}: expected a number of {of_what}, got {value!r}")
+    return int(value)
 
 
 def _draft_model(path: str, target: Target) -> DrafterSource:

@@ -44,6 +44,7 @@ from transformers.initialization import no_init_weights
 from draftheads.heads.base import DraftHead
 from draftheads.heads.block import MARKOV_TYPES
 from draftheads.heads.drafting import Committed
+from draftheads.heads.eagle import UnrolledChoices
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
 from draftheads.heads.target import Target
@@ -77,6 +78,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     },
     "eagle3": ("eagle3", {}),
     "eagle": ("eagle", {}),
+    "mtp": ("mtp", {}),
 }
 """Name -> (kind, choices). shared: the target's lm_head; others have one for each depth (eagle3,
 and block with a draft vocabulary: one). prefix: a decoder layer in front. block: conditioning and
@@ -170,7 +172,7 @@ def create_head(name: str, setup: Setup, target: Target) -> DraftHead:
     """A head of one of the `KINDS`, filled with random weights."""
     kind, choices = KINDS[name]
     choices, vocabulary = {**choices, "labels": "hard"}, None
-    if kind.startswith("eagle"):
+    if issubclass(HEADS[kind].Choices, UnrolledChoices):
         choices |= {"nodes": setup.nodes, "top_k": setup.top_k}
     if kind == "block":
         choices |= {"block_size": max(BLOCK, setup.depth), "mask": 0}

@@ -152,6 +152,22 @@ def test_its_name_is_a_drafter(family):
     assert_same(drafts.state_dict(), head.state_dict())
 
 
+def test_its_name_with_a_number_drafts_from_the_first_tokens(family):
+    target, native, _ = family
+    ending = copy.copy(target)
+    ending.eos_ids = (15,)
+    head = named_drafts("mtp:9").load(ending)
+    assert head.token_map.tolist() == [*range(9), 15]
+    assert_same(head.layer_tensors(), native.state_dict())
+    (prompt,) = some_prompts(9)
+    written, _ = decode(target, head, [prompt], max_new_tokens=NEW)
+    assert written == [generated(target, prompt, NEW)]
+    assert named_drafts("mtp:4000").load(target).token_map is None
+    for name in ("mtp:", "mtp:0", "mtp:few"):
+        with pytest.raises(ValueError, match="expected a number of tokens, as in mtp:32768, got"):
+            named_drafts(name)
+
+
 def test_a_folder_needs_no_target_to_be_read(family, tmp_path):
     target, head, _ = family
     save_head(head, tmp_path / "head", target=target)
