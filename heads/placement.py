@@ -141,7 +141,7 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
         read = partial(_dequantised, path, dtype=dtype, revision=revision)
-    with _unpartitioned():
+    with unpartitioned():
         if placement == "sharded":
             return _load_sharded(read, torch.device(device))
         if bits:
@@ -359,9 +359,9 @@ def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def _unpartitioned() -> Iterator[None]:
-    """Load complete parameters even under DeepSpeed ZeRO-3: transformers would partition them, and
-    a plain forward of the target would read empty matrices.
+def unpartitioned() -> Iterator[None]:
+    """Make and load complete models even under DeepSpeed ZeRO-3: transformers would partition their
+    parameters, and a plain forward of the target would read empty matrices.
     """
     reference = zero._hf_deepspeed_config_weak_ref
     zero.unset_hf_deepspeed_config()

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from draftheads.heads.layers import Angles, Memory
+from draftheads.heads.placement import unpartitioned
 from draftheads.heads.pretrained import decoder, decoder_layers, final_norm
 from draftheads.heads.recurrent import is_mixer
 
@@ -133,7 +134,7 @@ def text_config(values: dict[str, Any]) -> PretrainedConfig:
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model of this config on the meta device."""
     mapping = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
-    with torch.device("meta"):
+    with unpartitioned(), torch.device("meta"):
         model: PreTrainedModel = mapping.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
         )

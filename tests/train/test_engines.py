@@ -91,7 +91,7 @@ def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
     """An engine, and a folder for each kind: what two processes made with it."""
     more, config = LAUNCHES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    kinds = KINDS.get(request.param, ["medusa", "sequential", "eagle3", "block"])
+    kinds = KINDS.get(request.param, ["medusa", "sequential", "eagle3", "block", "mtp"])
     for kind in kinds:
         (folder / kind).mkdir()
     with socket.socket() as free:

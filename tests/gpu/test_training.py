@@ -1,0 +1,125 @@
+"""The promise, on a GPU: losses and gradients are those of the CPU, every engine trains what one
+process alone trains, and a run is resumed as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hybrid_targets import hybrid_model
+from tiny_heads import VARIANTS, random_head, written_by
+from tiny_targets import random_model, some_prompts
+from tiny_training import run, tiny_recipe, weights
+
+from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.target import Target
+from draftheads.train.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+LAUNCHES = {
+    "alone": [],
+    "ddp": ["torch.distributed.run", "--nproc-per-node=1"],
+    **{
+        name: ["accelerate.commands.launch", "--config_file", f"recipes/accelerate-{name}.yaml"]
+        for name in ("fsdp2", "zero1", "zero2", "zero3")
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3.5"])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_loss_and_gradients_are_those_of_the_cpu(kind, name):
+    """Without the noise that a step draws, which is another device's."""
+    target = Target(random_model(name) if name == "llama" else hybrid_model(name))
+    head = random_head(kind, target, noise=0.0, steps=3)
+    batch = written_by(target, some_prompts(5, 5), 12)
+    found = []
+    for device in ("cpu", "cuda"):
+        there = batch.to(device)
+        target.model.to(device)
+        head.to(device).zero_grad()
+        features_BTD = target.features(there, head.training_layers)
+        loss = head(there, features_BTD, target).loss
+        loss.backward()
+        gradients = {n: x.grad.cpu() for n, x in head.named_parameters() if x.grad is not None}
+        found.append((loss.item(), gradients))
+    (loss, gradients), (other, others) = found
+    assert other == pytest.approx(loss, rel=1e-4)
+    assert others.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (others[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("how", [["run.precision=bf16"], ["run.precision=fp32"]], ids=str)
+def test_the_loss_falls(made, tmp_path, kind, how):
+    assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", *how, kind=kind) == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
+def test_compiled_layers_train_the_same(made, tmp_path, kind):
+    assert run(made, tmp_path / "run", kind=kind) == 0
+    shutil.move(tmp_path / "run", tmp_path / "plain")
+    assert run(made, tmp_path / "run", "run.compile=true", kind=kind) == 0
+    assert_close(weights(tmp_path / "plain", 6), weights(tmp_path / "run", 6))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_resume_equals_uninterrupted(made, tmp_path, kind):
+    assert run(made, tmp_path / "run", "run.save_every=3", kind=kind) == 0
+    whole = weights(tmp_path / "run", 6)
+    shutil.rmtree(tmp_path / "run" / "step-000006")
+    assert run(made, tmp_path / "run", "run.save_every=3", kind=kind) == 0
+    assert_close(whole, weights(tmp_path / "run", 6))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
+def test_every_engine_trains_the_same(made, tmp_path, kind):
+    outputs = {}
+    for name, launch in LAUNCHES.items():
+        output = tmp_path / name
+        values = tiny_recipe(made, kind, output=str(output))
+        recipe = tmp_path / f"{name}.yaml"
+        recipe.write_text(yaml.safe_dump(values))
+        result = launched(launch, "train/medusa.py", str(recipe))
+        assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
+        outputs[name] = weights(output, 6)
+    for found in outputs.values():
+        assert_close(outputs["alone"], found)
+
+
+def launched(launch: list[str], *script: str) -> subprocess.CompletedProcess[str]:
+    """A training script of one process, on this machine's GPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    if launch[:1] == ["accelerate.commands.launch"]:
+        launch = [*launch, "--num_processes=1", f"--main_process_port={port}"]
+    elif launch:
+        launch = [*launch, f"--master-port={port}"]
+    module = ["-m", *launch] if launch else []
+    return subprocess.run(
+        [sys.executable, *module, *script],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def assert_close(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """But for the order in which a GPU adds."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.allclose(tensor.float(), right[name].float(), atol=2e-4), name
