@@ -11,6 +11,7 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing by more
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/gpu says how to run those of a GPU
 
 import pytest
 import transformers

@@ -279,7 +279,9 @@ class TorchEngine(Engine):
         self, learner: Learner, choices: OptimChoices, accelerator: Accelerator, *, sharded: bool
     ) -> None:
         super().__init__(learner, choices, accelerator.num_processes)
-        self.model = fully_shard(learner) if sharded else accelerator.prepare_model(learner)
+        self.model: Any = learner
+        if self.world > 1:
+            self.model = fully_shard(learner) if sharded else accelerator.prepare_model(learner)
         self._named = learner.trained()
         self.optimizer = learner.optimizer(choices)
 

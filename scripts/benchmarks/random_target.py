@@ -1,14 +1,15 @@
 """Write a random model of a real model's shape, which distils, trains and decodes at its speed.
 
-    python scripts/benchmarks/random_target.py qwen3-0.6b out/random/qwen3-0.6b [--device cuda]
+    python scripts/benchmarks/random_target.py qwen3.5-0.8b out/random [--device cuda] [--mtp]
 
-It speaks with the demo target's tokenizer. Its drafts are hardly ever accepted, as its texts have no
-law to learn; times and memory do not depend on that.
+It has the demo target's tokenizer. Drafts of it are hardly ever accepted, as its texts have no law
+to learn; times and memory do not depend on that.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -17,6 +18,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from transformers.initialization import no_init_weights
 from typer import Argument, Option
 
+from draftheads.heads.formats.mtp import write_target
+from draftheads.heads.mtp import MtpHead
+from draftheads.heads.target import Target
 from draftheads.recipes import packaged
 
 QWEN = {"tie_word_embeddings": True, "max_position_embeddings": 4096}
@@ -73,6 +77,7 @@ def main(
     shape: Annotated[str, Argument(help=", ".join(SHAPES))],
     out: Annotated[Path, Argument(help="a new folder")],
     device: Annotated[str, Option(help="where the numbers are drawn")] = "cpu",
+    mtp: Annotated[bool, Option(help="with an MTP layer")] = False,
 ) -> None:
     """Write config, weights in bfloat16, and tokenizer."""
     kind, options = SHAPES[shape]
@@ -85,7 +90,11 @@ def main(
         parameter.data.normal_(std=0.05)
         if parameter.ndim == 1:
             parameter.data.add_(0.0 if "A_log" in name else 1.0)
-    model.save_pretrained(out)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder if mtp else out)
+        if mtp:
+            target = Target.load(folder, dtype="bfloat16", device=device)
+            write_target(MtpHead.create(target), target, out)
     AutoTokenizer.from_pretrained(packaged("demo-target", "")).save_pretrained(out)
 
 

@@ -1,4 +1,4 @@
-"""These tests run where there is a GPU, and skip elsewhere."""
+"""These tests need a GPU, and are shown one: CUDA_VISIBLE_DEVICES=0 python -m pytest tests/gpu"""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+            item.add_marker(pytest.mark.skip(reason="no GPU in CUDA_VISIBLE_DEVICES"))

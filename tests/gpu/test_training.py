@@ -4,6 +4,7 @@ process alone trains, and a run is resumed as if it had never stopped.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import socket
@@ -25,7 +26,6 @@ from draftheads.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 LAUNCHES = {
-    "alone": [],
     "ddp": ["torch.distributed.run", "--nproc-per-node=1"],
     **{
         name: ["accelerate.commands.launch", "--config_file", f"recipes/accelerate-{name}.yaml"]
@@ -38,16 +38,13 @@ LAUNCHES = {
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_loss_and_gradients_are_those_of_the_cpu(kind, name):
     """Without the noise that a step draws, which is another device's."""
-    target = Target(random_model(name) if name == "llama" else hybrid_model(name))
-    head = random_head(kind, target, noise=0.0, steps=3)
-    batch = written_by(target, some_prompts(5, 5), 12)
+    model = random_model(name) if name == "llama" else hybrid_model(name)
     found = []
     for device in ("cpu", "cuda"):
-        there = batch.to(device)
-        target.model.to(device)
-        head.to(device).zero_grad()
-        features_BTD = target.features(there, head.training_layers)
-        loss = head(there, features_BTD, target).loss
+        target = Target(copy.deepcopy(model).to(device))
+        head = random_head(kind, target, noise=0.0, steps=3).to(device)
+        batch = written_by(target, some_prompts(5, 5), 12).to(device)
+        loss = head(batch, target.features(batch, head.training_layers), target).loss
         loss.backward()
         gradients = {n: x.grad.cpu() for n, x in head.named_parameters() if x.grad is not None}
         found.append((loss.item(), gradients))
@@ -83,19 +80,15 @@ def test_resume_equals_uninterrupted(made, tmp_path, kind):
     assert_close(whole, weights(tmp_path / "run", 6))
 
 
+@pytest.mark.parametrize("launch", LAUNCHES)
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
-def test_every_engine_trains_the_same(made, tmp_path, kind):
-    outputs = {}
-    for name, launch in LAUNCHES.items():
-        output = tmp_path / name
-        values = tiny_recipe(made, kind, output=str(output))
-        recipe = tmp_path / f"{name}.yaml"
-        recipe.write_text(yaml.safe_dump(values))
-        result = launched(launch, "train/medusa.py", str(recipe))
-        assert result.returncode == 0, f"{name}: {result.stderr[-3000:]}"
-        outputs[name] = weights(output, 6)
-    for found in outputs.values():
-        assert_close(outputs["alone"], found)
+def test_every_engine_trains_the_same(made, tmp_path, kind, launch):
+    assert run(made, tmp_path / "alone", kind=kind) == 0
+    recipe = tmp_path / "other.yaml"
+    recipe.write_text(yaml.safe_dump(tiny_recipe(made, kind, output=str(tmp_path / "other"))))
+    result = launched(LAUNCHES[launch], "train/medusa.py", str(recipe))
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert_close(weights(tmp_path / "alone", 6), weights(tmp_path / "other", 6))
 
 
 def launched(launch: list[str], *script: str) -> subprocess.CompletedProcess[str]:
@@ -105,11 +98,10 @@ def launched(launch: list[str], *script: str) -> subprocess.CompletedProcess[str
         port = free.getsockname()[1]
     if launch[:1] == ["accelerate.commands.launch"]:
         launch = [*launch, "--num_processes=1", f"--main_process_port={port}"]
-    elif launch:
+    else:
         launch = [*launch, f"--master-port={port}"]
-    module = ["-m", *launch] if launch else []
     return subprocess.run(
-        [sys.executable, *module, *script],
+        [sys.executable, "-m", *launch, *script],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "2"},
         capture_output=True,
