@@ -231,6 +231,17 @@ def tiny_target(name: str = "llama") -> Target:
     return target
 
 
+@cache
+def one_layer_target() -> Target:
+    """Another to share: a compiler takes seconds for each further layer."""
+    torch.manual_seed(0)
+    kind, options = CONFIGS["llama"]
+    config = CONFIG_MAPPING[kind](**{**options, "num_hidden_layers": 1})
+    target = Target(scaled_up(AutoModelForCausalLM.from_config(config)), name="one-layer")
+    SHARED.append(target)
+    return target
+
+
 SHARED: list[Target] = []
 
 

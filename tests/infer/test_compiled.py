@@ -14,13 +14,12 @@ from tiny_targets import (
     UNEVEN,
     generated,
     greedy,
+    one_layer_target,
     random_model,
-    scaled_up,
     some_prompts,
     tiny_target,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads import cpu_linear
 from draftheads.heads.cpu_linear import can_pack, has_int8
@@ -79,12 +78,14 @@ TRACED = [
         if kind != "sequential"
     ),
 ]
-"""A trace takes seconds. What differs within a kind are its logits, whatever the number of rows."""
+"""A trace takes seconds. What differs within a kind are its logits, whatever the number of rows and
+of layers: several of each for one of a kind."""
 
 
 @pytest.mark.parametrize(("kind", "lengths"), TRACED)
 def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths):
-    target = tiny_target()
+    of_each_kind = kind in HEADS and len(lengths) > 1
+    target = tiny_target() if of_each_kind else one_layer_target()
     head = random_head(kind, target)
     tree = TREE if kind == "medusa" else DYNAMIC
     speculator = Speculator(target, head, tree=tree, compile=True)
@@ -168,19 +169,11 @@ def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
     assert rows == [greedy(target, prompt, NEW) for prompt in prompts]
 
 
-def one_layer() -> Target:
-    """Each further layer is as much code again, which takes a compiler seconds."""
-    torch.manual_seed(0)
-    kind, options = CONFIGS["llama"]
-    config = CONFIG_MAPPING[kind](**{**options, "num_hidden_layers": 1})
-    return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name="one-layer")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("kind", ["sequential", "block"])
 def test_generated_code_writes_the_same(kind):
-    target, tree = one_layer(), DynamicTree(5, 2, 2)
+    target, tree = one_layer_target(), DynamicTree(5, 2, 2)
     head, prompts = random_head(kind, target), some_prompts(9, 5)
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=tree, compile=True), prompts) == expected
@@ -205,7 +198,7 @@ def test_generate_can_be_sped_up_by_compiled_heads(traced):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_bench_measures_every_candidate_once_more(traced):
-    target = tiny_target()
+    target = one_layer_target()
     options = BenchOptions(max_new_tokens=8, compile=True)
     heads = {"head": (random_head("medusa", target), TREE)}
     report = bench(target, heads, some_prompts(9, 5), options)

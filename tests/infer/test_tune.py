@@ -12,7 +12,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from tiny_heads import EACH, decode, random_head
-from tiny_targets import CONTEXT, greedy, some_prompts, tiny_target
+from tiny_targets import CONTEXT, greedy, one_layer_target, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
@@ -337,7 +337,7 @@ def test_mistakes_are_explained():
 
 @pytest.mark.slow
 def test_compiled_trees_race_and_each_is_compiled_once(monkeypatch):
-    target = tiny_target()
+    target = one_layer_target()
     head, traced = random_head("medusa", target, depth=2, nodes=3), []
     options = replace(OPTIONS, nodes=3, compile=True)
 

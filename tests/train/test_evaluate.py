@@ -173,11 +173,11 @@ def scripted(
     decoded: list[float],
     losses: Sequence[float | None] = (None,) * 20,
 ) -> None:
-    """Verdicts of the judgements to come, by step, over all launches."""
+    """Verdicts of the judgements to come, by step, over all launches; nothing is decoded."""
     original = Evaluator.__call__
 
     def verdict(self, head, *, decode):
-        real = original(self, head, decode=decode)
+        real = original(self, head, decode=False)
         step = runs[-1].state.step
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
