@@ -736,11 +736,11 @@ class ContextCache(DraftCache):
 class BlockDrafter(TreeDrafter):
     """One pass over the block per step; a tree grows from its logits, level by level."""
 
+    head: BlockHead
     cache: ContextCache
 
     def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.head = head
         self.weight_vD = operand(head.unembed_weight(target))
         self.entries = head.entries()
         self.cache = ContextCache(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
 from draftheads.heads.grouped_attention import attend
-from draftheads.heads.layers import Angles, Positional, refresh
+from draftheads.heads.layers import Angles, Cached, Positional
 from draftheads.heads.target import PREFILL_CHUNK, Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.heads.tree_drafting import gather_nodes, tree_builder
@@ -215,6 +215,24 @@ class Drafter(Protocol):
         ...
 
 
+def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
+    """Refresh all `Cached` values of a `DraftHead`, at the start of a generation.
+
+    Raises ValueError for a tree that it cannot fill, and when it is not on the target's device.
+    """
+    head.check_tree(tree)
+    for weight in head.parameters():
+        if weight.device != target.device:
+            raise ValueError(
+                f"expected heads on {target.device}, with their target, got {weight.device}; "
+                "use head.to(target.device)"
+            )
+    for module in head.modules():
+        for value in vars(module).values():
+            if isinstance(value, Cached):
+                value.refresh()
+
+
 class TreeDrafter:
     """What the drafters of our heads share that grow a tree level by level.
 
@@ -224,9 +242,8 @@ class TreeDrafter:
     cache: DraftCache | None = None
 
     def __init__(self, head: Any, target: Target, tree: Tree) -> None:
-        head.check_tree(tree)
-        refresh(head)
-        self.target = target
+        begin_drafting(head, target, tree)
+        self.head, self.target = head, target
         self.depth = tree.depth
         self.feature_layers: tuple[int, ...] = head.feature_layers
         self.builder = tree_builder(tree, head.token_map, target.device)

@@ -506,11 +506,11 @@ class EagleDrafter(TreeDrafter):
     not computed yet.
     """
 
+    head: AutoregressiveHead
     cache: DraftCache
 
     def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.head = head
         self.weight_vD = operand(head.unembed_weight(target))
         self.dtype = next(head.parameters()).dtype
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)

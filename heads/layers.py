@@ -52,7 +52,7 @@ class Cached(Generic[T]):
     """A value computed from parameters, and computed again when one of them has changed.
 
     `get` compares storages and version counters, which a write through `.data` leaves unchanged.
-    `refresh`, called once per generation, therefore compares checksums of the parameters.
+    `refresh`, called once per generation by `begin_drafting`, therefore compares checksums.
     """
 
     def __init__(self) -> None:
@@ -80,14 +80,6 @@ class Cached(Generic[T]):
         """Discard the value if a parameter has changed."""
         if self._versions is not None and _checksums(self._parameters) != self._checksums:
             self._versions = None
-
-
-def refresh(head: nn.Module) -> None:
-    """Refresh all `Cached` values of a head, at the start of a generation."""
-    for module in head.modules():
-        for value in vars(module).values():
-            if isinstance(value, Cached):
-                value.refresh()
 
 
 def _checksums(tensors: Sequence[Tensor]) -> list[int]:

@@ -23,8 +23,8 @@ from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu_linear import operand
-from draftheads.heads.drafting import Committed, Drafter
-from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project, refresh
+from draftheads.heads.drafting import Committed, Drafter, begin_drafting
+from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
@@ -277,9 +277,8 @@ class MedusaDrafter:
     cache = None
 
     def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
-        head.check_tree(tree)
+        begin_drafting(head, target, tree)
         assert isinstance(tree, StaticTree)
-        refresh(head)
         tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
         self.head, self.target, self.depth, self.width = head, target, tree.depth, tree.width
         self.feature_layers = head.feature_layers

@@ -405,9 +405,11 @@ class LowRankDrafter(SequentialDrafter):
     multiplies the states of its nodes by the lm_head, as training does.
     """
 
+    head: LowRankHead
+
     def __init__(self, head: LowRankHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.head, self.stack, self.products = head, head.stacked(), head.products(target)
+        self.stack, self.products = head.stacked(), head.products(target)
         carries = head.carry.parameters() if isinstance(head, RecurrentHead) else ()
         self.carries_rr = list(carries)
 
@@ -472,9 +474,7 @@ class LowRankDrafter(SequentialDrafter):
 class HydraDrafter(SequentialDrafter):
     """Each head reads the embedded path to its node."""
 
-    def __init__(self, head: HydraHead, target: Target, tree: Tree) -> None:
-        super().__init__(head, target, tree)
-        self.head = head
+    head: HydraHead
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)

@@ -481,6 +481,14 @@ def test_a_head_of_another_size_is_refused():
         model.generate(torch.tensor([[3]]), max_new_tokens=5, custom_generate=speculative(head))
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_head_on_another_device_is_refused(kind):
+    target = tiny_target()
+    engine = Speculator(target, random_head(kind, target).to("meta"))
+    with pytest.raises(ValueError, match="expected heads on cpu, .*, got meta; use"):
+        next(engine.generate([3], max_new_tokens=5))
+
+
 def test_the_callers_model_is_used_without_dropout_and_given_back_as_it_was():
     model, head = random_model("gpt2"), taught("medusa", "gpt2")
     expected = model.generate(**inputs(1), **GREEDY)
