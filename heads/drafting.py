@@ -224,7 +224,7 @@ def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
     for weight in head.parameters():
         if weight.device != target.device:
             raise ValueError(
-                f"expected heads on {target.device}, with their target, got {weight.device}; "
+                f"expected heads on {target.device}, where their target is, got {weight.device}; "
                 "use head.to(target.device)"
             )
     for module in head.modules():

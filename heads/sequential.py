@@ -377,9 +377,10 @@ class PrefixLayer(nn.Module):
 class SequentialDrafter(TreeDrafter):
     """Reads the target's state once, then grows a tree level by level."""
 
+    head: SequentialHead
+
     def __init__(self, head: SequentialHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.cast = head.cast
         self.weights_vD = list(map(operand, head.unembed_weights(target)))
         if (prefix := head.prefix) is not None:
 
@@ -393,7 +394,7 @@ class SequentialDrafter(TreeDrafter):
         """Begin a tree. Returns the input of the heads (B, D) and the roots (B,)."""
         self.builder.start()
         if self.cache is None:
-            inputs_BD = self.cast(committed.last_features_BD())
+            inputs_BD = self.head.cast(committed.last_features_BD())
         else:
             inputs_BD = self.cache.commit(committed)[:, 0]
         return inputs_BD, committed.last_tokens_B()
