@@ -19,10 +19,10 @@ demo: $(VENV)/.installed
 	$(BIN)/draftheads demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --dist worksteal
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=50
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --dist worksteal -m ""
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=50 -m ""
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,20 @@ from draftheads.scripts import cli
 transformers.logging.disable_progress_bar()
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A module's tests run in one process, so that what they share is made once; but for a test
+    whose group is marked.
+    """
+    for item in items:
+        if not any(item.iter_markers("xdist_group")):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and no collection of garbage looks at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -182,7 +182,8 @@ def fit(
         if accelerator is None:
             accelerator = make_accelerator(recipe)
             ends.callback(accelerator.end_training)
-            ends.callback(gc.collect)  # FSDP2 must release the process group first
+            if accelerator.distributed_type is not DistributedType.NO:
+                ends.callback(gc.collect)  # FSDP2 must release the process group first
         checkpoint = _resume_point(recipe, accelerator)
         if checkpoint and _is_over(checkpoint.state, recipe, main_process_log(accelerator)):
             # what a process that was killed after it did not come to: `best`, removal of old ones
