@@ -36,8 +36,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 BLOCKS = [name for name in VARIANTS if name.startswith("block-")]
 EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in BLOCKS)) for name in VARIANTS]
 """The variants as parameters of a test; those of block heads are for the full suite."""
-KINDS = [pytest.param(name, marks=[pytest.mark.slow] * (name not in HEADS)) for name in VARIANTS]
-"""The same for tests that take seconds: by default one head of each kind."""
+KINDS = [
+    pytest.param(name, marks=[pytest.mark.thorough] * (name not in HEADS)) for name in VARIANTS
+]
+"""The same for tests that take seconds: but for thorough runs, one head of each kind."""
 SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
 """Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
 BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}

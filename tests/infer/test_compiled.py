@@ -39,6 +39,8 @@ from draftheads.infer.measure.bench import BenchOptions, bench
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
 DYNAMIC = DynamicTree(9, 3, 3)
+APART = ["gpt-neox", "gemma3-window", "gemma4"]
+"""Architectures of other attention than Llama's."""
 
 
 @pytest.fixture
@@ -73,19 +75,17 @@ TRACED = [
         if kind not in HEADS
     ),
     *(
-        pytest.param(kind, (9,), id=f"{kind}-one", marks=pytest.mark.slow)
+        pytest.param(kind, (9,), id=f"{kind}-one", marks=pytest.mark.thorough)
         for kind in HEADS
         if kind != "sequential"
     ),
 ]
-"""A trace takes seconds. What differs within a kind are its logits, whatever the number of rows and
-of layers: several of each for one of a kind."""
+"""A trace takes seconds, and each layer of the target more: several layers for one kind."""
 
 
 @pytest.mark.parametrize(("kind", "lengths"), TRACED)
 def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths):
-    of_each_kind = kind in HEADS and len(lengths) > 1
-    target = tiny_target() if of_each_kind else one_layer_target()
+    target = tiny_target() if kind == "medusa" else one_layer_target()
     head = random_head(kind, target)
     tree = TREE if kind == "medusa" else DYNAMIC
     speculator = Speculator(target, head, tree=tree, compile=True)
@@ -98,7 +98,7 @@ def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths
 
 @pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical()], ids=repr)
 def test_rules_draw_as_they_do_without_compilation(traced, rule):
-    target = tiny_target()
+    target = one_layer_target()
     head, prompts = random_head("medusa", target), some_prompts(9)
     outputs = []
     for compile in (False, True):
@@ -109,8 +109,13 @@ def test_rules_draw_as_they_do_without_compilation(traced, rule):
     assert len(traced) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
+ARCHITECTURES = [
+    pytest.param(name, marks=pytest.mark.slow if name in APART else pytest.mark.thorough)
+    for name in [*CONFIGS, *UNEVEN]
+]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_writes_the_same(traced, name, recwarn):
     target = tiny_target(name)
     head, prompts = random_head("medusa", target), some_prompts(11, 5)  # the quickest to trace
@@ -169,11 +174,18 @@ def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
     assert rows == [greedy(target, prompt, NEW) for prompt in prompts]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("kind", ["sequential", "block"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("medusa", marks=pytest.mark.slow),  # the least code
+        pytest.param("sequential", marks=pytest.mark.thorough),
+        pytest.param("block", marks=pytest.mark.thorough),
+    ],
+)
 def test_generated_code_writes_the_same(kind):
-    target, tree = one_layer_target(), DynamicTree(5, 2, 2)
+    target = one_layer_target()
+    tree = StaticTree(TREE.paths[:4]) if kind == "medusa" else DynamicTree(5, 2, 2)
     head, prompts = random_head(kind, target), some_prompts(9, 5)
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=tree, compile=True), prompts) == expected
