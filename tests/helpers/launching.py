@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+from accelerate.state import AcceleratorState
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,35 +59,69 @@ def exit_code_of_a_fork(function: Callable[..., None], *arguments: object) -> in
     return process.exitcode
 
 
-def become_one_of_two(rank: int, port: int, output: Path) -> None:
+NODE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+"""Of a process that has a machine to itself."""
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+CPU = {"ACCELERATE_USE_CPU": "true"}
+ENGINES = {"ddp": CPU, "fsdp2": CPU | FSDP} | {
+    f"zero{stage}": {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(ROOT / "recipes" / f"deepspeed-zero{stage}.json"),
+    }
+    for stage in (1, 2, 3)
+}
+"""What `accelerate launch` tells each process of the engine."""
+
+
+def become_one_of_two(rank: int, port: int, output: Path, told: dict[str, str]) -> None:
     """In a fork: a process of a launch, whose standard output and error go to one file."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    environment = launch_environment(cpu=True) | {k: str(v) for k, v in place.items()}
+    environment = launch_environment(cpu=False)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment | {k: str(v) for k, v in place.items()} | told)
+    AcceleratorState._reset_state(reset_partial_state=True)
     file = output.open("wb")
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(file.fileno(), number)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    warnings.resetwarnings()  # those of libraries are errors in this process alone
 
 
-def run_script(rank: int, port: int, output: Path, script: str, *arguments: str) -> None:
-    become_one_of_two(rank, port, output)
-    sys.argv = [script, *arguments]
+def run_script(
+    rank: int, port: int, output: Path, told: dict[str, str], script: str, *words: str
+) -> None:
+    become_one_of_two(rank, port, output, told)
+    os.chdir(ROOT)
+    sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
 
 
-def outputs_of_two_forks(folder: Path, script: str, *arguments: str) -> list[str]:
-    """What a script prints in each of two processes that form a launch without a launcher."""
+def two_forks(
+    folder: Path, script: str, *arguments: str, told: dict[str, str] = CPU
+) -> list[tuple[int | None, str]]:
+    """Exit code and output of a script in each of two processes that form a launch, with nothing
+    to load and without a launcher. told: their environment, as by ENGINES.
+    """
     port = free_port()
     files = [folder / f"output-{rank}" for rank in (0, 1)]
     processes = [
-        fork(run_script, rank, port, file, script, *arguments) for rank, file in enumerate(files)
+        fork(run_script, rank, port, file, told, script, *arguments)
+        for rank, file in enumerate(files)
     ]
     for process in processes:
-        process.join(timeout=120)
-    outputs = [file.read_text() for file in files]
-    assert [process.exitcode for process in processes] == [0, 0], outputs
+        process.join(timeout=240)
+    return [
+        (process.exitcode, file.read_text()) for process, file in zip(processes, files, strict=True)
+    ]
+
+
+def outputs_of_two_forks(
+    folder: Path, script: str, *arguments: str, told: dict[str, str] = CPU
+) -> list[str]:
+    """What both print; they must not fail."""
+    ended = two_forks(folder, script, *arguments, told=told)
+    outputs = [output for _, output in ended]
+    assert [code for code, _ in ended] == [0, 0], outputs
     return outputs

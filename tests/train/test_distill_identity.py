@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import become_one_of_two, fork, free_port
+from launching import CPU, become_one_of_two, fork, free_port
 from tiny_chat import files, on_call, options, prompts, records
 
 from draftheads.heads import files as files_module
@@ -236,7 +236,7 @@ def test_launcher_that_starts_one_process_is_refused(
 
 def distill_in_a_fork(folder: Path, rank: int, port: int) -> None:
     os.chdir(folder)
-    become_one_of_two(rank, port, folder / f"output-{rank}")
+    become_one_of_two(rank, port, folder / f"output-{rank}", CPU)
     words = ["--target", "t", "--prompts", "p.jsonl", "--out", "o", "--max-new-tokens", "12"]
     sys.argv = ["draftheads", "distill", *words, "--batch-size", "1", "--temperature", "1.0"]
     cli.main()

@@ -4,9 +4,7 @@ on bit for bit; a checkpoint does not know which of them wrote it.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from launching import (
+    ENGINES,
+    ROOT,
+    exit_code_of_a_fork,
+    free_port,
+    launch_environment,
+    outputs_of_two_forks,
+)
 from safetensors.torch import load_file
 from tiny_training import (
     assert_same,
@@ -29,24 +35,22 @@ from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
-LAUNCHES = {
-    "ddp": ({"ACCELERATE_USE_CPU": "true"}, None),
-    "fsdp2": (
-        {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-        None,
-    ),
-    "zero1": ({}, "recipes/accelerate-zero1.yaml"),
-    "zero2": ({}, "recipes/accelerate-zero2.yaml"),
-    "zero3": ({}, "recipes/accelerate-zero3.yaml"),
+LAUNCHERS = {
+    "ddp": ["torch.distributed.run", "--nproc-per-node=2", "--master-port={port}"],
+    "zero2": [
+        *("accelerate.commands.launch", "--config_file", "recipes/accelerate-zero2.yaml"),
+        *("--num_processes=2", "--main_process_port={port}"),
+    ],
 }
-"""Environment, and the accelerate config where torchrun does not do."""
+"""The real ones, once each: the other engines are told the same, in forks of this process."""
 JOINT = "joint"
 """In the place of a kind: Medusa heads and an adapter of the target."""
 KINDS = {
     "ddp": [*HEADS, JOINT],
+    "fsdp2": ["medusa", "sequential", "eagle3", "block", "mtp"],
     "zero1": ["medusa", JOINT],
     "zero2": ["medusa", "sequential", "eagle3", "block", JOINT],
+    "zero3": ["medusa", "sequential", "eagle3", "block", "mtp"],
 }
 DRAWN = {"eagle3": {"noise": 0.1}, "eagle": {"noise": 0.2}, "block": {"anchors": 3}}
 """Choices that make steps random: the numbers belong to a micro batch, not to a process."""
@@ -72,45 +76,38 @@ def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
     write_target(folder / "target")
     write_answers(folder / "data", random_answers(60))
-    script = (
-        "import sys; from draftheads.train import medusa; [medusa.main([p]) for p in sys.argv[1:]]"
-    )
-    recipes = [str(recipe_for(folder, folder / kind, kind)) for kind in [*HEADS, JOINT]]
-    result = subprocess.run([sys.executable, "-c", script, *recipes], env=environment({}))
-    assert result.returncode == 0
+    for kind in [*HEADS, JOINT]:
+        assert exit_code_of_a_fork(main, [str(recipe_for(folder, folder / kind, kind))]) == 0
     return folder
 
 
-def environment(more: dict[str, str]) -> dict[str, str]:
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
-
-
-@pytest.fixture(scope="module", params=LAUNCHES)
-def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
-    """An engine, and a folder for each kind: what two processes made with it."""
-    more, config = LAUNCHES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    kinds = KINDS.get(request.param, ["medusa", "sequential", "eagle3", "block", "mtp"])
-    for kind in kinds:
-        (folder / kind).mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    if config:
-        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
-        launch = ["accelerate.commands.launch", "--config_file", config, "--num_processes=2"]
-        launch.append(f"--main_process_port={port}")
-    recipes = [str(alone / kind / "recipe.yaml") for kind in kinds]
+def launched(folder: Path, engine: str, *arguments: str) -> None:
+    worker = "tests/helpers/engine_worker.py"
+    if engine not in LAUNCHERS:
+        outputs_of_two_forks(folder, worker, *arguments, told=ENGINES[engine])
+        return
+    launcher = [word.format(port=free_port()) for word in LAUNCHERS[engine]]
     result = subprocess.run(
-        [sys.executable, "-m", *launch, "tests/helpers/engine_worker.py", str(folder), *recipes],
-        **{"env": environment(more), "cwd": ROOT, "timeout": 300},
+        [sys.executable, "-m", *launcher, worker, *arguments],
+        **{"env": launch_environment(cpu=engine == "ddp"), "cwd": ROOT, "timeout": 300},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    return request.param, folder
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
+    """An engine, and a folder for each kind: what two processes made with it."""
+    engine = request.param
+    if engine.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
+    folder = tmp_path_factory.mktemp(engine)
+    for kind in KINDS[engine]:
+        (folder / kind).mkdir()
+    recipes = [str(alone / kind / "recipe.yaml") for kind in KINDS[engine]]
+    launched(folder, engine, str(folder), *recipes)
+    return engine, folder
 
 
 def learned(output: Path) -> dict[str, torch.Tensor]:
@@ -124,7 +121,7 @@ def optimizer_state(output: Path) -> dict[str, torch.Tensor]:
 
 
 def kinds_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
 def test_two_processes_train_as_one(alone, together):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from hybrid_targets import MULTIMODAL, hybrid_model, multimodal_model
-from launching import torchrun
+from launching import outputs_of_two_forks
 from tiny_heads import decode
 from tiny_targets import some_prompts
 from tiny_training import assert_same, random_answers, tiny_recipe, weights, write_answers
@@ -101,8 +101,7 @@ def test_two_processes_train_as_one(made, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     assert main([str(recipe_for(made, one, rows_per_batch=1))]) == 0
     recipe = recipe_for(made, two, rows_per_batch=1)
-    launched = torchrun("train/medusa.py", str(recipe), "target_placement=sharded")
-    assert launched.returncode == 0, launched.stderr[-2000:]
+    outputs_of_two_forks(tmp_path, "train/medusa.py", str(recipe), "target_placement=sharded")
     for single, shared in zip(read_metrics(one), read_metrics(two), strict=True):
         for key in single.keys() & {"loss", "gradient_norm", "chain"}:
             assert shared[key] == pytest.approx(single[key], rel=1e-4)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from launching import ROOT, free_port, launch_environment, torchrun
+from launching import CPU, NODE, ROOT, free_port, outputs_of_two_forks, torchrun, two_forks
 from safetensors.torch import load_file, save_file
 from tiny_training import random_answers, tiny_recipe, weights, write_answers
 
@@ -29,10 +27,10 @@ def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
     script = str(ROOT / "train" / "eagle.py")
-    result = torchrun(script, str(recipe), cpu=False)
-    assert result.returncode != 0
-    assert "exitcode  : 2" in result.stderr
-    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    ended = two_forks(tmp_path, script, str(recipe), told={})
+    assert [code for code, _ in ended] == [2, 2]
+    said = "".join(output for _, output in ended)
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert f"`ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 {script} {recipe}`" in lines[0]
     assert not (tmp_path / "run").exists()
@@ -40,21 +38,11 @@ def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
 
 @pytest.mark.slow
 def test_two_nodes_train_as_one_launch(made, tmp_path):
-    """Two launches with distinct node ranks, as on two machines, on loopback."""
+    """Each process is the first of its machine; both machines are this one."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"), steps=2)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    script = [str(ROOT / "train" / "medusa.py"), str(recipe)]
-    nodes = [
-        subprocess.Popen(
-            [*command, f"--node-rank={rank}", *script],
-            **{"env": launch_environment(cpu=True), "stdout": subprocess.PIPE, "text": True},
-        )
-        for rank in (0, 1)
-    ]
-    said = [node.communicate(timeout=120)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0]
+    script = str(ROOT / "train" / "medusa.py")
+    said = outputs_of_two_forks(tmp_path, script, str(recipe), told=CPU | NODE)
     assert "done: 2 steps" in said[0]
     assert said[1] == "", "one process speaks for all nodes"
     facts = json.loads((tmp_path / "run" / "step-000002" / "config.json").read_text())
@@ -153,23 +141,9 @@ def apart(made, tmp_path_factory) -> dict[str, list[list]]:
     ]
     cases = [{"port": free_port(), "arguments": arguments} for arguments in told]
     (folder / "cases.json").write_text(json.dumps(cases[1:] + cases[:1]))
-    worker = [
-        sys.executable,
-        str(ROOT / "tests" / "helpers" / "apart_worker.py"),
-        str(folder / "cases.json"),
-    ]
-    nodes = [
-        subprocess.Popen(
-            worker,
-            env=launch_environment(cpu=True)
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    said = [node.communicate(timeout=240)[0].splitlines() for node in nodes]
+    worker = str(ROOT / "tests" / "helpers" / "apart_worker.py")
+    outputs = outputs_of_two_forks(folder, worker, str(folder / "cases.json"), told=CPU | NODE)
+    said = [output.splitlines() for output in outputs]
     names = [*APART][1:] + [*APART][:1]
     found = zip(names, *([json.loads(line) for line in lines] for lines in said), strict=True)
     return {name: [str(folder), *each] for name, *each in found}
