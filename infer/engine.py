@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from time import perf_counter
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -23,6 +22,7 @@ from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit, row_rules
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
 from draftheads.infer.text import StopStrings
+from draftheads.infer.threads import fair_clock
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Step:
     tokens: list[int]  # new token ids, cut at EOS, stop string and max_new_tokens
     accepted: int  # draft tokens accepted before that cut; -1 for the prefill, which verifies none
     finish: str | None  # "eos", "stop", "length" or "failed" on the last step
-    draft_seconds: float  # wall time, shared by all rows of a batch
+    draft_seconds: float  # by `fair_clock`, shared by all rows of a batch
     verify_seconds: float
     drafted: int = 0  # draft tokens that were verified
 
@@ -378,7 +378,7 @@ class Speculator:
     def clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
-        return perf_counter()
+        return fair_clock(self.target.device)()
 
 
 class Decoding:

@@ -1,14 +1,27 @@
-"""How many threads decoding uses."""
+"""How many threads decoding uses, and the clock that times it."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from draftheads.heads.target import Target
+
+
+def fair_clock(device: torch.device) -> Callable[[], float]:
+    """The clock of all that is compared, in seconds: of a single thread, those of the CPU, in which
+    other processes hardly count; else those of the wall.
+    """
+    import torch
+
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
 
 
 def set_threads(threads: int | None) -> None:

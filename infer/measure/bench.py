@@ -45,6 +45,7 @@ from draftheads.infer.race import (
     steps_of,
     timed,
 )
+from draftheads.infer.threads import fair_clock
 
 ALONE = "generate alone"
 """Reference of the outputs of batches, not timed: padding must not change an output."""
@@ -159,7 +160,7 @@ def bench(
     candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
     sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
     with without_defaults(target), own_randomness(target):
-        runs = race(candidates, fitting, options, console)
+        runs = race(candidates, fitting, options, console, fair_clock(target.device))
         if options.batch > 1:
             runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
         plain, *others = [

@@ -71,7 +71,7 @@ class Costs:
             draft = tuple(map(float, value["draft"]))
             costs = cls(verify, draft, float(value["prompt"]))
             seconds = (*verify.values(), *draft, costs.prompt)
-            valid = len(draft) == 4 and len(verify) > 1 and verify[0] > 0
+            valid = len(draft) == 4 and len(verify) > 1 and min(verify[0], *verify.values()) > 0
             valid = valid and all(map(math.isfinite, seconds))
         except (AttributeError, KeyError, TypeError, ValueError):
             valid = False
@@ -120,11 +120,12 @@ TreeRuns = Mapping[StaticTree, Sequence[Sequence[Run]]]
 
 def fitted_costs(runs: TreeRuns) -> Costs:
     """The costs that explain these runs: of a verification by size, of drafting by least squares
-    over all trees. Raises ValueError if a tree made no step.
+    over all trees. Raises ValueError if a tree made no step, and if the times contradict each
+    other: no part of a step takes less than no time.
 
     Typical steps tell how the time of a step divides into drafting and verifying, and what a prompt
-    takes besides; the time of whole runs, by any clock, tells what a step takes. Compiled steps are
-    not divided: what trees of one size differ by is put down to their levels.
+    takes besides; the time of whole runs, by the same clock, tells what a step takes. Compiled
+    steps are not divided: what trees of one size differ by is put down to their levels.
     """
     halves = {tree: _halves(each) for tree, each in runs.items()}
     prompt = _prompt_seconds(runs, halves)
@@ -139,6 +140,11 @@ def fitted_costs(runs: TreeRuns) -> Costs:
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
+    if not verify[0] > 0:
+        raise ValueError(
+            "expected times that add up, got steps that took less than no time besides their "
+            "prompts; nothing was written: leave the machine alone and tune again"
+        )
     if is_compiled:
         return Costs(verify, (0.0, level, 0.0, 0.0), prompt)
     drafted = {tree: seconds for tree, seconds in whole.items() if tree.paths}
@@ -156,7 +162,7 @@ def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, flo
             if len(run.steps) > 1:
                 prefill, first = run.steps[:2]
                 seconds.append(prefill.verify_seconds + first.draft_seconds - drafting)
-    return typical(seconds)
+    return max(typical(seconds), 0.0)
 
 
 def _step_seconds(runs: Sequence[Sequence[Run]], prompt: float) -> float:
@@ -195,17 +201,25 @@ def typical(seconds: Sequence[float]) -> float:
 def _least_squares(
     whole: Mapping[StaticTree, float], verify: Mapping[int, float]
 ) -> tuple[float, ...]:
-    """The coefficients of 1 and `work` with which drafting explains what steps take longer than
-    verifications, at the least relative error of whole steps.
+    """The coefficients of 1 and `work`, none below 0, with which drafting explains what steps take
+    longer than verifications, at the least relative error of whole steps.
     """
     steps_N = torch.tensor(list(whole.values()), dtype=torch.float64)
     verify_N = torch.tensor([verify[tree.draft_nodes] for tree in whole], dtype=torch.float64)
     work_N4 = torch.tensor([(1, *work(tree)) for tree in whole], dtype=torch.float64)
     scaled_N4 = work_N4 / steps_N[:, None]
     share_N1 = (1.0 - verify_N / steps_N)[:, None]
-    solved = torch.linalg.lstsq(scaled_N4, share_N1, driver="gelsd")
-    coefficients: list[float] = solved.solution[:, 0].tolist()
-    return tuple(coefficients)
+    best, least = torch.zeros(4, dtype=torch.float64), float("inf")
+    for chosen in chain.from_iterable(combinations(range(4), count) for count in range(5)):
+        columns = list(chosen)  # the best of all that are not negative is that of some columns
+        coefficients_4 = torch.zeros(4, dtype=torch.float64)
+        if columns:
+            solved = torch.linalg.lstsq(scaled_N4[:, columns], share_N1, driver="gelsd")
+            coefficients_4[columns] = solved.solution[:, 0]
+        error = float((scaled_N4 @ coefficients_4 - share_N1[:, 0]).norm())
+        if coefficients_4.min() >= 0 and error < least:
+            best, least = coefficients_4, error
+    return tuple(best.tolist())
 
 
 def search(

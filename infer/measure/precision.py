@@ -7,9 +7,9 @@ rule is right. What learns or writes data keeps a fixed one: its results must no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter, thread_time
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from draftheads.heads.cpu_linear import PackedWeight, can_pack, has_int8
 from draftheads.heads.layers import project
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import NODES
+from draftheads.infer.threads import fair_clock
 
 LARGEST = 1 << 25
 """Numbers that are multiplied: more than caches hold."""
@@ -78,12 +79,6 @@ class Pace:
         if INT8 in self.seconds:
             line += f"; --bits 8 (int8 weights): {self._faster(INT8, self.dtype):.1f}x faster still"
         return line
-
-
-def fair_clock(device: torch.device) -> Callable[[], float]:
-    """CPU seconds of a single thread, in which other processes hardly count; else wall seconds."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return thread_time if alone else perf_counter
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype:

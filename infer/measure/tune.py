@@ -38,7 +38,6 @@ from draftheads.infer.measure.costs import (
     predict,
     search,
 )
-from draftheads.infer.measure.precision import fair_clock
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
@@ -55,6 +54,7 @@ from draftheads.infer.race import (
     steps_of,
     timed,
 )
+from draftheads.infer.threads import fair_clock
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 
@@ -102,10 +101,10 @@ class Batch:
         any_tree = not any(job.sampling.sees_drafts for job in self.jobs)
         rows = len(self.jobs) if any_tree else 1
         decoding.use(self._sizes.choose(rows))
-        start = perf_counter()
+        start = self.engine.clock()
         steps = decoding.step()
         tokens = sum(len(step.tokens) for step in steps.values())
-        self._sizes.learn(rows, tokens, perf_counter() - start)
+        self._sizes.learn(rows, tokens, self.engine.clock() - start)
         if len(decoding.rows) == 1:
             decoding.compile()
         return [(job, steps[job.row]) for job in self.jobs if job.row in steps]

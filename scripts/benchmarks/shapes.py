@@ -42,8 +42,8 @@ from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.measure.baseline import Baseline
-from draftheads.infer.measure.precision import fair_clock
 from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.threads import fair_clock
 from draftheads.scripts.benchmarks import draft_time, results
 from draftheads.train.entry import mistakes_in_one_line
 

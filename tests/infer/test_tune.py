@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
-from itertools import combinations, product
+from itertools import combinations, count, product
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tiny_targets import CONTEXT, greedy, one_layer_target, some_prompts, tiny_t
 
 from draftheads.heads.formats.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer import compiled
+from draftheads.infer import compiled, threads
 from draftheads.infer.engine import Step
 from draftheads.infer.measure.costs import (
     NONE,
@@ -203,6 +203,46 @@ def test_costs_of_compiled_steps_are_found_without_knowing_what_drafting_takes()
     assert costs.draft == pytest.approx((0.0, 0.2, 0.0, 0.0))
     for tree in (*trees.values(), StaticTree.from_widths((4, 3, 1))):
         assert costs.step_seconds(tree) == pytest.approx(true.step_seconds(tree))
+
+
+def timed_runs(seconds: dict[StaticTree, tuple[float, float]], prompt: float = 7.0):
+    """One run of ten steps with each tree, which drafts and verifies for so many seconds."""
+    runs = {}
+    for tree, (draft, verify) in seconds.items():
+        steps = [Step([1], -1, None, 0.0, 7.0), *[Step([1], 0, None, draft, verify)] * 10]
+        runs[tree] = [[Run(steps, prompt + 10 * (draft + verify))]]
+    return runs
+
+
+def test_nothing_costs_less_than_nothing():
+    """Although noise makes drafts of more nodes and levels look cheaper."""
+    trees = cost_trees(3, 8)
+    seconds = {tree: (1.0 / tree.nodes if tree.paths else 0.0, 1.0) for tree in trees}
+    costs = fitted_costs(timed_runs(seconds))
+    assert min(costs.draft) >= 0.0 and max(costs.draft) > 0.0 and costs.prompt == 7.0
+    for tree in (*trees, StaticTree.from_widths([1] * 30)):
+        assert costs.step_seconds(tree) >= costs.verify_seconds(0) > 0.0
+
+
+def test_times_that_contradict_each_other_write_no_tree():
+    """Prompts that took longer than the runs that they are a part of."""
+    seconds = {tree: (0.1, 0.2) for tree in cost_trees(3, 8)}
+    with pytest.raises(ValueError, match="times that add up.*nothing was written.*tune again"):
+        fitted_costs(timed_runs(seconds, prompt=1.0))
+
+
+def test_costs_are_taken_by_one_clock(monkeypatch):
+    """Ten seconds of the wall go by at each look at it, as where other processes have the cores:
+    those of the CPU count, in whole runs and in their steps.
+    """
+    wall = count(0, 10)
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr("draftheads.infer.engine.perf_counter", lambda: next(wall), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    track = Track(tiny_target(), random_head("medusa", tiny_target()), OPTIONS, None)
+    costs = track.costs(fitting_prompts(tiny_target(), some_prompts(5, 9), 12))
+    assert 0.0 <= costs.prompt < 5.0 and 0.0 < max(costs.verify.values()) < 5.0
+    assert 0.0 <= min(costs.draft) <= max(costs.draft) < 5.0
 
 
 def test_answers_without_steps_are_refused():
@@ -432,6 +472,7 @@ def test_a_head_without_drafts_decodes_plainly_and_says_so(tmp_path):
         {"verify": {"0": 1, "4": float("nan")}, "draft": [0] * 4, "prompt": 0},
         {"verify": {"0": 0, "4": 1}, "draft": [0] * 4, "prompt": 0},
         {"verify": {"1": 1, "4": 1}, "draft": [0] * 4, "prompt": 0},
+        {"verify": {"0": 1, "4": -1}, "draft": [0] * 4, "prompt": 0},
     ],
 )
 def test_damaged_costs_are_refused_in_one_line(value):
