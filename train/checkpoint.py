@@ -86,8 +86,7 @@ class RunState:
             return self.tokens_per_step
         if measure == "loss":
             return None if self.heldout_loss is None else -self.heldout_loss
-        key = "speedup" if measure == "tokens_per_second" else measure
-        return self.measured[key] if self.measured else None
+        return self.measured[measure] if self.measured else None
 
     def evaluated(self) -> RunState:
         """This state, its evaluation counted; of two equal ones the later is the best."""

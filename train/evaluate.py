@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from operator import itemgetter
 from typing import TypeVar
@@ -23,9 +23,8 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree, Tree
-from draftheads.infer.accept import Greedy
-from draftheads.infer.engine import Speculator, Statistics
-from draftheads.infer.race import PLAIN, BenchPrompt, Candidate, Run, timed
+from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.race import BenchPrompt
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
 from draftheads.train.features import FeatureSource, OnlineFeatures, SharedFaults
@@ -34,10 +33,6 @@ from draftheads.train.setup import TrainingData
 
 CHUNK = 256
 """Positions whose logits, before and after adaptation, are in memory at a time."""
-WARM_UP = 8
-"""Tokens to decode before timing."""
-TIMED = 8
-"""Prompts that are also decoded without heads, for the speedup."""
 
 T = TypeVar("T")
 
@@ -171,31 +166,23 @@ def measure_drift(target: Target, share: Share, layers: Sequence[int]) -> Drift:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of decoding."""
+    """Results of decoding. How fast it is depends on threads and packed weights: `bench` says."""
 
     prompts: int
     tokens_per_step: float  # tau, the target's own token included, the prefill excluded
     standard_error: float  # of tau
     acceptance: list[float]  # share of steps that accepted at least 1, 2, ... draft tokens
-    tokens_per_second: float
-    speedup: float  # over decoding without heads, on the prompts where both were run
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Run, Run | None]]) -> Measured:
-        """From the runs of each prompt: with heads, and without heads if that was run."""
-        total = Statistics.of(step for run, _ in pairs for step in run.steps)
-        each = [Statistics.of(run.steps) for run, _ in pairs]
-        both = [(run, plain) for run, plain in pairs if plain]
-        # sampled texts differ in length: compare the time per token
-        plain = sum(plain.seconds * len(run.tokens) / len(plain.tokens) for run, plain in both)
-        tokens = sum(len(run.tokens) for run, _ in pairs)
+    def of(cls, texts: Sequence[Sequence[Step]]) -> Measured:
+        """From the steps of each prompt."""
+        total = Statistics.of(chain.from_iterable(texts))
+        each = [Statistics.of(steps) for steps in texts]
         return cls(
-            prompts=len(pairs),
+            prompts=len(texts),
             tokens_per_step=total.tokens_per_step,
             standard_error=tau_error([(part.tokens, part.steps) for part in each]),
             acceptance=total.acceptance_by_depth,
-            tokens_per_second=tokens / sum(run.seconds for run, _ in pairs),
-            speedup=plain / sum(run.seconds for run, _ in both),
         )
 
 
@@ -273,22 +260,13 @@ class Evaluator:
     def decode(self, head: DraftHead) -> Measured:
         """Continue the held-out prompts, divided over the processes."""
         accelerator = self.accelerator
-        decoded = Speculator(self.target, as_decoded(head, self.target))
-        heads = Candidate("heads", head.tree.draft_nodes, decoded, Greedy())
-        plain = Candidate(PLAIN, 0, Speculator(self.target), Greedy())
+        engine = Speculator(self.target, as_decoded(head, self.target))
         mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
-        runs: list[tuple[int, tuple[Run, Run | None]]] = []
-        if mine:
-            first = replace(mine[0], limit=min(WARM_UP, mine[0].limit))
-            for candidate in (plain, heads):
-                list(candidate.generate([first]))
-        for prompt in mine:
-            [run] = timed(heads, [prompt])
-            other = None
-            if prompt.number < TIMED:
-                [other] = timed(plain, [prompt])
-            runs.append((prompt.number, (run, other)))
-        return Measured.of(_in_order(runs))
+        texts = [
+            (each.number, list(engine.generate(each.prompt, max_new_tokens=each.limit)))
+            for each in mine
+        ]
+        return Measured.of(_in_order(texts))
 
 
 def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:

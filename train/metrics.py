@@ -42,9 +42,9 @@ WIDEST = 80
 """Columns of the bar and of the table of evaluations."""
 BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
 BLOCKS = "▁▂▃▄▅▆▇█"
-LEGEND = "held-out documents; τ: tokens per step; x plain: speed over no heads"
-TITLES = ("step", "τ simulated", "τ decoded", "x plain", "loss", "agreement")
-WIDTHS = (8, 13, 14, 9, 9, 11)
+LEGEND = "held-out documents; τ: tokens per step"
+TITLES = ("step", "τ simulated", "τ decoded", "loss", "agreement")
+WIDTHS = (8, 13, 14, 9, 11)
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -75,7 +75,7 @@ class Progress:
             bar_format=BAR,
             ncols=min(WIDEST, shutil.get_terminal_size().columns),
         )
-        self.columns = [True, True, recipe.decodes, recipe.decodes]
+        self.columns = [True, True, recipe.decodes]
         self.columns += [recipe.measure == "loss", recipe.adapter is not None]
         self.has_header = False
         self.losses: list[float] = []
@@ -179,16 +179,15 @@ class Progress:
 
 def evaluation_cells(step: int, evaluation: Evaluation) -> list[str]:
     """One cell for each of TITLES."""
-    decoded = plain = loss = agreement = "-"
+    decoded = loss = agreement = "-"
     if measured := evaluation.measured:
         decoded = f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f}"
-        plain = f"{measured.speedup:.2f}"
     if evaluation.loss is not None:
         loss = f"{evaluation.loss:.4f}"
     if evaluation.drift:
         agreement = f"{evaluation.drift.agreement:.2%}"
     simulated = f"{evaluation.calibration.tokens_per_step:.2f}"
-    return [str(step), simulated, decoded, plain, loss, agreement]
+    return [str(step), simulated, decoded, loss, agreement]
 
 
 def sparkline(shares: Sequence[float]) -> str:
@@ -201,18 +200,12 @@ def summary(best: RunState, output: Path) -> str:
     """What the best checkpoint of a run is worth, and what to do next."""
     tune = f"draftheads tune --head {output} --prompts PROMPTS"
     line = f"best: step {best.step}, τ {best.tokens_per_step:.2f} simulated, not decoded"
-    gain = "finds the fastest tree, and says how fast it is"
     if best.measured:
-        speedup = best.measured["speedup"]
-        line = (
-            f"best: step {best.step}, τ {best.measured['tokens_per_step']:.2f} decoded, "
-            f"{speedup:.2f} times plain decoding with the head's own tree"
-        )
-        gain = "finds a faster tree"
-        if speedup < 1:
-            line += ":\n      slower than without a head"
-            gain = "finds a smaller tree, or none if no tree pays"
-    return f"{line}\nnext: {tune}\n      {gain}; then draftheads chat --head {output}"
+        line = f"best: step {best.step}, τ {best.measured['tokens_per_step']:.2f} decoded"
+    return (
+        f"{line}\nnext: {tune}\n      finds the fastest tree, and says how fast it is; then "
+        f"draftheads chat --head {output}"
+    )
 
 
 def read_metrics(output: str | Path) -> list[Line]:

@@ -45,9 +45,7 @@ from draftheads.recipes import find_recipe
 logger = logging.getLogger("draftheads")
 
 Precision = Literal["fp32", "bf16"]
-Measure = Literal["tokens_per_step", "tokens_per_second", "simulated", "loss"]
-DECODED = ("tokens_per_step", "tokens_per_second")
-"""Measures that require decoding."""
+Measure = Literal["tokens_per_step", "simulated", "loss"]
 
 LENGTHS = frozenset({"run.steps", "run.epochs", "run.minutes"})
 """Keys that give a run its length, one at a time."""
@@ -146,9 +144,8 @@ class EvalChoices(Section):
     new_tokens: int = Field(64, ge=2, description="new tokens per prompt")
     best: Measure | None = Field(
         None,
-        description="measure that picks the best checkpoint; tokens_per_second: relative to plain "
-        "decoding; simulated: from held-out ranks; loss: on held-out documents; null: "
-        "tokens_per_step, or simulated if every: 0",
+        description="measure that picks the best checkpoint; simulated: from held-out ranks; "
+        "loss: on held-out documents; null: tokens_per_step, or simulated if every: 0",
     )
     patience: int | None = Field(
         None,
@@ -256,7 +253,7 @@ class Recipe(Section):
                 f"{self.data.cache_gb}; set features.mode=cached instead"
             )
         self._check_server()
-        if self.eval.best in DECODED and not self.decodes:
+        if self.eval.best == "tokens_per_step" and not self.decodes:
             raise ValueError(
                 f"eval.best: expected simulated or loss, got {self.eval.best}, which needs "
                 "decoding; eval.every=0, target_placement=sharded and features.server turn it off"
@@ -344,7 +341,7 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     """Choices that must not change when a run is resumed. The target is compared by fingerprint."""
-    compared = {"prompts", "new_tokens"} if recipe.measure in DECODED else set()
+    compared = {"prompts", "new_tokens"} if recipe.measure == "tokens_per_step" else set()
     free: Any = {
         **dict.fromkeys(("target", "target_revision", "target_adapter", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},

@@ -7,7 +7,7 @@ import re
 from tiny_training import run
 
 from draftheads.train.checkpoint import BEST, read_state
-from draftheads.train.metrics import LEGEND, sparkline, summary
+from draftheads.train.metrics import LEGEND, sparkline
 
 DECODING = ["eval.every=3", "eval.prompts=2", "eval.new_tokens=8", "run.save_every=3"]
 
@@ -39,18 +39,9 @@ def test_a_run_ends_with_what_its_best_step_is_worth(made, tmp_path, capsys):
     best = read_state(output / BEST)
     assert best.measured is not None
     assert f"best: step {best.step}, τ {best.measured['tokens_per_step']:.2f} decoded" in said
-    assert "times plain decoding with the head's own tree" in said
+    assert "times plain" not in said and "slower" not in said, "threads and packing decide that"
+    assert "finds the fastest tree, and says how fast it is" in said
     assert f"next: draftheads tune --head {output} --prompts PROMPTS" in said
-
-
-def test_a_head_that_is_slower_than_none_is_said_to_be(made, tmp_path):
-    assert run(made, tmp_path / "run", *DECODING) == 0
-    best = read_state(tmp_path / "run" / BEST)
-    assert best.measured is not None
-    best.measured["speedup"] = 0.8
-    assert "slower than without a head" in summary(best, tmp_path)
-    best.measured["speedup"] = 1.6
-    assert "slower than without" not in summary(best, tmp_path)
 
 
 def test_the_bar_has_room_for_itself_at_80_columns(made, tmp_path, capsys, monkeypatch):
