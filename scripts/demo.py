@@ -64,6 +64,9 @@ def demo(out: Path) -> BenchReport:
     for number, (kind, what) in enumerate(KINDS.items(), start=2):
         with _stage(console, f"{number} of 7: train - {what}"):
             heads[kind] = trained(kind, target, out, threads)
+    target.pack()
+    for head in heads.values():
+        head.pack(target)
     with _stage(console, "5 of 7: bench - held-out prompts, against transformers' generate"):
         ids = opening_ids(target, HELDOUT, None, BENCH_PROMPTS)
         report = bench(target, heads, ids, BenchOptions(nodes=NODES))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import warnings
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Exit, Option
 
-from draftheads.infer.threads import choose_threads
 from draftheads.scripts import models
 from draftheads.scripts.following import after_doctor, say_next, target_options
 from draftheads.scripts.options import (
@@ -26,13 +25,10 @@ from draftheads.scripts.options import (
     MaybeLora,
     MaybeTemplateArgs,
     PromptWords,
-    Seed,
     ServerModel,
     TargetName,
-    Temperature,
     Threads,
     check_places,
-    rule,
     write_figures,
 )
 
@@ -68,7 +64,6 @@ def doctor(
     prompt_words: PromptWords = None,
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
-    temperature: Temperature = 0.0,
     server: Annotated[list[str] | None, Option(help=SERVER)] = None,
     server_model: ServerModel = None,
     api_key_env: KeyVariable = None,
@@ -79,7 +74,6 @@ def doctor(
     dtype: Dtype = "auto",
     device: Device = None,
     threads: Threads = None,
-    seed: Seed = 0,
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
@@ -100,9 +94,14 @@ def doctor(
         exchange=exchange,
         layers=layers and layers.split(","),
     )
-    place = models.Place(dtype, device, lora=adapter, placement="skeleton" if server else "whole")
-    model, drafter = _load(target, folder, place, template_args)
-    choose_threads(threads, model)
+    place = models.Place(dtype, device, threads, lora=adapter)
+    if server:
+        model = models.load_target(
+            target, replace(place, placement="skeleton"), None, [folder], template_args
+        )
+    else:  # as it decodes: a step is priced
+        model = models.load_fast_target(target, place, None, [folder], template_args)
+    drafter = _load_head(folder, model)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     documents, manifest = _read_data(data or data_of(folder.path, recorded), model)
     if prompts:
@@ -117,7 +116,6 @@ def doctor(
             f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
             f"give {needed}"
         )
-    sampling = rule(temperature, seed=seed) if temperature else None
     evidence = Evidence(
         model,
         drafter,
@@ -126,7 +124,6 @@ def doctor(
         documents,
         manifest,
         max_new_tokens,
-        sampling,
         features,
         models.say_beside,
     )
@@ -141,23 +138,23 @@ def doctor(
     raise Exit(1 if diagnosis.findings else 0)
 
 
-def _load(
-    target: str, folder: HeadFolder, place: models.Place, template_args: str | None
-) -> tuple[Target, DraftHead]:
-    """The target, and the head on it."""
-    model = models.load_target(target, place, heads=[folder], template_args=template_args)
+def _load_head(folder: HeadFolder, target: Target) -> DraftHead:
+    """The head, packed for this target."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
-        return model, folder.load(model)
+        return folder.load(target).pack(target)
 
 
 def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
-    """Where features come from by these options; states are those of the training by default."""
+    """Where features come from by these options; states and the exchange folder are those of the
+    training by default.
+    """
     from draftheads.train.recipe import FeatureChoices
 
     choices = {key: value for key, value in options.items() if value}
-    recorded = training.get("recipe", {}).get("features", {}).get("layers")
-    return FeatureChoices(mode="served" if choices else "online", **{"layers": recorded, **choices})
+    recorded = training.get("recipe", {}).get("features", {})
+    kept = {key: recorded[key] for key in ("layers", "exchange") if key in recorded}
+    return FeatureChoices(mode="served" if choices else "online", **{**kept, **choices})
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:

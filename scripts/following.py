@@ -32,8 +32,8 @@ def after_answers(target: str, out: Path, lora: str | None = None) -> None:
 
 
 REMEDIES = {
-    **dict.fromkeys(("tree", "speed"), "tune"),
-    **dict.fromkeys(("target", "template", "data", "temperature", "use"), "distill"),
+    "speed": "tune",
+    **dict.fromkeys(("target", "template", "data", "use"), "distill"),
 }
 """Checks of `doctor` -> the command that mends what they find."""
 

@@ -87,7 +87,7 @@ COMMON |= {"temperature", "top_p", "top_k", "json_out", "template_args", "revisi
 
 EXAMINED = {"server_model", "api_key_env", "exchange", "layers"}
 """Parameters of `doctor --server` alone."""
-DECODED = {"prompts", "prompt_words", "limit", "max_new_tokens", "temperature", "seed"}
+DECODED = {"prompts", "prompt_words", "limit", "max_new_tokens"}
 """Parameters of `doctor` without it."""
 
 

@@ -9,28 +9,23 @@ Legend: M learned positions, K draft depth, v draft vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, permutations
+from itertools import accumulate
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.block import BlockHead, mask_token
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.heads.tree import StaticTree
-from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.costs import ORDINARY, typical
 from draftheads.infer.prompt import encode_prompt
@@ -65,29 +60,6 @@ PROMPTS = 64
 """Documents whose prompts are compared with the chat template."""
 SENTINEL = "Prompt42"
 
-MASKS = 16
-"""Largest number of tokens tried in place of a block head's mask."""
-READINGS = {
-    "features": "no other layers are better than those of the head's config.json",
-    "alignment": "features[i] is the state from which tokens[i] was predicted",
-    "sample_from_anchor": "the convention that the head was trained with",
-    "mask": "no other token is better than the mask_token_id of the head's config.json",
-}
-"""Ways to read a head wrongly, and what is normal."""
-
-
-class Variant(NamedTuple):
-    """A way to read a head: the layers, how many tokens late, and, for a finding if it is better, a
-    key of READINGS, what it is in words, and advice.
-    """
-
-    head: DraftHead
-    layers: tuple[int, ...]
-    shift: int = 0
-    check: str = ""
-    words: str = ""
-    advice: str = ""
-
 
 @dataclass(frozen=True)
 class Decoded:
@@ -106,9 +78,9 @@ class Evidence:
     """A head, what it is examined on, and lazy measurements.
 
     facts: what its config.json records. openings: token ids of prompts to decode.
-    documents, manifest: the data, if any. sampling: tried in addition to greedy decoding. features:
-    "online", or "served" for a target without layers, which decodes nothing. report: called with
-    what servers have proven. findings: of the checks so far.
+    documents, manifest: the data, if any. features: "online", or "served" for a target without
+    layers, which decodes nothing. report: called with what servers have proven. findings: of the
+    checks so far.
     """
 
     target: Target
@@ -118,7 +90,6 @@ class Evidence:
     documents: Documents | None = None
     manifest: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 64
-    sampling: Acceptance | None = None
     features: FeatureChoices = field(default_factory=FeatureChoices)
     report: Callable[[str], object] = print
     findings: list[Finding] = field(default_factory=list)
@@ -260,42 +231,31 @@ class Evidence:
         """Tokens per step of the best fixed tree for these ranks."""
         return calibrate(ranks_MK, self.nodes, self.head.tree).tokens_per_step
 
-    def ranks_of(self, rows: Rows) -> Tensor:
-        """ranks_MK as the head is configured."""
-        [ranks_MK] = self.ranks_along(rows, [Variant(self.head, self.layers)])
-        return ranks_MK
-
     @torch.no_grad()
-    def ranks_along(self, rows: Rows, variants: Sequence[Variant]) -> list[Tensor]:
-        """ranks_MK of each variant. The target reads every row once."""
-        layers = sorted({layer for variant in variants for layer in variant.layers})
-        ranks: list[list[Tensor]] = [[] for _ in variants]
-        source = self.source(rows, layers)
+    def ranks_of(self, rows: Rows) -> Tensor:
+        """ranks_MK of these rows."""
+        source = self.source(rows)
         source.ahead(range(len(rows)))
+        ranks: list[Tensor] = []
         for numbers, on_host in batches(rows):
             batch = on_host.to(self.target.device)
-            chunks = source(numbers, batch).chunk(len(layers), dim=-1)
-            states = dict(zip(layers, chunks, strict=True))
-            for variant, parts in zip(variants, ranks, strict=True):
-                features_BTD = torch.cat([states[layer] for layer in variant.layers], dim=-1)
-                features_BTD = features_BTD.roll(variant.shift, dims=1)
-                parts.append(variant.head.token_ranks(batch, features_BTD, self.target).cpu())
-        return [torch.cat(parts) for parts in ranks]
+            features_BTD = source(numbers, batch)
+            ranks.append(self.head.token_ranks(batch, features_BTD, self.target).cpu())
+        return torch.cat(ranks)
 
-    def source(self, rows: Rows, layers: Sequence[int]) -> FeatureSource:
-        """The states of these layers, from the target or from servers."""
+    def source(self, rows: Rows) -> FeatureSource:
+        """The states that the head reads, from the target or from servers."""
         if self.decodes:
-            return OnlineFeatures(self.target, layers, adapted=True)
-        return ServedFeatures(self.target, layers, rows, self.connection)
+            return OnlineFeatures(self.target, self.layers, adapted=True)
+        return ServedFeatures(self.target, self.layers, rows, self.connection)
 
     def decode(
         self,
         openings: Sequence[Sequence[int]],
-        rule: Acceptance | None = None,
         *,
         drafts: bool = True,
     ) -> Decoded:
-        """Answer the openings. Raises ValueError when none leaves room in the context."""
+        """Answer the openings, greedily. Raises ValueError when none leaves room in the context."""
         context = self.target.context
         room = [opening for opening in openings if len(opening) + 2 <= context]
         if not room:
@@ -312,7 +272,7 @@ class Evidence:
         for opening in room:
             limit = min(self.new_tokens, context - len(opening))
             new: list[int] = []
-            for step in engine.generate(opening, sampling=rule, max_new_tokens=limit):
+            for step in engine.generate(opening, max_new_tokens=limit):
                 new += step.tokens
                 if step.accepted >= 0:  # not the prefill
                     accepted.append(step.accepted)
@@ -440,88 +400,6 @@ def little_data(evidence: Evidence) -> Finding | None:
     )
 
 
-def other_reading(evidence: Evidence) -> Finding | None:
-    """A better way to use the head: other layers, features one token late or early, and for block
-    heads other slots or another mask.
-    """
-    variants = [*other_layers(evidence), *other_blocks(evidence)]
-    ranks = evidence.ranks_along(evidence.rows, variants)
-    scores = [float(runs(ranks_MK).mean()) for ranks_MK in ranks]
-    number = scores.index(max(scores))
-    best = variants[number]
-    best_MK = ranks[number]
-    plain_MK = evidence.ranks_MK
-    if not is_above(runs(best_MK) - runs(plain_MK), WORTH):
-        return None
-    return Finding(
-        best.check,
-        evidence.best_tree(best_MK) - evidence.best_tree(plain_MK),
-        f"with {best.words}, the head's first draft token is right {top1(best_MK):.1%} of the "
-        f"time, with its config {top1(plain_MK):.1%} ({len(plain_MK)} positions)",
-        READINGS[best.check],
-        best.advice,
-    )
-
-
-def other_layers(evidence: Evidence) -> Iterator[Variant]:
-    """One layer lower or higher, each and all; another order; features one token late or early."""
-    head, layers = evidence.head, evidence.layers
-    others = [layers[::-1]]
-    if len(layers) <= 3:
-        others = list(permutations(layers))
-    for step in (-1, 1):
-        others.append(tuple(layer + step for layer in layers))
-        for place in range(len(layers)):
-            others.append((*layers[:place], layers[place] + step, *layers[place + 1 :]))
-    for other in dict.fromkeys(others):
-        if other == layers or not set(other) <= set(evidence.states):
-            continue
-        key = (
-            "draftheads.feature_layers there to these layers (0 = embeddings; SGLang's numbers are "
-            "one lower)"
-        )
-        if isinstance(head, BlockHead):
-            ids = [layer - 1 for layer in other]
-            key = f"target_layer_ids there to {ids} (0 = the first layer)"
-        words = f"the states of layers {list(other)}"
-        advice = f"set {key}, or train again with the layers it has now"
-        yield Variant(head, other, 0, "features", words, advice)
-    advice = "the head was trained on pairs shifted by one: export or train it again"
-    yield Variant(head, layers, 1, "alignment", "features one token late", advice)
-    yield Variant(head, layers, -1, "alignment", "features one token early", advice)
-
-
-def other_blocks(evidence: Evidence) -> Iterator[Variant]:
-    """A block head with the other convention for its slots, and with other masks."""
-    head, layers, target = evidence.head, evidence.layers, evidence.target
-    if not isinstance(head, BlockHead):
-        return
-    key = "sample_from_anchor"
-    opposite = not head.design.sample_from_anchor
-    word = json.dumps(opposite)
-    other = redesigned(head, sample_from_anchor=opposite)
-    yield Variant(other, layers, 0, key, f"{key} {word}", f"set {key} there to {word}")
-    mask = head.design.mask_token
-    if mask is None:
-        return
-    ids = [mask_token(target, "auto"), mask - 1, mask + 1]
-    if target.tokenizer:
-        ids += sorted(target.tokenizer.get_added_vocab().values())
-    for each in list(dict.fromkeys(ids))[:MASKS]:
-        if each is None or each == mask or not 0 <= each < head.vocab_size:
-            continue
-        other = redesigned(head, mask_token=each)
-        advice = f"set mask_token_id there to {each}"
-        yield Variant(other, layers, 0, "mask", f"mask_token_id {each}", advice)
-
-
-def redesigned(head: BlockHead, **changes: Any) -> BlockHead:
-    """The same weights with another design."""
-    other = copy(head)
-    other.design = replace(head.design, **changes)
-    return other
-
-
 def other_target(evidence: Evidence) -> Finding | None:
     """A target or an adapter that the head was not trained on."""
     facts, target = evidence.facts, evidence.target
@@ -605,45 +483,6 @@ def other_writer(evidence: Evidence) -> Finding | None:
     )
 
 
-def temperature(evidence: Evidence) -> Finding | None:
-    """Lower acceptance at the requested temperature."""
-    greedy = evidence.decoded
-    if evidence.sampling is None:
-        return None
-    sampled = evidence.decode(evidence.openings, evidence.sampling)
-    if not is_above(greedy.accepted.float(), sampled.accepted.float()):
-        return None
-    return Finding(
-        "temperature",
-        greedy.tokens_per_step - sampled.tokens_per_step,
-        f"{sampled.tokens_per_step:.2f} tokens per step with {evidence.sampling}, "
-        f"{greedy.tokens_per_step:.2f} greedy ({len(sampled.accepted)}, {len(greedy.accepted)} "
-        "steps)",
-        "a little less than greedy",
-        "distill at this temperature and train with head.labels=soft, or lower the temperature",
-    )
-
-
-def wrong_tree(evidence: Evidence) -> Finding | None:
-    """A fixed tree that is worse than the best one of its size."""
-    tree, ranks_MK = evidence.head.tree, evidence.ranks_MK
-    if not isinstance(tree, StaticTree) or not tree.paths:
-        return None
-    best = calibrate(ranks_MK, tree.draft_nodes, tree)
-    gain = best.tokens_per_step - tree.expected_tokens(ranks_MK)
-    if gain <= WORTH + SURE * error(runs(ranks_MK)):
-        return None
-    paths = json.dumps(best.tree.to_json(), separators=(",", ":"))
-    return Finding(
-        "tree",
-        gain,
-        f"its {tree.draft_nodes} nodes give {gain:.2f} tokens per step less than the best ones "
-        f"({len(ranks_MK)} positions): {paths}",
-        "the best tree of its size",
-        "use that tree (chat --tree, or draftheads.tree in config.json)",
-    )
-
-
 def small_vocabulary(evidence: Evidence) -> Finding | None:
     """Too many tokens that the head cannot draft."""
     ranks_MK = evidence.ranks_MK
@@ -701,7 +540,8 @@ def fallen_short(evidence: Evidence) -> Finding | None:
             f"the first draft token is right {right:.1%} of the time ({len(hits_M)} positions), "
             f"the most frequent token would be {chance:.1%}",
             "several times as often",
-            "check that the right file was loaded and that training's loss fell",
+            "check that the right file was loaded, that its feature layers (and mask_token_id) are "
+            "those it was trained with, and that training's loss fell",
         )
     if "predicted_tokens_per_step" not in evidence.training:
         return None
@@ -710,7 +550,8 @@ def fallen_short(evidence: Evidence) -> Finding | None:
         evidence.rest,
         f"{evidence.missing:.2f} tokens per step fewer than training recorded",
         "as recorded",
-        "compare the text with the training data (--data), and the head's files with the run's",
+        "compare the text with the training data (--data), and the head's files, feature layers "
+        "and mask_token_id with the run's",
     )
 
 
@@ -753,21 +594,18 @@ def slower_than_plain(evidence: Evidence) -> Finding | None:
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     unfit_weights,
     little_data,
-    other_reading,
     other_target,
     other_template,
     other_writer,
-    temperature,
-    wrong_tree,
     small_vocabulary,
     other_use,
     fallen_short,
     undertrained,
     slower_than_plain,
 )
-DECODING = (temperature, other_use, slower_than_plain)
+DECODING = (other_use, slower_than_plain)
 """Checks of what was decoded."""
-SKIPPED = (other_reading, other_use, fallen_short, undertrained)
+SKIPPED = (other_use, fallen_short, undertrained)
 """Checks that fail because of other faults, too: skipped once something was found."""
 
 
