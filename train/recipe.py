@@ -47,8 +47,8 @@ logger = logging.getLogger("draftheads")
 Precision = Literal["fp32", "bf16"]
 Measure = Literal["tokens_per_step", "simulated", "loss"]
 
-LENGTHS = frozenset({"run.steps", "run.epochs", "run.minutes"})
-"""Keys that give a run its length, one at a time."""
+LENGTHS = ("epochs", "minutes", "steps")
+"""Keys of `run` that give it its length, one at a time."""
 
 SERVER_KEYS = frozenset(
     {"server", "server_model", "api_key_env", "exchange", "in_flight", "timeout"}
@@ -321,6 +321,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
     if isinstance(head, dict) and head.get("kind") is None:
         head["kind"] = kind
     overridden = [_override(values, text) for text in overrides]
+    if isinstance(values.get("run"), dict):
+        _replace_length(values["run"], overridden)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
@@ -424,12 +426,21 @@ def _override(values: dict[str, Any], text: str) -> str:
         section[name] = value if is_text else _parse_yaml(value)
     except ValueError as error:
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
-    if key in LENGTHS and section[name] is not None:
-        for other in LENGTHS - {key}:
-            section.pop(other.removeprefix("run."), None)
     if key == "head.kind" and old_kind in HEADS and value in HEADS:
         _drop_keys(section, old_kind, value, text)
     return key
+
+
+def _replace_length(run: dict[str, Any], typed: Sequence[str]) -> None:
+    """Remove the lengths of the file, if an override sets one. typed: keys of overrides. Raises
+    ValueError for overrides that set two.
+    """
+    given = [name for name in LENGTHS if f"run.{name}" in typed and run.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"run: expected one length, got {' and '.join(given)}; leave one out")
+    if given:
+        for name in set(LENGTHS) - set(given):
+            run.pop(name, None)
 
 
 def _drop_keys(head: dict[str, Any], old_kind: str, new_kind: str, text: str) -> None:

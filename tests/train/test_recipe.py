@@ -260,12 +260,18 @@ def test_one_length_replaces_the_other(path):
     """Of an override: nobody who asks for ten steps wants to unset the recipe's epochs first."""
     run = load_recipe(path, ["run.epochs=3"]).run
     assert (run.epochs, run.steps) == (3, None)
-    run = load_recipe(path, ["run.epochs=3", "run.steps=5"]).run
-    assert (run.epochs, run.steps) == (None, 5)
     run = load_recipe(path, ["run.epochs=3", "run.steps=null"]).run
     assert (run.epochs, run.steps) == (3, None), "null replaces nothing"
     run = load_recipe(path, ["run.minutes=20"]).run
     assert (run.epochs, run.steps, run.minutes) == (None, None, 20)
+
+
+@pytest.mark.parametrize("other", ["run.minutes=3", "run.epochs=2"])
+def test_two_lengths_are_not_one(path, other):
+    """Although either would replace that of the file."""
+    line = f"run: expected one length, got {other[4:-2]} and steps; leave one out"
+    assert line in error(path, "run.steps=5", other)
+    assert line in error(path, other, "run.steps=5")
 
 
 @pytest.mark.parametrize("value", ["tensorboard", "[tensorboard]"])
