@@ -41,9 +41,8 @@ def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
 
     set_threads(threads)
     available = torch.get_num_threads()
-    if threads or available == 1 or "OMP_NUM_THREADS" in os.environ:
-        return
-    if target.is_skeleton or target.device.type != "cpu":
+    is_chosen = threads or available == 1 or "OMP_NUM_THREADS" in os.environ
+    if is_chosen or target.is_skeleton or target.device.type != "cpu":
         return
     tokens_B1 = torch.zeros(rows, 1, dtype=torch.long)
 

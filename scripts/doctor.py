@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import warnings
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Exit, Option
 
+from draftheads.infer.threads import set_threads
 from draftheads.scripts import models
 from draftheads.scripts.following import after_doctor, say_next, target_options
 from draftheads.scripts.options import (
@@ -35,6 +36,7 @@ from draftheads.scripts.options import (
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.heads.placement import Placement
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
@@ -94,14 +96,9 @@ def doctor(
         exchange=exchange,
         layers=layers and layers.split(","),
     )
-    place = models.Place(dtype, device, threads, lora=adapter)
-    if server:
-        model = models.load_target(
-            target, replace(place, placement="skeleton"), None, [folder], template_args
-        )
-    else:  # as it decodes: a step is priced
-        model = models.load_fast_target(target, place, None, [folder], template_args)
-    drafter = _load_head(folder, model)
+    placement: Placement = "skeleton" if server else "whole"
+    place = models.Place(dtype, device, threads, lora=adapter, placement=placement)
+    model, drafter = _load(target, folder, place, template_args)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     documents, manifest = _read_data(data or data_of(folder.path, recorded), model)
     if prompts:
@@ -138,11 +135,16 @@ def doctor(
     raise Exit(1 if diagnosis.findings else 0)
 
 
-def _load_head(folder: HeadFolder, target: Target) -> DraftHead:
-    """The head, packed for this target."""
+def _load(
+    target: str, folder: HeadFolder, place: models.Place, template_args: str | None
+) -> tuple[Target, DraftHead]:
+    """The target, and the head on it, as they decode elsewhere: a step is priced."""
+    set_threads(place.threads)
+    load = models.load_target if place.placement == "skeleton" else models.load_fast_target
+    model = load(target, place, None, [folder], template_args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
-        return folder.load(target).pack(target)
+        return model, folder.load(model).pack(model)
 
 
 def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:

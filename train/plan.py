@@ -115,7 +115,8 @@ class Shapes:
             Lora.open(recipe.target_adapter)
         config = read_config(recipe.target, recipe.target_revision)
         saved = config.get_text_config(decoder=True).dtype or torch.float32
-        dtype = getattr(torch, recipe.target_dtype, saved)
+        self.served_dtype: torch.dtype = getattr(torch, recipe.target_dtype, saved)
+        dtype = self.served_dtype
         if recipe.target_dtype == "auto" and not torch.cuda.is_available():
             dtype = torch.float32
         with reading(recipe.target), torch.device("meta"):
@@ -154,7 +155,9 @@ class Shapes:
         self.states = len(head.training_layers)
         self.features = len(head.feature_layers)
         self.captured = recipe.features.layers or captured_states(head.training_layers, self.layers)
-        self.served_token = len(self.captured) * self.target.hidden_size * saved.itemsize
+        self.served_token = (
+            len(self.captured) * self.target.hidden_size * self.served_dtype.itemsize
+        )
         self.trained = 4 * (self.head + self.adapter)
         self.buffers = sum(x.nbytes for x in head.state_dict().values()) - 4 * self.head
 
@@ -547,7 +550,7 @@ class Plan:
             "wanted": self.work.tokens_per_step / self.time["step"] if self.time else None,
             "rate": self.rate,
             "folder": rows * self.work.length * shapes.served_token,
-            "command": serve_command(recipe, shapes.captured),
+            "command": serve_command(recipe, shapes.captured, shapes.served_dtype),
         }
 
     @cached_property

@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
+from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows
 from draftheads.train.data.server import (
     Completion,
@@ -411,8 +412,10 @@ def documents_of(rows: Rows, number: int) -> list[list[int]]:
     return [rows.documents.tokens(*span).tolist() for span in rows.pieces(number)]
 
 
-def serve_command(recipe: Recipe, captured: Sequence[int]) -> str:
-    """How vLLM is started so that it captures these states."""
+def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -> str:
+    """How vLLM is started so that it captures these states. dtype: by itself, it serves float32
+    weights in half precision.
+    """
     extra = {"shared_storage_path": str(recipe.features.exchange)}
     transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_producer"}
     transfer["kv_connector_extra_config"] = extra
@@ -420,7 +423,8 @@ def serve_command(recipe: Recipe, captured: Sequence[int]) -> str:
     drafting: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     drafting["draft_model_config"] = {"hf_config": states}
     return (
-        f"vllm serve {recipe.target} --max-model-len {recipe.data.sequence_length + 1} "
+        f"vllm serve {recipe.target} --dtype {dtype_name(dtype)} "
+        f"--max-model-len {recipe.data.sequence_length + 1} "
         f"--no-enable-prefix-caching --no-enable-chunked-prefill --max-num-batched-tokens "
         f"{max(8192, recipe.data.sequence_length + 1)} "
         f"--speculative-config {shlex.quote(json.dumps(drafting))} "

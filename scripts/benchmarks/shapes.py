@@ -358,7 +358,7 @@ def page_table(reports: Sequence[dict[str, Any]]) -> str:
 
 def advice(report: dict[str, Any], kinds: Sequence[str]) -> str:
     """Two sentences: from which τ the slowest of these heads pay, and what τ 3 brings, with the
-    first number of threads.
+    first number of threads. The first says which heads.
     """
     setup, nodes = report["setup"], SHOWN[-1]
     rows = {
@@ -372,10 +372,11 @@ def advice(report: dict[str, Any], kinds: Sequence[str]) -> str:
         plain = rows[PLAIN, 0, dtype]["seconds"]
         pays.append(f"{slowest['c']:.1f} in {dtype}")
         brings.append(f"{slowest['seconds'] / 3 * 1e3:.0f} instead of {plain * 1e3:.0f} ms")
+    whose = f"of {kinds[0]} heads" if len(kinds) == 1 else f"of the slowest of {len(kinds)} kinds"
     where = f"{report['machine']['cpu']}, {setup['threads'][0]} thread"
     return (
-        f"At the shape of {setup['shape']}, {nodes} draft nodes pay from τ {', '.join(pays)} "
-        f"({where}). At τ 3 a token takes {', '.join(brings)}."
+        f"At the shape of {setup['shape']}, {nodes} draft nodes {whose} pay from τ "
+        f"{', '.join(pays)} ({where}). At τ 3 a token takes {', '.join(brings)}."
     )
 
 

@@ -429,6 +429,7 @@ def test_plan_says_what_a_server_must_give(made, server, tmp_path):
     rows = 2 * (1 + 32 // 2)
     assert served["folder"] == rows * 64 * served["bytes"]
     command = shlex.split(served["command"])
+    assert command[command.index("--dtype") + 1] == "float32", "vLLM's own choice is bfloat16"
     drafting = json.loads(command[command.index("--speculative-config") + 1])
     captured = drafting["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert captured == ALL and drafting["method"] == "extract_hidden_states"
