@@ -331,22 +331,14 @@ class Branches(TreePass):
             known_BHNV = since_BHN1 * (key_BHNQ @ state_BHQV)
             value_BHNV = share_BHN1 * (value_BHNV - known_BHNV)
             read_BHNN = share_BHN1 * weight_BHNN * (key_BHNQ @ key_BHNQ.transpose(2, 3))
-            read_BHNN.diagonal(dim1=2, dim2=3).zero_()
-            value_BHNV = self._solve(read_BHNN, value_BHNV)
+            # x with x + read x = value: parents come before children, so read is below the
+            # diagonal. Substitution, as powers of read grow as 3^N where tokens repeat
+            value_BHNV = torch.linalg.solve_triangular(
+                read_BHNN, value_BHNV, upper=False, unitriangular=True
+            )
         self._recurrence = (total_BHN, key_BHNQ, value_BHNV)
         out_BHNV = since_BHN1 * (query_BHNQ @ state_BHQV)
         return out_BHNV + weight_BHNN * (query_BHNQ @ key_BHNQ.transpose(2, 3)) @ value_BHNV
-
-    def _solve(self, read_BHNN: Tensor, value_BHNV: Tensor) -> Tensor:
-        """x with x + read x = value. Nodes read from their ancestors alone, so that a power of the
-        matrix is zero: (1 + read)^-1 = (1 - read) (1 + read^2) (1 + read^4) ...
-        """
-        power_BHNN = -read_BHNN
-        nodes = read_BHNN.shape[-1]
-        for _ in range((self.topology.height or nodes).bit_length()):
-            value_BHNV = value_BHNV + power_BHNN @ value_BHNV
-            power_BHNN = power_BHNN @ power_BHNN
-        return value_BHNV
 
     def _as_state(self, state: Tensor) -> Tensor:
         """A mixer's state as (B, H, Q, V), and back."""

@@ -73,6 +73,8 @@ TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
+TRIAL_DEPTH = 32
+"""Of a trial's deepest tree: twice that of n-grams."""
 
 
 Packing = Literal["resets", "mask", "ends", "alone"]
@@ -719,7 +721,26 @@ def _trial(target: Target) -> str | None:
     assert leaf_BND is not None
     if _differ(target, leaf_BND[:, 0], plain_BTD[[0, 2], [ends[0], ends[2]]]):
         return "kept nodes do not continue their own path"
+    if target.is_hybrid and not target.mixes_by_level and _differ(target, *_deep(target, ids)):
+        return "deep nodes do not see their own path"
     return _leaking(target, texts, plain_BTD[2, :5])
+
+
+def _deep(target: Target, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """States (L, D) of deep chains, as trees and as plain text. Each repeats one token, by which
+    errors in a recurrence over all nodes grow most.
+    """
+    depth = min(TRIAL_DEPTH, target.context - 1)
+    tokens_BN = torch.tensor([[ids[0]] * depth, [ids[-1]] * depth], device=target.device)
+    cache = target.new_cache(2, 1 + depth)
+    target.prefill(tokens_BN[:, :1].tolist(), cache, ())
+    chain = Topology(torch.arange(-1, depth - 1, device=target.device)[None])
+    nodes_BND = target.verify(TokenTree(tokens_BN, chain), cache, [-1]).features_BND
+    assert nodes_BND is not None
+    texts_BT = torch.cat([tokens_BN[:, :1], tokens_BN], dim=1)
+    out = target.model(texts_BT, use_cache=False, output_hidden_states=[-1])
+    plain_BND = out.hidden_states[-1][:, 1:].to(target.device)
+    return nodes_BND.flatten(0, 1), plain_BND.flatten(0, 1)
 
 
 def _leaking(target: Target, texts: list[list[int]], expected_LD: Tensor) -> str | None:

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from exact_laws import WORDS, small_head, surely_below, whole_engine_statistic
 from hybrid_targets import HYBRIDS, hybrid_model
 from recorder import recorded
@@ -240,6 +241,58 @@ def test_what_is_kept_is_tried_too(monkeypatch):
     assert target.mixes_by_level
     decode = Speculator(target, random_head("medusa", target, depth=3))
     assert written(decode.generate(PROMPTS[0], max_new_tokens=NEW)) == expected("qwen3.5", 0)
+
+
+@pytest.mark.parametrize("name", ["olmo-hybrid", *QUICK])
+def test_nodes_of_a_deep_tree_of_equal_tokens_are_exact(name):
+    target, prompt, depth = hybrid(name), [5, 9, 8], 64
+    cache = target.new_cache(1, 128)
+    target.prefill([prompt], cache, ())
+    tree = TokenTree(torch.tensor([[9] * depth]), Topology(torch.arange(-1, depth - 1)[None]))
+    nodes_BND = target.verify(tree, cache, (-1,)).features_BND
+    ids = torch.tensor([prompt + [9] * depth])
+    plain = target.model(ids, use_cache=False, output_hidden_states=[-1]).hidden_states[-1]
+    assert torch.allclose(nodes_BND, plain[:, len(prompt) :], atol=1e-3)
+
+
+def test_the_delta_rule_over_a_tree_is_that_of_each_path_alone():
+    """With repeated keys whose values are replaced twice over, as OLMo's layers may."""
+    torch.manual_seed(0)
+    depth, heads, width = 64, 2, 8
+    tree_pass = Branches(Mock(code=lambda: None))
+    state = torch.randn(1, heads, width, width)
+    parents = torch.tensor([[*range(-1, depth - 1), *range(depth // 2, depth)]])  # two branches
+    tree_pass.start({("recurrent", 0): state}, Topology(parents))
+    nodes = parents.shape[1]
+    query, value = torch.randn(2, 1, nodes, heads, width)
+    key = F.normalize(torch.randn(1, 1, heads, width), dim=-1).expand(-1, nodes, -1, -1)
+    ones = torch.ones(1, nodes, heads)
+    out, _ = tree_pass._gated_delta_rule(
+        query, key, value, g=-0.001 * ones, beta=2 * ones, initial_state=state
+    )
+    states = [state[0].double()]  # that before the root, then those of the nodes
+    for node, parent in enumerate(parents[0].tolist()):
+        before = states[parent + 1] * torch.tensor(-0.001).double().exp()
+        key_HQ, value_HV, query_HQ = (x[0, node].double() for x in (key, value, query))
+        news_HV = 2 * (value_HV - torch.einsum("hq,hqv->hv", key_HQ, before))
+        states.append(before + key_HQ[:, :, None] * news_HV[:, None])
+        read_HV = torch.einsum("hq,hqv->hv", query_HQ, states[-1]) * width**-0.5
+        assert torch.allclose(out[0, node].double(), read_HV, atol=1e-4)
+    after = tree_pass.after(torch.tensor([nodes - 1]))
+    assert torch.allclose(after["recurrent", 0][0].double(), states[-1], atol=1e-4)
+
+
+def test_a_trial_goes_as_deep_as_trees(monkeypatch):
+    """A recurrence whose errors grow with depth runs level by level."""
+
+    def powers(read: torch.Tensor, value: torch.Tensor, **_: Any) -> torch.Tensor:
+        power = -read.tril(-1)
+        for _ in range(read.shape[-1].bit_length()):
+            value, power = value + power @ value, power @ power
+        return value
+
+    monkeypatch.setattr(torch.linalg, "solve_triangular", powers)
+    assert Target(hybrid_model("olmo-hybrid")).mixes_by_level
 
 
 def test_states_and_rope_that_both_depend_on_the_text_are_refused():
