@@ -178,8 +178,21 @@ class Acceptance(ABC):
         return not self.lossless or self.draws.needs_same_drafts
 
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Called before each choice. rows: the seed of each row, and the number of its tokens."""
+        """Called before each choice of a step that is not compiled. rows: the seed of each row, and
+        the number of its tokens.
+        """
         self.draws.prepare(rows)
+
+    def constants(self) -> tuple[Any, ...]:
+        """What compiled steps take from the rule once for all: its kind and fields. Raises
+        TypeError if each choice needs more, for which `prepare` or draws of another kind stand.
+        """
+        if type(self).prepare is not Acceptance.prepare or type(self.draws) is not RandomStream:
+            raise TypeError("its choices depend on the row, or it has random numbers of its own")
+        return (type(self), *self._fields())
+
+    def _fields(self) -> Iterator[Any]:
+        return ((name, value) for name, value in vars(self).items() if name != "draws")
 
     @property
     def reads_prompt(self) -> bool:
@@ -334,7 +347,7 @@ def _uniform(seed: str, limit: int) -> Tensor:
     return torch.rand(limit, generator=generator, dtype=torch.float64)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Processed(Acceptance):
     """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
     draw at every node.
@@ -345,9 +358,14 @@ class Processed(Acceptance):
     processors: LogitsProcessorList
     sample: bool
 
-    def __repr__(self) -> str:
-        shown = [f"{type(each).__name__}{vars(each)}" for each in self.processors]
-        return f"Processed({', '.join(shown)}, sample={self.sample})"
+    def _fields(self) -> Iterator[Any]:
+        """By value, as `generate` makes new processors for each call."""
+        yield self.sample
+        for each in self.processors:
+            yield type(each)
+            for name, value in vars(each).items():
+                numbers = value.flatten().tolist() if isinstance(value, Tensor) else [value]
+                yield name, *numbers
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax or one draw."""

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -275,7 +275,7 @@ class Speculator:
             )
         target.check_tree(self.tree)
         self.compile = compile
-        self._compiled: dict[tuple[int, str], Advance] = {}
+        self._compiled: dict[tuple[Any, ...], Advance] = {}
         self._compiles_more = True
         if compile and (fault := fault or why_not(target)):
             self.stop_compiling(fault)
@@ -361,10 +361,18 @@ class Speculator:
 
     def advance(self, batch: int, accept: Acceptance) -> Advance | None:
         """The compiled step of this batch size and rule; None if there is none."""
-        key = (batch, repr(accept))
-        if key not in self._compiled and self.compile and self._compiles_more:
-            self._compiled[key] = compiled(self.target)
-        return self._compiled.get(key) if self.compile else None
+        if not self.compile:
+            return None
+        try:
+            key = (batch, self.target.device, self.target.dtype, *accept.constants())
+            known = self._compiled.get(key)
+        except TypeError as fault:  # also for fields that may change, which have no hash
+            if self._compiles_more:
+                warnings.warn(f"decoding {accept} without compilation: {fault}", stacklevel=3)
+            return None
+        if known is None and self._compiles_more:
+            known = self._compiled[key] = compiled(self.target)
+        return known
 
     def compile_no_more(self) -> None:
         """Decode further batch sizes and rules without compilation, which takes a minute."""

@@ -5,6 +5,8 @@ all the same.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 from recorder import recorded, tensors
@@ -20,6 +22,12 @@ from tiny_targets import (
     tiny_target,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+)
 
 from draftheads.heads import cpu_linear
 from draftheads.heads.cpu_linear import can_pack, has_int8
@@ -28,7 +36,15 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.accept import Greedy, RandomStream, Sampled, Typical
+from draftheads.infer.accept import (
+    Acceptance,
+    Greedy,
+    Processed,
+    RandomStream,
+    Sampled,
+    Typical,
+    seeded,
+)
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -107,6 +123,55 @@ def test_rules_draw_as_they_do_without_compilation(traced, rule):
         outputs.append(written(speculator, prompts, sampling=rule))
     assert outputs[0] == outputs[1]
     assert len(traced) == 1
+
+
+@dataclass(frozen=True)
+class Without(Acceptance):
+    """The most probable token but for some."""
+
+    banned: tuple[int, ...] | list[int] = field(repr=False)
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.index_fill(-1, torch.tensor(self.banned), float("-inf")).argmax(-1)
+
+
+def test_a_rule_has_steps_of_its_own_by_value(traced):
+    """Whatever its repr says: one rule's steps wrote tokens that another one bans."""
+    target, [prompt] = one_layer_target(), some_prompts(9)
+    plain, decode = Speculator(target), Speculator(target, compile=True)
+    banned = tuple(written(plain, [prompt])[0])
+    for rule in (Without((1,)), Without(banned), Without((1,))):
+        expected = written(plain, [prompt], sampling=rule)
+        assert written(decode, [prompt], sampling=rule) == expected
+    assert len(traced) == 2
+    with pytest.warns(UserWarning, match="decoding Without.* without compilation: unhashable type"):
+        rows = written(decode, [prompt], sampling=Without([*banned]))
+    assert rows == written(plain, [prompt], sampling=Without(banned))
+
+
+def test_processors_have_steps_of_their_own_by_value():
+    """Also where they are too long to be shown."""
+    decode = Speculator(one_layer_target(), compile=True)
+
+    def steps(banned: int, *more: LogitsProcessor) -> object:
+        words = torch.zeros(2000)
+        words[1000] = banned
+        processors = [SuppressTokensLogitsProcessor(words, device="cpu"), *more]
+        return decode.advance(1, Processed(LogitsProcessorList(processors), sample=False))
+
+    assert steps(3) is steps(3)
+    assert len({steps(3), steps(5), steps(3, InfNanRemoveLogitsProcessor())}) == 3
+
+
+def test_numbers_of_rows_are_drawn_as_they_are_without_compilation(traced):
+    """Steps that were compiled drew one number for ever."""
+    target, [prompt] = one_layer_target(), some_prompts(9)
+    head, rule = random_head("medusa", target), seeded(1.5, 1.0, 0, NEW)
+    expected = written(Speculator(target, head), [prompt], sampling=rule, seeds=["a"])
+    decode = Speculator(target, head, compile=True)
+    with pytest.warns(UserWarning, match="^decoding Sampled.* without compilation: .*of its own$"):
+        assert written(decode, [prompt], sampling=rule, seeds=["a"]) == expected
+    assert traced == [] and len({*expected[0]}) > 4
 
 
 ARCHITECTURES = [
