@@ -125,6 +125,16 @@ class PackedLinear(nn.Module):
             return self.packed.dense()
         return super().__getattr__(name)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Raise ValueError where a packed weight cannot follow."""
+        moved, dtype = fn(torch.empty(0, dtype=self.packed.dtype)), self.packed.dtype
+        if moved.device.type != "cpu" or (moved.dtype != dtype and not self.packed.bits):
+            raise ValueError(
+                f"packed weights: expected to stay on the CPU in {dtype}, got {moved.device} and "
+                f"{moved.dtype}; load the target there, and pack it last"
+            )
+        return super()._apply(fn, recurse)
+
     def forward(self, x: Tensor) -> Tensor:
         product = self.packed(x)
         return product if self.bias is None else product + self.bias

@@ -42,12 +42,13 @@ class Masks:
         self.types: tuple[str, ...] = tuple(dict.fromkeys(attending)) or (default,)
         self.others = set(types) - {*attending}  # recurrent ones, which take none
         self.others |= {"linear_attention", "conv"} if self.others else set()
-        self.dtype = model.dtype
+        self._model = model  # it may be moved to another dtype
 
     def __call__(
         self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
     ) -> Tensor | dict[str, Tensor | None]:
         q_BN1, k_B1S = positions_BN[:, :, None], key_positions_BS[:, None, :]
+        dtype = self._model.dtype
         masks: dict[str, Tensor] = {}
         for kind in self.types:
             seen_BNS = visible_BNS
@@ -56,8 +57,8 @@ class Masks:
             elif kind == "chunked_attention" and self.chunk:
                 seen_BNS = visible_BNS & (q_BN1 // self.chunk == k_B1S // self.chunk)
             hidden_B1NS = ~seen_BNS[:, None]
-            zeros = torch.zeros(hidden_B1NS.shape, dtype=self.dtype, device=hidden_B1NS.device)
-            mask = zeros.masked_fill_(hidden_B1NS, torch.finfo(self.dtype).min)
+            zeros = torch.zeros(hidden_B1NS.shape, dtype=dtype, device=hidden_B1NS.device)
+            mask = zeros.masked_fill_(hidden_B1NS, torch.finfo(dtype).min)
             masks[kind] = mask.expand(len(positions_BN), -1, -1, -1)  # some models need all rows
         if len(masks) == 1 and not self.others:
             return next(iter(masks.values()))

@@ -241,7 +241,7 @@ class Target:
             parameter.data = parameter.data.clone()
         if bits:
             self.bits = bits
-            self._masks = Masks(self.model.float())
+            self.model.float()
         if self.is_packed:
             _refuse_by_trial(self)
         return self

@@ -133,7 +133,7 @@ class NoDraft:
     def propose(self, committed: Committed) -> TokenTree:
         """A tree that holds only the newest token."""
         tokens_B = committed.last_tokens_B()
-        if self._root is None:
+        if self._root is None or self._root.parents_BN.device != tokens_B.device:
             self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
         return TokenTree(tokens_B[:, None], self._root)
 
@@ -166,11 +166,15 @@ def smaller(engine: Speculator, tree: Tree, drafter: Drafter) -> Drafter:
     return other
 
 
+Place = tuple["Speculator", torch.device, torch.dtype]
+"""What caches and compiled steps are for: an engine, and the device and dtype of its target."""
+
+
 @dataclass(frozen=True)
 class Caches:
     """The caches of one generation. text: the growing list of its only row's tokens."""
 
-    owner: Speculator
+    place: Place
     generation: int  # its number in the session
     text: list[int]
     cache: SlotCache
@@ -207,7 +211,7 @@ class Session:
         """
         caches, text = self._caches, rows[0].text
         self.generations += 1
-        self.reused = self.shared(text) if caches is not None and caches.owner is owner else 0
+        self.reused = self.shared(text) if caches is not None and caches.place == owner.place else 0
         self.length = self.reused
         if caches is not None and self.reused:
             # one less: the state at the last shared token predicts the first new one
@@ -216,7 +220,7 @@ class Session:
             caches = replace(caches, generation=self.generations, text=text)
         else:
             cache, drafter = owner.new_cache(rows, reserved), owner.new_drafter()
-            caches = Caches(owner, self.generations, text, cache, drafter)
+            caches = Caches(owner.place, self.generations, text, cache, drafter)
         # LongRoPE changes the keys of a text that grows
         self._caches = None if owner.target.has_long_rope else caches
         return caches
@@ -353,6 +357,11 @@ class Speculator:
                 decoding.drop_finished()
             decoding.compile()
 
+    @property
+    def place(self) -> Place:
+        """It may change: a target can be moved."""
+        return self, self.target.device, self.target.dtype
+
     def new_cache(self, rows: Sequence[Row], reserved: int) -> SlotCache:
         """For the texts of these rows, `reserved` new tokens and a tree."""
         longest = max(len(row.text) for row in rows)
@@ -364,7 +373,7 @@ class Speculator:
         if not self.compile:
             return None
         try:
-            key = (batch, self.target.device, self.target.dtype, *accept.constants())
+            key = (batch, self.place, *accept.constants())
             known = self._compiled.get(key)
         except TypeError as fault:  # also for fields that may change, which have no hash
             if self._compiles_more:
@@ -482,7 +491,9 @@ class Decoding:
         """A decoding of the rows of this one, in caches of its own: any row may leave, and this
         one take it back.
         """
-        caches = Caches(self.engine, 0, [], self.target.new_cache(0, 0), self.engine.new_drafter())
+        caches = Caches(
+            self.engine.place, 0, [], self.target.new_cache(0, 0), self.engine.new_drafter()
+        )
         nothing = self.committed.select([])
         decoding = Decoding(self.engine, self.accept, (), Session(), caches, nothing, 0.0)
         decoding.join(self)

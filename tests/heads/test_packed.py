@@ -61,6 +61,17 @@ def test_a_packed_product_is_that_of_linear(dtype, rows):
     assert torch.equal(PackedWeight(weight_OI).dense(), weight_OI)
 
 
+@needs_packing
+def test_a_packed_target_is_not_moved(all_sizes):
+    """Its weights could not follow, and products failed somewhere inside torch."""
+    target = packed()
+    target.model.to("cpu", torch.float32)
+    with pytest.raises(
+        ValueError, match=r"expected to stay .* in torch.float32, got .*float64; load"
+    ):
+        target.model.to(torch.float64)
+
+
 @needs_int8
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_int8_product_depends_on_its_own_row_alone(dtype):

@@ -489,6 +489,17 @@ def test_a_head_on_another_device_is_refused(kind):
         next(engine.generate([3], max_new_tokens=5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_may_be_moved_between_calls(dtype):
+    """Its masks were those of the dtype of the first call, so that every text was wrong."""
+    model, decoding = random_model("llama"), speculative(taught("medusa", "llama"))
+    model.generate(**inputs(1), **GREEDY, custom_generate=decoding)
+    model.to(dtype)
+    expected = model.generate(**inputs(1), **GREEDY)
+    got = model.generate(**inputs(1), **GREEDY, custom_generate=decoding)
+    assert torch.equal(got, expected)
+
+
 def test_the_callers_model_is_used_without_dropout_and_given_back_as_it_was():
     model, head = random_model("gpt2"), taught("medusa", "gpt2")
     expected = model.generate(**inputs(1), **GREEDY)

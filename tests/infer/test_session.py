@@ -11,7 +11,14 @@ import pytest
 import torch
 from recorder import recorded
 from tiny_heads import EACH, random_head
-from tiny_targets import VOCABULARY, greedy, some_prompts, tiny_target
+from tiny_targets import (
+    VOCABULARY,
+    generated,
+    greedy,
+    random_model,
+    some_prompts,
+    tiny_target,
+)
 
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
@@ -294,3 +301,23 @@ def test_a_prompt_given_up_halfway_leaves_the_session_right():
     assert shown(steps_of(engine, prompt, 99, session=session)) == shown(
         steps_of(engine, prompt, 99)
     )
+
+
+@pytest.mark.parametrize("drafts", ["ngram", "early-exit", "eagle3"])
+def test_a_target_that_was_moved_decodes_in_its_new_dtype(drafts):
+    """Also with an engine and a session of before."""
+    target, [prompt] = Target(random_model("llama")), some_prompts(9)
+    sources = {
+        "ngram": NGram(),
+        "early-exit": EarlyExit(1),
+        "eagle3": random_head("eagle3", target),
+    }
+    engine, session = Speculator(target, sources[drafts]), Session()
+    text = prompt
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        target.model.to(dtype)
+        steps = engine.generate(text, max_new_tokens=NEW, session=session)
+        answer = [token for step in steps for token in step.tokens]
+        assert answer == generated(target, text, NEW)
+        text = text + answer
+        assert session.reused == 0
