@@ -8,8 +8,8 @@
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
 what is kept: `Greedy`, `Sampled`, `Typical`, or your own `Acceptance`. Other drafters: `NGram`,
-`DraftModel`, `EarlyExit`, `Merged`, `Adaptive`. `speculative` is for transformers' own `generate`,
-`bench` measures.
+`DraftModel`, `EarlyExit`, `Merged`. `speculative` is for transformers' own `generate`, `bench`
+measures.
 
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """
@@ -21,7 +21,6 @@ from draftheads.extras import extras
 
 PUBLIC = {
     "Acceptance": "accept",
-    "Adaptive": "drafters.adaptive",
     "BenchOptions": "measure.bench",
     "BenchReport": "measure.bench",
     "ChatOptions": "chat.repl",

@@ -48,7 +48,6 @@ from draftheads.scripts.options import (
     Compile,
     Device,
     Dtype,
-    IsAdaptive,
     IsTypical,
     Json,
     KeyVariable,
@@ -304,7 +303,6 @@ def bench(
     plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
     explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False,
-    adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     revision: Revision = None,
@@ -362,7 +360,7 @@ def bench(
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = Place(dtype, device, threads, bits, adapter)
     model = load_fast_target(target, place, revision, folders, template_args)
-    loaded = load_drafts(drafts, model, options.sampling, adaptive)
+    loaded = load_drafts(drafts, model, options.sampling)
     ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)
     entries = contestants(model, loaded, tree or (), options)
@@ -478,7 +476,6 @@ def chat(
     tree: MaybeTree = None,
     show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True,
     plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
-    adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     adapter: MaybeLora = None,
@@ -498,7 +495,7 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
 
     sampling = rule(temperature, top_p, top_k, typical=typical, seed=seed, lenience=lenience)
-    drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
+    drafting = Drafting(head, sampling, tree, nodes, compile)
     place = Place(dtype, device, threads, bits, adapter)
     engine = load_engine(target, drafting, place, template_args)
     options = ChatOptions(
@@ -534,7 +531,6 @@ def serve(
     timeout: Annotated[float, Option(min=1, help="seconds for a request")] = 600.0,
     nodes: MaybeNodes = None,
     tree: MaybeTree = None,
-    adaptive: IsAdaptive = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     adapter: MaybeLora = None,
@@ -568,7 +564,7 @@ def serve(
         root_path=root_path.rstrip("/"),
     )
     sampling = rule(temperature, top_p, top_k)
-    drafting = Drafting(head, sampling, tree, nodes, adaptive, compile)
+    drafting = Drafting(head, sampling, tree, nodes, compile)
     place = Place(dtype, device, threads, bits, adapter)
     engine = load_engine(target, drafting, place, template_args)
     if not name:

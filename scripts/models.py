@@ -73,7 +73,6 @@ class Drafting:
     sampling: Acceptance
     tree: str | None
     nodes: int | None
-    adaptive: bool
     compile: bool
 
 
@@ -84,9 +83,7 @@ def load_engine(
     from draftheads.infer.engine import Speculator
 
     variables = prepared(template_args)
-    model, drafter = loading.load_parts(
-        drafting.head, target, drafting.sampling, drafting.adaptive, place, variables
-    )
+    model, drafter = loading.load_parts(drafting.head, target, drafting.sampling, place, variables)
     tree = chosen_tree(drafter, drafting.tree, drafting.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=drafting.compile)
     announce(engine.compile)

@@ -197,7 +197,6 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
 BITS = """quantise the target: 8 (int8) on a CPU, 8 or 4 on a GPU (bitsandbytes)"""
 Bits = Annotated[Literal[8, 4] | None, Option(help=BITS)]
 Device = Annotated[str | None, Option(help="e.g. cuda:0; default: cuda, else mps, else cpu")]
-IsAdaptive = Annotated[bool, Option("--adaptive", help="draft while it pays (tuned heads)")]
 Compile = Annotated[bool, Option("--compile", help="compile steps (takes a minute at first)")]
 Threads = Annotated[int | None, Option(min=1, max=1024, help="CPU threads; default: the fastest")]
 Temperature = Annotated[float, Option(min=0.0, help="0 is greedy")]

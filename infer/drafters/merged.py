@@ -72,7 +72,7 @@ class MergedDrafter:
         return stacked(roots_B.tolist(), rows, roots_B.device)
 
     def rewind(self, length: int) -> None:
-        self.rows = []
+        self.rows, self.weights = [], []  # as a new drafter, so that a seed repeats its text
         for part in self.parts:
             part.rewind(length)
 

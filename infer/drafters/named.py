@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp_checkpoint import native_head
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.adaptive import Adaptive
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import DrafterSource
-from draftheads.infer.measure.costs import Costs
 
 MERGED_NGRAM = NGram(longest=4, shortest=4)
 """Beside a head, only a long repeat is worth the nodes that the head would fill."""
@@ -55,39 +51,10 @@ def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
 
 
 def load_drafts(
-    drafts: Mapping[str, NamedDrafts], target: Target, rule: Acceptance, adaptive: bool
+    drafts: Mapping[str, NamedDrafts], target: Target, rule: Acceptance
 ) -> dict[str, DrafterSource]:
-    """Load what --head options name, for decoding by this rule. adaptive: each once more, after it,
-    as `Adaptive`.
-    """
-    loaded: dict[str, DrafterSource] = {}
-    for name, option in drafts.items():
-        loaded[name] = drawing(option.load(target), rule)
-        if adaptive:
-            loaded[f"{name} adaptive"] = _adaptive(option, loaded[name], target)
-    return loaded
-
-
-def _adaptive(option: NamedDrafts, drafts: DrafterSource, target: Target) -> Adaptive:
-    """Raises ValueError unless this is a tuned head; warns if it was tuned in another dtype."""
-    is_folder = option.folders and isinstance(drafts, DraftHead)
-    tuned = option.folders[0].facts.tuned if is_folder else {}
-    if tuned.get("costs") is None:
-        raise ValueError(
-            f"--adaptive: expected a head with measured costs, got {option.name}; run draftheads "
-            "tune --head HEAD --prompts PROMPTS first"
-        )
-    dtype = target.precision
-    tuned_in = tuned.get("dtype", dtype)
-    if tuned_in != dtype:
-        flag = "--bits 8" if tuned_in == "int8" else f"--dtype {tuned_in}"
-        warnings.warn(
-            f"--adaptive: expected a target in {tuned_in}, in which the steps of {option.name} "
-            f"were timed, got {dtype}; drafts may pause where they pay: use {flag}, or tune "
-            "again",
-            stacklevel=2,
-        )
-    return Adaptive(drafts, Costs.from_json(tuned["costs"]))
+    """Load what --head options name, for decoding by this rule."""
+    return {name: drawing(option.load(target), rule) for name, option in drafts.items()}
 
 
 def named_drafts(source: str) -> NamedDrafts:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from draftheads.heads.base import DraftHead
-from draftheads.infer.drafters.adaptive import Adaptive
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import Memory, NGram
 from draftheads.infer.engine import DrafterSource
@@ -40,8 +39,6 @@ def _parts(source: object) -> Iterator[object]:
     if isinstance(source, Merged):
         for part in source.parts:
             yield from _parts(part)
-    elif isinstance(source, Adaptive):
-        yield from _parts(source.drafts)
     else:
         yield source
 
@@ -51,6 +48,4 @@ def _changed(
 ) -> DrafterSource:
     if isinstance(source, Merged):
         return Merged([_changed(part, change) for part in source.parts])
-    if isinstance(source, Adaptive):
-        return replace(source, drafts=_changed(source.drafts, change))
     return change(source)

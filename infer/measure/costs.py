@@ -8,7 +8,6 @@ Legend: T new tokens of a text, K draft depth, N trees.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,27 +58,9 @@ class Costs:
         return self.step_seconds(tree) / self.verify_seconds(0)
 
     def to_json(self) -> dict[str, Any]:
-        """The input of `from_json`, as JSON keeps it."""
+        """As a head's config.json keeps it."""
         verify = {str(nodes): seconds for nodes, seconds in self.verify.items()}
         return {"verify": verify, "draft": list(self.draft), "prompt": self.prompt}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Costs:
-        """From what `to_json` returned. Raises ValueError for anything else."""
-        try:  # a config.json is edited by hand, too
-            verify = {int(nodes): float(each) for nodes, each in value["verify"].items()}
-            draft = tuple(map(float, value["draft"]))
-            costs = cls(verify, draft, float(value["prompt"]))
-            seconds = (*verify.values(), *draft, costs.prompt)
-            valid = len(draft) == 4 and len(verify) > 1 and min(verify[0], *verify.values()) > 0
-            valid = valid and all(map(math.isfinite, seconds))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise ValueError(
-                f"tuned.costs: expected what draftheads tune wrote, got {value!r:.60}; tune again"
-            )
-        return costs
 
 
 def too_slow(tau: float, break_even: float, dtype: str) -> str:
@@ -89,7 +70,7 @@ def too_slow(tau: float, break_even: float, dtype: str) -> str:
     other = ", --dtype bfloat16" if dtype == "float32" else ""
     return (
         f"slower than without drafts: a step costs {break_even:.2f} plain ones (break-even τ) and "
-        f"brings τ {tau:.2f}; try fewer --nodes{other}, draftheads tune, or --adaptive after it"
+        f"brings τ {tau:.2f}; try fewer --nodes{other}, or draftheads tune"
     )
 
 

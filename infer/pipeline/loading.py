@@ -147,7 +147,6 @@ def load_parts(
     head: str | None,
     target: str | None,
     sampling: Acceptance,
-    adaptive: bool,
     place: Place,
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
@@ -167,5 +166,5 @@ def load_parts(
     model = load_fast_target(name, place, revision, folders, template_args)
     if drafts is None:
         return model, None
-    *_, drafter = load_drafts({"": drafts}, model, sampling, adaptive).values()
+    *_, drafter = load_drafts({"": drafts}, model, sampling).values()
     return model, drafter

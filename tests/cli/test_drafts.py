@@ -14,10 +14,8 @@ from tiny_chat import llama
 from tiny_heads import make_head
 from typed_commands import failed, questions
 
-from draftheads.heads.formats.hub import record_tuned, save_head
+from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.tree import StaticTree
-from draftheads.infer.measure.costs import Costs
 from draftheads.infer.prompt import encode_prompt
 from draftheads.scripts import commands
 from draftheads.scripts.openings import openings
@@ -100,41 +98,6 @@ def test_bad_drafters(run, target, heads):
     failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
     failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
-
-
-@pytest.mark.slow
-def test_an_adaptive_head_is_a_candidate_of_its_own(run, target, heads):
-    costs = Costs({0: 1.0, 4: 2.0}).to_json()
-    record_tuned(heads / "medusa", StaticTree.from_widths((2, 1)), {"machine": "", "costs": costs})
-    code, _, _ = run(
-        *["bench", "--target", target, "--prompts", questions(heads), "--limit", 1, "--adaptive"],
-        *["--repetitions", 1, "--max-new-tokens", 24, "--head", heads / "medusa"],
-        *["--json", heads / "bench.json"],
-    )
-    rows = json.loads((heads / "bench.json").read_text())["heads"]
-    assert code == 0 and all(row["lossless"] for row in rows)
-    assert [row["name"] for row in rows] == ["medusa", "medusa adaptive"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_costs_of_another_dtype_are_named(run, target, heads, monkeypatch, dtype):
-    """A step with drafts may cost half as many plain ones in another dtype."""
-    costs = Costs({0: 1.0, 4: 2.0}).to_json()
-    facts = {"machine": "", "dtype": "float32", "costs": costs}
-    record_tuned(heads / "medusa", StaticTree.from_widths((2, 1)), facts)
-    monkeypatch.setattr("sys.stdin", StringIO(""))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        commands.chat(str(heads / "medusa"), str(target), adaptive=True, dtype=dtype)
-    lines = [str(each.message) for each in said if "--adaptive" in str(each.message)]
-    assert len(lines) == (dtype == "bfloat16")
-    assert all("expected a target in float32" in line and "tune again" in line for line in lines)
-
-
-@pytest.mark.parametrize("head", ["medusa", "medusa+ngram", "ngram"])
-def test_what_was_not_tuned_cannot_tell_whether_it_pays(run, target, heads, head):
-    named = head if head == "ngram" else heads / head
-    failed(run("chat", "--head", named, "--target", target, "--adaptive"), "draftheads tune")
 
 
 def test_prompts_are_taken_evenly_from_all_categories(tmp_path):

@@ -28,7 +28,6 @@ from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.background import Point
 from draftheads.infer.chat import idle
 from draftheads.infer.chat.repl import ChatOptions, chat
-from draftheads.infer.drafters.adaptive import Adaptive
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import Memory, NGram
 from draftheads.infer.drafters.parts import head_of, replace_head, with_memory
@@ -47,18 +46,9 @@ def no_quiet(monkeypatch):
         monkeypatch.setattr(module, "QUIET", 0.01)
 
 
-class Free:
-    """Drafts always pay."""
-
-    def break_even(self, tree: Any) -> float:
-        return 0.0
-
-
 SOURCES: dict[str, Callable[[Any], Any]] = {
     "head": lambda head: head,
     "merged": lambda head: Merged([head, NGram(longest=4, shortest=1)]),
-    "adaptive": lambda head: Adaptive(head, Free()),
-    "adaptive-merged": lambda head: Adaptive(Merged([NGram(), head]), Free()),
 }
 
 
@@ -464,5 +454,5 @@ def test_a_memory_reaches_the_ngrams_of_what_drafts():
     ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
     assert with_memory(head, memory) is head
     assert with_memory(ngram, memory) == NGram(ngram.tree, 2, 1, memory)
-    merged = with_memory(Adaptive(Merged([head, ngram]), Free()), memory).drafts
+    merged = with_memory(Merged([head, ngram]), memory)
     assert merged.parts[0] is head and merged.parts[1].memory is memory

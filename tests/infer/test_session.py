@@ -24,12 +24,10 @@ from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Sampled
-from draftheads.infer.drafters.adaptive import Adaptive
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Session, Speculator, Step
-from draftheads.infer.measure.costs import Costs
 
 NEW = 12
 COMPILED = ("eagle3", "block", "sequential")
@@ -115,7 +113,6 @@ def sources() -> dict[str, Any]:
         "merged": Merged([head, NGram(longest=2, shortest=1)]),
         "model": DraftModel(tiny_target("qwen3")),
         "early exit": EarlyExit(1),
-        "pauses": Adaptive(head, Costs({0: 1.0, 64: 1.0}, (3.0, 0.0, 0.0, 0.0))),
     }
 
 
@@ -127,6 +124,22 @@ def test_other_drafters_continue_as_well(name, seed):
         written = [t for s in steps_of(engine, prompt, stop, session=session) for t in s.tokens]
         assert written == greedy(tiny_target(), prompt, NEW)[: len(written)]
         assert len(written) == NEW or stop < 99
+
+
+@pytest.mark.parametrize("name", sources())
+def test_a_seed_repeats_a_text_whatever_a_session_decoded_before(name):
+    """Drafts, on which a sampled text depends, do not depend on earlier generations."""
+    engine, session = Speculator(tiny_target(), sources()[name]), Session()
+    rule, texts = Sampled(1.0), []
+    for prompt, stop in turns():
+        rule.seed(5)
+        steps_of(engine, prompt, stop, sampling=rule, session=session)
+        for used in (session, None):
+            rule.seed(6)
+            steps = steps_of(engine, prompt, 99, sampling=rule, session=used)
+            texts.append([token for step in steps for token in step.tokens])
+    assert session.reused
+    assert texts[::2] == texts[1::2]
 
 
 def test_only_what_is_new_is_computed():
