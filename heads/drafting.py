@@ -215,12 +215,34 @@ class Drafter(Protocol):
         ...
 
 
+def check_sizes(head: Any, target: Target, name: str = "its target") -> None:
+    """Raise ValueError when a `DraftHead` and a target differ in width or vocabulary or the head
+    reads layers that the target does not have. name: of the head's own target.
+    """
+    for what, expected, got in (
+        ("hidden size", head.hidden_size, target.hidden_size),
+        ("vocabulary", head.vocab_size, target.vocab_size),
+    ):
+        if expected != got:
+            raise ValueError(
+                f"head expects {what} {expected} ({name}), target has {got} ({target.title}); "
+                "pass the target this head was trained for"
+            )
+    if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
+        raise ValueError(
+            f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
+            f"to {target.layers} ({target.title}); pass the target this head was trained for"
+        )
+
+
 def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
     """Refresh all `Cached` values of a `DraftHead`, at the start of a generation.
 
-    Raises ValueError for a tree that it cannot fill, and when it is not on the target's device.
+    Raises ValueError for a tree that it cannot fill, as `check_sizes`, and when it is not on the
+    target's device.
     """
     head.check_tree(tree)
+    check_sizes(head, target)
     for weight in head.parameters():
         if weight.device != target.device:
             raise ValueError(

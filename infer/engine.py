@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -109,6 +109,20 @@ class DrafterSource(Protocol):
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
         ...
+
+
+def is_source(drafts: Any) -> TypeGuard[DrafterSource]:
+    """Whether these are a source of drafters, and not its class."""
+    return isinstance(drafts, DrafterSource) and not isinstance(drafts, type)
+
+
+def check_is_target(target: Any) -> None:
+    """Raise TypeError for a model, a name or anything else."""
+    if not isinstance(target, Target):
+        raise TypeError(
+            f"expected a Target, got {type(target).__name__}; use Target(model, tokenizer) or "
+            "Target.load(name)"
+        )
 
 
 class NoDraft:
@@ -260,7 +274,8 @@ class Speculator:
     ) -> None:
         self.target, self.drafts, self.profile = target, drafts, profile
         source = NoDraft() if drafts is None else drafts
-        if isinstance(source, DrafterSource):
+        check_is_target(target)
+        if is_source(source):
             self.tree: Tree = tree or source.tree
             self._has_own_tree = self.tree == source.tree
             source.check_tree(self.tree)
@@ -268,7 +283,7 @@ class Speculator:
             if self.tree.nodes == 1:
                 self.new_drafter = NoDraft
             self.rows_may_leave, fault = source.rows_may_leave, source.why_not_compiled
-        elif callable(source):
+        elif callable(source) and not hasattr(source, "drafter"):  # no class of a source, either
             self.tree, self.new_drafter = tree or StaticTree(()), source
             self._has_own_tree = tree is None
             self.rows_may_leave, fault = False, ONLY_HEADS
@@ -312,9 +327,10 @@ class Speculator:
         the token that completes a `stop` string. Raises ValueError, before any computation, for ids
         outside the target's vocabulary and when prompt and new tokens exceed its context.
         """
+        if prefill_chunk is not None and not (is_whole(prefill_chunk) and prefill_chunk > 0):
+            raise ValueError(f"prefill_chunk: expected 1 token or more, got {prefill_chunk!r}")
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
-        reserved = min(max_new_tokens or ROOM, ROOM)
-        batch = self._decode(rows, sampling or Greedy(), reserved, session, prefill_chunk)
+        batch = self._decode(rows, rule_of(sampling), session, prefill_chunk)
         return filter(None, chain.from_iterable(batch))
 
     def generate_batch(
@@ -322,28 +338,36 @@ class Speculator:
         prompts: Sequence[Sequence[int]],
         *,
         sampling: Acceptance | None = None,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
         stop: Collection[str] = (),
         seeds: Sequence[str] = (),
     ) -> Iterator[list[Step | None]]:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
-        row. seeds: of each row's own random numbers, for rules that have such.
+        row. max_new_tokens: of all rows, or of each. seeds: of each row's own random numbers, for
+        rules that have such. Raises ValueError as `generate`, and without prompts.
         """
+        prompts = list(prompts)
+        if not prompts:
+            raise ValueError("prompts: expected at least one, got none")
+        limits = max_new_tokens
+        if not isinstance(limits, Sequence):
+            limits = [limits] * len(prompts)
+        seeds = seeds or [""] * len(prompts)
         rows = [
-            Row(self.target, prompt, max_new_tokens, stop, seed)
-            for prompt, seed in zip(prompts, seeds or [""] * len(prompts), strict=True)
+            Row(self.target, prompt, limit, stop, seed)
+            for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
         ]
-        return self._decode(rows, sampling or Greedy(), min(max_new_tokens or ROOM, ROOM))
+        return self._decode(rows, rule_of(sampling))
 
     @torch.inference_mode()
     def _decode(
         self,
         rows: list[Row],
         accept: Acceptance,
-        reserved: int,
         session: Session | None = None,
         prefill_chunk: int | None = None,
     ) -> Iterator[list[Step | None]]:
+        reserved = min(ROOM, max(row.end - row.prompt for row in rows))
         passes = Decoding.prefill(self, accept, rows, reserved, session, prefill_chunk)
         for decoding in passes:
             if decoding is None and prefill_chunk:
@@ -626,6 +650,19 @@ class Decoding:
         self._fixed = None
 
 
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer of any kind, which a truth value is not."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def rule_of(sampling: Acceptance | None) -> Acceptance:
+    """The rule; by default, greedy. Raises TypeError for what is none."""
+    rule = Greedy() if sampling is None else sampling
+    if not isinstance(rule, Acceptance):
+        raise TypeError(f"sampling: expected a rule, such as Greedy(), got {rule!r:.80}")
+    return rule
+
+
 class Row:
     """The text of one row, prompt included, and the reason it finished.
 
@@ -643,11 +680,14 @@ class Row:
         seed: str = "",
     ) -> None:
         known = target.model.get_input_embeddings().weight.shape[0]
-        invalid = [t for t in prompt if not hasattr(t, "__index__") or not 0 <= t < known]
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy's, torch's
+        invalid: list[Any] = [prompt]
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray):
+            invalid = [t for t in prompt if not is_whole(t) or not 0 <= t < known]
         if invalid:
             raise ValueError(
-                f"prompt: expected token ids from 0 to {known - 1}, got {invalid[0]!r}; use the "
-                "target's own tokenizer"
+                f"prompt: expected token ids from 0 to {known - 1}, got {invalid[0]!r:.80}; use a "
+                "list of those of the target's own tokenizer"
             )
         context, room = target.context, target.context - len(prompt)
         if not 0 < room < context:
@@ -656,14 +696,14 @@ class Row:
                 f"{target.name}: {context}, answer included); pass a prompt that fits"
             )
         limit = room if limit is None else limit
-        if not hasattr(limit, "__index__") or not 1 <= limit <= room:
+        if not is_whole(limit) or not 1 <= limit <= room:
             raise ValueError(
                 f"max_new_tokens: expected 1 to {room}, got {limit!r}; prompt and new tokens must "
                 f"not exceed the context of {target.name} ({context})"
             )
         self.text, self.seed = list(map(int, prompt)), seed
         self.finish: str | None = None
-        self.prompt, self._end = len(prompt), len(prompt) + limit
+        self.prompt, self.end = len(prompt), len(prompt) + limit
         self._eos = frozenset(target.eos_ids)
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
@@ -684,7 +724,7 @@ class Row:
                 self.finish = "eos"
             elif self._stop is not None and self._stop.completed_by(token):
                 self.finish = "stop"
-            elif len(self.text) == self._end:
+            elif len(self.text) == self.end:
                 self.finish = "length"
             if self.finish:
                 return Step(tokens[:place], accepted, self.finish, *seconds, drafted)

@@ -37,13 +37,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.facts import HeadFacts
-from draftheads.heads.formats.hub import WEIGHTS, check_target, open_head
+from draftheads.heads.formats.hub import WEIGHTS, open_head
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Processed, check_temperature
 from draftheads.infer.drafters.named import named_drafts
-from draftheads.infer.engine import DrafterSource, Speculator, Step
+from draftheads.infer.engine import DrafterSource, Speculator, Step, is_source
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
 WARPERS: tuple[type, ...] = tuple(getattr(processing, f"{name}LogitsWarper") for name in SAMPLING)
@@ -90,7 +89,7 @@ class SpeculativeDecoding:
     speculator: Speculator | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.head, DrafterSource | str | Path) or self.head == "":
+        if not (is_source(self.head) or isinstance(self.head, str | Path)) or self.head == "":
             raise TypeError(
                 "expected draft heads, another source of drafters or the name of such, got "
                 f"{self.head!r:.80}; give a head folder, a Hub id or a loaded head"
@@ -149,7 +148,6 @@ class SpeculativeDecoding:
             if isinstance(drafts, str):
                 drafts = named_drafts(drafts).load(target)
             elif isinstance(drafts, DraftHead):
-                check_target(drafts, target, HeadFacts({}))
                 drafts.to(target.device)
             self.speculator = Speculator(target, drafts, tree=self.tree, compile=self.compile)
         return self.speculator

@@ -21,6 +21,7 @@ from draftheads.arguments import head_folder
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
+from draftheads.heads.drafting import check_sizes
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.card import render_card, write_remote_code
@@ -362,20 +363,7 @@ def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
     in `facts`.
     """
     name = facts.target.title if facts.target.name else "its target"
-    for what, expected, got in (
-        ("hidden size", head.hidden_size, target.hidden_size),
-        ("vocabulary", head.vocab_size, target.vocab_size),
-    ):
-        if expected != got:
-            raise ValueError(
-                f"head expects {what} {expected} ({name}), target has {got} ({target.title}); "
-                "pass the target this head was trained for"
-            )
-    if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
-        raise ValueError(
-            f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
-            f"to {target.layers} ({target.title}); pass the target this head was trained for"
-        )
+    check_sizes(head, target, name)
     trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     difference = None

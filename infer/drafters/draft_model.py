@@ -25,7 +25,7 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, chec
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_sampling import ChainSampler, SpeculativeSampling
-from draftheads.infer.engine import DrafterSource, NoDraft
+from draftheads.infer.engine import DrafterSource, NoDraft, check_is_target
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 
@@ -35,12 +35,16 @@ class DraftModel(DrafterSource):
     """A small causal LM that drafts for targets of the same vocabulary.
 
     model: loaded like a target, to the target's device. sampling: draw a chain from the model's
-    distribution, which this rule then compares with the target's.
+    distribution, which this rule then compares with the target's. Raises TypeError for a model that
+    is none.
     """
 
     model: Target
     tree: Tree = DEFAULT_TREE
     sampling: SpeculativeSampling | None = None
+
+    def __post_init__(self) -> None:
+        check_is_target(self.model)
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree wider than the vocabulary, or one that cannot be drawn."""

@@ -9,7 +9,7 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
-from draftheads.infer.engine import DrafterSource
+from draftheads.infer.engine import DrafterSource, is_source
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,18 @@ class Merged(DrafterSource):
     """One tree out of several drafters' trees (SpecInfer, arXiv 2305.09781, section 3): each path
     once. With fewer nodes than they propose, the parts take turns.
 
-    parts: heads and other sources of drafters.
+    parts: heads and other sources of drafters. Raises TypeError for others, and for none.
     """
 
     parts: Sequence[DrafterSource]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parts", tuple(self.parts))
+        if not self.parts or not all(map(is_source, self.parts)):
+            raise TypeError(
+                f"expected draft heads and other sources of drafters, got {self.parts!r:.80}; "
+                "load_head and load_pair load heads by name"
+            )
 
     @property
     def tree(self) -> DynamicTree:

@@ -26,7 +26,7 @@ from draftheads.heads.placement import Bits
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, seeded
-from draftheads.infer.engine import Row, Speculator, Statistics, Step
+from draftheads.infer.engine import Row, Speculator, Statistics, Step, is_whole
 from draftheads.infer.pipeline.loading import Place, load_parts
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.text import AnswerText, TextStream
@@ -222,24 +222,24 @@ class TextGenerator:
                 f"{', '.join(sorted(unknown))}; leave it out"
             )
         encoded = [self._encoded(prompt, options) for prompt in prompts]
-        ids = [prompt for prompt, _ in encoded]
         stop = options.get("stop", ())
         if isinstance(stop, str):
             stop = (stop,)
-        for prompt in ids:  # a mistake in the last prompt is one before the first answer
-            Row(self.target, prompt, options.get("max_new_tokens"), stop)
-        room = self.target.context - max(map(len, ids), default=0)
-        limit = options.get("max_new_tokens", min(NEW_TOKENS, room))
-        rule = self._rule(options, limit)
+        limit = options.get("max_new_tokens")
+        # a mistake in the last prompt is one before the first answer
+        ids = [Row(self.target, prompt, limit, stop).text for prompt, _ in encoded]
+        room = self.target.context
+        limits = [min(NEW_TOKENS, room - len(prompt)) if limit is None else limit for prompt in ids]
+        rule = self._rule(options, max(limits, default=0))
         seeds = _row_seeds(options.get("seed"), ids)
         for start in range(0, len(ids), self.batch_size):
             part = slice(start, start + self.batch_size)
             growing = [
                 Growth(prompt, AnswerText(TextStream(self.target.tokenizer, after=after), stop))
-                for prompt, after in encoded[part]
+                for prompt, (_, after) in zip(ids[part], encoded[part], strict=True)
             ]
             steps = self.engine.generate_batch(
-                ids[part], sampling=rule, max_new_tokens=limit, stop=stop, seeds=seeds[part]
+                ids[part], sampling=rule, max_new_tokens=limits[part], stop=stop, seeds=seeds[part]
             )
             yield growing, steps
 
@@ -313,10 +313,10 @@ def _is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts, not one. Raises ValueError for anything else."""
     if isinstance(prompt, str):
         return False
-    if isinstance(prompt, Sequence):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         if all(isinstance(each, str | list | tuple) for each in prompt):
             return True
-        if all(isinstance(each, Mapping) or hasattr(each, "__index__") for each in prompt):
+        if all(isinstance(each, Mapping) or is_whole(each) for each in prompt):
             return False
     raise ValueError(
         "expected a text, messages, token ids, or a list of such, got "

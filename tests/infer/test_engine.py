@@ -10,10 +10,15 @@ from tiny_heads import Oracle, random_head
 from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import HEADS
+from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.generate import speculative
 
 SHAPE = StaticTree.from_widths((2, 1, 1, 1))
 
@@ -114,7 +119,73 @@ def test_ids_that_the_target_does_not_know_are_refused_before_anything_runs(stra
         Speculator(tiny_target()).generate([3, strange, 4], max_new_tokens=5)
 
 
-@pytest.mark.parametrize("new", [-1, 2.5, float("nan"), "5"])
+NO_LISTS = [
+    *[b"abc", bytearray(b"a"), "abc", {3: 4}, {3}, None, 3, iter([3]), (i for i in (3, 4))],
+    *[[True], [[3]], torch.tensor([[3]])],
+]
+
+
+@pytest.mark.parametrize("strange", NO_LISTS, ids=lambda strange: type(strange).__name__)
+def test_what_is_no_list_of_ids_is_refused_before_anything_runs(strange):
+    """Bytes and truth values were taken for ids, and other things failed inside."""
+    engine = Speculator(tiny_target())
+    with pytest.raises(ValueError, match=f"expected token ids from 0 to {VOCABULARY - 1}, got "):
+        engine.generate(strange, max_new_tokens=4)
+    with pytest.raises(ValueError, match=f"expected token ids from 0 to {VOCABULARY - 1}, got "):
+        engine.generate_batch([[3], strange], max_new_tokens=4)
+
+
+def test_mistakes_in_arguments_are_named_before_anything_runs():
+    engine = Speculator(tiny_target())
+    for chunk in (-1, 0, 1.5, True, "3"):
+        with pytest.raises(ValueError, match="^prefill_chunk: expected 1 token or more, got "):
+            engine.generate([3], prefill_chunk=chunk)
+    with pytest.raises(ValueError, match="^prompts: expected at least one, got none$"):
+        engine.generate_batch([])
+    for rule in (Sampled, 0.7):
+        with pytest.raises(TypeError, match=r"^sampling: expected a rule, such as Greedy\(\)"):
+            engine.generate([3], sampling=rule)
+    for model in (random_model("llama"), "llama"):
+        for wrong in (Speculator, DraftModel):
+            with pytest.raises(TypeError, match="^expected a Target, got .*Target.load"):
+                wrong(model)
+
+
+@pytest.mark.parametrize("kind", [NGram, EarlyExit, MedusaHead])
+def test_the_class_of_a_drafter_is_not_one(kind):
+    for wrong in (
+        lambda: Speculator(tiny_target(), kind),
+        lambda: Merged([NGram(), kind]),
+        lambda: speculative(kind),
+    ):
+        with pytest.raises(TypeError, match="^expected draft heads.*got .*load"):
+            wrong()
+    with pytest.raises(TypeError, match=r"^expected draft heads and other .*, got \(\)"):
+        Merged([])
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_of_another_target_is_refused(kind):
+    """Also one that was never in a folder; it failed somewhere inside torch."""
+    head = random_head(kind, tiny_target("gpt2"))
+    for name, size in (("hidden_size", 48), ("vocab_size", 23)):
+        right = getattr(head, name)
+        setattr(head, name, size)
+        with pytest.raises(ValueError, match=f"^head expects .* {size} .*target has .*; pass the"):
+            next(Speculator(tiny_target(), head).generate([3], max_new_tokens=4))
+        setattr(head, name, right)
+
+
+def test_rows_may_have_limits_of_their_own():
+    prompts = some_prompts(9, 4)
+    rows: list[list[int]] = [[], []]
+    for steps in Speculator(tiny_target()).generate_batch(prompts, max_new_tokens=[3, 7]):
+        for row, step in zip(rows, steps, strict=True):
+            row += step.tokens if step else []
+    assert rows == [greedy(tiny_target(), prompts[0], 3), greedy(tiny_target(), prompts[1], 7)]
+
+
+@pytest.mark.parametrize("new", [-1, 2.5, float("nan"), "5", True])
 def test_a_number_of_new_tokens_is_whole(new):
     with pytest.raises(ValueError, match="max_new_tokens: expected 1 to"):
         Speculator(tiny_target()).generate([3], max_new_tokens=new)

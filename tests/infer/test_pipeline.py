@@ -7,6 +7,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
@@ -81,6 +82,28 @@ def test_a_list_of_prompts_is_a_list_of_answers(target):
     same = alone.generate(["Why?"] * 3, temperature=1.0, seed=1, max_new_tokens=NEW_TOKENS)
     assert len({answer.text for answer in same}) == 3, "each has draws of its own"
     assert alone.generate([]) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+def test_an_answer_is_cut_by_its_own_prompt_alone(options):
+    """Not by the longest beside it."""
+    target = llama(template=None)
+    target.eos_ids = ()
+    model, long = TextGenerator(Speculator(target)), [65] * (target.context - 3)
+    alone = model.generate([66], **options)
+    both = model.generate([[66], long], **options)
+    assert [answer.tokens for answer in both] == [target.context - 1, 3]
+    assert both[0].token_ids == alone.token_ids
+
+
+def test_numbers_of_numpy_are_ids_and_truth_values_and_bytes_are_not(model):
+    ids, options = [65, 66, 67], {"temperature": 1.0, "seed": 3, "max_new_tokens": 5}
+    answer = model.generate([*np.array(ids)], **options)
+    assert answer.token_ids == model.generate(ids, **options).token_ids
+    assert all(type(token) is int for token in answer.prompt_ids)
+    for prompt in ([True, False], b"abc", bytearray(b"abc")):
+        with pytest.raises(ValueError, match="expected a text, messages, token ids, or a list"):
+            model.generate(prompt)
 
 
 def test_a_seed_decides_whatever_drafts_and_torchs_seed_does_without_one(model, target):
