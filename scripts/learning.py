@@ -61,14 +61,16 @@ def learning(
         yield Learner(engine)
         return
     with extras():
-        from draftheads.train.learn.place import Place, place_of
+        from draftheads.train.learn.place import Place, address, default_place, expire, place_of
 
     folder = learned_folder(head)
     if engine.compile:
         raise ValueError("--learn: expected no --compile, as steps would be compiled again")
-    path = place_of(folder, options.folder)
+    root = options.folder or default_place()
+    expire(root)
+    path = place_of(folder, root)
     limits = {"most_mb": options.size_mb, "keep_days": options.keep_days}
-    with closing(Place(path, engine.target, **limits)) as place:
+    with closing(Place(path, engine.target, head=address(folder), **limits)) as place:
         learner = _learner(engine, str(head), folder, place)
         say_beside(
             f"learning from use: what is asked and answered is kept in {path} for "
@@ -121,10 +123,12 @@ def training_data(folder: HeadFolder, engine: Speculator) -> Documents | None:
 
 def rollback(head: LearnedHead, learn_folder: LearnFolder = None) -> None:
     """Serve the head before the newest that was learned, from the next start on."""
-    from draftheads.train.learn.place import place_of
+    from draftheads.train.learn.place import default_place, expire, place_of
     from draftheads.train.learn.place import rollback as run
 
-    version = run(place_of(learned_folder(head), learn_folder))
+    root = learn_folder or default_place()
+    expire(root)
+    version = run(place_of(learned_folder(head), root))
     what = f"version {version}" if version else "the head that learning started from"
     say(f"{head} is served as {what} from now on")
 
@@ -136,10 +140,16 @@ def forget(
     learn_folder: LearnFolder = None,
 ) -> None:
     """Delete what chat and serve have kept with --learn: texts, and the heads made from them."""
-    from draftheads.train.learn.place import default_place, place_of
-    from draftheads.train.learn.place import forget as run
+    from draftheads.train.learn import place
 
-    root = learn_folder or default_place()
-    places = [place_of(learned_folder(head), root)] if head else sorted(root.glob("*-*"))
-    size = sum(map(run, places))
-    say(f"deleted {size / 1e6:.3g} MB in {root}")
+    root = learn_folder or place.default_place()
+    place.expire(root)
+    there = {path: facts.get("head") for path, facts in place.places(root)}
+    if head:
+        folder = learned_folder(head)
+        name, own = place.address(folder), place.place_of(folder, root)
+        there = {path: each for path, each in there.items() if path == own or each == name}
+    for path in there:
+        say(f"deleting {path}")
+        place.delete(path)
+    say(f"{len(there)} of the folders in {root} were made by --learn, and are deleted")

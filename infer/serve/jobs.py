@@ -39,6 +39,7 @@ class Job:
     stop: tuple[str, ...] = ()
     ends: frozenset[int] = frozenset()  # tokens that complete the answer, besides the target's own
     draft: bool = True  # False: with the plain model
+    is_kept: bool = True  # False: not given to a background
     account: Account = field(default_factory=Account)
     seconds: float = field(default=0.0, init=False)  # of the engine, so far
     reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again

@@ -70,7 +70,6 @@ HARMLESS = {
     "request_id",
     "safety_identifier",
     "service_tier",
-    "store",
     "user",
 }
 """Options that are not read, because no value of them changes an answer."""
@@ -141,6 +140,7 @@ class GenerationRequest(BaseModel):
     return_token_ids: bool | None = False
     skip_special_tokens: bool | None = True
     draft: bool | None = True
+    store: bool | None = None  # false: not kept for learning
 
     @property
     def stops(self) -> tuple[str, ...]:

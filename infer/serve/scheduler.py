@@ -334,9 +334,10 @@ class Scheduler:
             with self._changed:
                 self._leave(job)
                 self._pace += RECENT * (job.seconds - self._pace)
-        if self.background is not None and isinstance(event, Step) and job.completed_by(event):
+        background = self.background if job.is_kept else None
+        if background is not None and isinstance(event, Step) and job.completed_by(event):
             try:  # before it is told: who has an answer may rely on its being kept
-                self.background.answered(job.prompt, job.answer)
+                background.answered(job.prompt, job.answer)
             except Exception:
                 self._end_background()
         job.deliver(event)

@@ -186,6 +186,7 @@ class Service:
                 stop=request.stops,
                 ends=frozenset(request.stop_token_ids or ()),
                 draft=request.draft is not False,
+                is_kept=request.store is not False,
                 account=account,
             )
             jobs.append(job)

@@ -5,6 +5,7 @@ learn is refused in one line.
 from __future__ import annotations
 
 import stat
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -55,8 +56,55 @@ def test_what_is_kept_is_forgotten(run, chat, head, tmp_path):
     code, said, _ = run("rollback", "--head", f"{head}+ngram", *here)
     assert code == 0 and "the head that learning started from" in said
     code, said, _ = run("forget", *here)
-    assert code == 0 and said.startswith("deleted ") and not list(root.iterdir())
-    assert run("forget", "--head", head, *here)[1].startswith("deleted 0 MB")
+    assert code == 0 and said.startswith(f"deleting {place}\n") and not list(root.iterdir())
+    assert run("forget", "--head", head, *here)[1].startswith("0 of the folders")
+
+
+def test_forget_deletes_what_learning_made_and_nothing_else(run, chat, tmp_path):
+    root = tmp_path / "learned"
+    for name in ("my-thesis", "photos-2024", "medusa-1f2e3d4c"):
+        (root / name / "texts").mkdir(parents=True)
+        (root / name / "texts" / "1764100000000.jsonl").write_text("mine")
+    (root / "my-thesis" / "target.json").write_text('{"name": "a model of mine"}')
+    (root / "photos-2024" / "target.json").write_text("[")
+    before = {path for path in root.rglob("*") if path.is_file()}
+    assert chat()[0] == 0
+    [place] = [path.parent for path in root.glob("*/heads")]
+    (place / "notes.txt").write_text("mine")
+    (place / "texts" / "notes.jsonl").write_text("mine")
+    assert chat()[0] == 0, "files of somebody else are not read"
+    code, said, _ = run("forget", "--learn-folder", root)
+    assert code == 0 and said.startswith(f"deleting {place}\n")
+    assert {path for path in root.rglob("*") if path.is_file()} == before | {place / "notes.txt"}
+    assert run("forget", "--learn-folder", root)[1].startswith(
+        f"0 of the folders in {root} were made by --learn"
+    )
+
+
+def test_a_head_is_forgotten_although_it_was_trained_further(run, chat, head, tmp_path):
+    root = tmp_path / "learned"
+    assert chat()[0] == 0
+    mine = set(root.iterdir())
+    namesake = tmp_path / "other" / "medusa"
+    save_head(make_head(MedusaHead, llama(), depth=3), namesake, target=llama())
+    assert chat(name=str(namesake))[0] == 0
+    [others] = set(root.iterdir()) - mine
+    save_head(make_head(MedusaHead, llama(), depth=1), head, target=llama())
+    code, said, _ = run("forget", "--head", head, "--learn-folder", root)
+    assert code == 0 and said.startswith(f"deleting {mine.pop()}\n")
+    assert list(root.iterdir()) == [others]
+
+
+def test_texts_are_deleted_in_time_whatever_is_started(run, chat, head, tmp_path, monkeypatch):
+    root = tmp_path / "learned"
+    assert chat("--learn-keep", 2)[0] == 0
+    save_head(make_head(MedusaHead, llama(), depth=1), head, target=llama())
+    [texts] = root.glob("*/texts/*")
+    now = time.time()
+    for day, is_there in ((1, True), (3, False)):
+        monkeypatch.setattr(time, "time", lambda day=day: now + 86400 * day)
+        failed(run("rollback", "--head", head, "--learn-folder", root), "has learned, found none")
+        assert texts.exists() == is_there
 
 
 @pytest.mark.parametrize(
@@ -91,4 +139,4 @@ def test_nothing_was_learned(run, head, tmp_path):
         run("rollback", "--head", head, "--learn-folder", tmp_path / "none"),
         "expected a head that has learned, found none there",
     )
-    assert run("forget", "--learn-folder", tmp_path / "none")[1].startswith("deleted 0 MB")
+    assert run("forget", "--learn-folder", tmp_path / "none")[1].startswith("0 of the folders")

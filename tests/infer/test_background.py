@@ -285,6 +285,16 @@ def test_each_answer_is_given_once_as_the_client_has_it(learning):
     assert background.answers.empty()
 
 
+def test_an_answer_that_is_not_to_be_stored_is_not_given(learning):
+    client, background = learning
+    for stored in (False, None, True):
+        assert ask(client, store=stored).status_code == 200
+    assert ask(client, store=False, stream=True).status_code == 200
+    for _ in range(2):
+        background.answers.get(timeout=20)
+    assert background.answers.empty()
+
+
 CURVE = [Point(1e9, 1, 2.31, 0, False), Point(1e9 + 60, 2, 2.58, 12300, True)]
 
 

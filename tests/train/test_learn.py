@@ -35,7 +35,7 @@ from draftheads.train.learn.learner import (
     is_apart,
     learned_of,
 )
-from draftheads.train.learn.place import Place, forget, place_of, rollback
+from draftheads.train.learn.place import Place, delete, place_of, rollback
 from draftheads.train.learn.texts import Texts
 from draftheads.train.learn.versions import STATE, Versions
 
@@ -241,7 +241,7 @@ def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
     assert path.name != place_of(open_head(made / "eagle3"), tmp_path).name
     target = tiny_target()
     place = Place(path, target, most_mb=2, keep_days=1)
-    for action in (lambda: Place(path, target, most_mb=2, keep_days=1), lambda: forget(path)):
+    for action in (lambda: Place(path, target, most_mb=2, keep_days=1), lambda: delete(path)):
         with pytest.raises(ValueError, match="another process learns there"):
             action()
     place.close()
@@ -253,7 +253,7 @@ def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
     packed = tiny_target().pack(8)
     with pytest.raises(ValueError, match=r"\(quantisation: none\)"):
         Place(path, packed, most_mb=2, keep_days=1)
-    assert forget(path) > 0 and not path.exists()
-    assert forget(path) == 0
+    delete(path)
+    assert not path.exists()
     with pytest.raises(ValueError, match="found none there"):
         rollback(path)

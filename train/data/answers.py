@@ -329,7 +329,7 @@ def set_aside(folder: Path, manifest: Manifest) -> None:
                 logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
 
 
-def forget(folder: Path) -> None:
+def delete_records(folder: Path) -> None:
     """Remove the records of a folder without answers that no living process writes to."""
     with _locked(folder):
         for path in [*journals(folder), *columns(folder)]:

@@ -46,9 +46,9 @@ from draftheads.train.data.answers import (
     answered,
     columns,
     count,
+    delete_records,
     finish,
     finished,
-    forget,
     ids_file,
     is_open,
     journals,
@@ -525,7 +525,7 @@ def _begin(origin: Entry, names: Sequence[str], sha256: str, options: DistillOpt
             "Use another --out, or the same options to resume"
         )
     if changes:
-        forget(out)  # nothing is lost; a template may be mended that refused all prompts
+        delete_records(out)  # nothing is lost; a template may be mended that refused all prompts
     set_aside(out, old)
     if old["prompts"]["sha256"] != sha256:
         _note_other_prompts(out, old["prompts"]["count"], names)

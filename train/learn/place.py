@@ -3,7 +3,9 @@
 NAME-1f2e3d4c/
     texts/        what was asked and answered
     heads/        what was learned from it
-    target.json   the fingerprint of the target whose token ids they are
+    target.json   the target whose token ids they are, by its fingerprint; the head; days of texts
+
+A folder without such a target.json was not made here, and is never changed.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import hashlib
 import json
 import os
 import shutil
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -21,7 +25,7 @@ from draftheads.heads.files import read_json, write_text
 from draftheads.heads.formats.hub import HeadFolder
 from draftheads.heads.pretrained import same_weights
 from draftheads.heads.target import Target
-from draftheads.train.learn.texts import Texts
+from draftheads.train.learn.texts import Texts, delete_older
 from draftheads.train.learn.versions import Versions
 
 TEXTS, HEADS, TARGET, LOCK = "texts", "heads", "target.json", ".lock"
@@ -34,7 +38,7 @@ def default_place() -> Path:
     return Path(data).expanduser() / "draftheads" / "learned"
 
 
-def place_of(folder: HeadFolder, root: Path | None = None) -> Path:
+def place_of(folder: HeadFolder, root: Path) -> Path:
     """The folder of a head: another one once its weights change."""
     digest = hashlib.sha256()
     for path in sorted(folder.path.iterdir()):
@@ -42,7 +46,13 @@ def place_of(folder: HeadFolder, root: Path | None = None) -> Path:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     name = Path(folder.name).expanduser().absolute().name
-    return (root or default_place()) / f"{name}-{digest.hexdigest()[:8]}"
+    return root / f"{name}-{digest.hexdigest()[:8]}"
+
+
+def address(folder: HeadFolder) -> str:
+    """The name by which a head is known, also once its weights have changed."""
+    path = Path(folder.name).expanduser()
+    return str(path.absolute()) if path.exists() else folder.name
 
 
 class Lock:
@@ -65,15 +75,20 @@ class Lock:
 class Place:
     """A head's folder, open in this process alone.
 
-    Raises ValueError if another process has it open, if it is of another target, or damaged.
+    head: its `address`. Raises ValueError if another process has it open, if it is of another
+    target, or damaged.
     """
 
-    def __init__(self, path: Path, target: Target, *, most_mb: float, keep_days: float) -> None:
+    def __init__(
+        self, path: Path, target: Target, *, head: str = "", most_mb: float, keep_days: float
+    ) -> None:
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = Lock(path)
         try:
-            check_target(path / TARGET, target)
+            facts = checked_target(path / TARGET, target)
+            facts |= {"head": head, "keep_days": keep_days}
+            write_text(path / TARGET, json.dumps(facts, indent=2) + "\n")
             texts = path / TEXTS
             self.texts = Texts(texts, most_bytes=int(most_mb * 1e6), keep_days=keep_days)
             self.versions = Versions(path / HEADS)
@@ -86,25 +101,39 @@ class Place:
         self._lock.close()
 
 
-def check_target(path: Path, target: Target) -> None:
-    """Record a target's fingerprint. Raises ValueError for another one than is recorded."""
-    if not path.exists():
-        facts = {"name": str(target.name), "fingerprint": target.fingerprint()}
-        facts["quantisation"] = target.quantisation or "none"
-        write_text(path, json.dumps(facts, indent=2) + "\n")
-        return
-    facts = read_json(path)
+def checked_target(path: Path, target: Target) -> dict[str, Any]:
+    """What is recorded of a target. Raises ValueError if there is a record of another one."""
     now = target.quantisation or "none"
-    if not same_weights(facts.get("fingerprint"), target.fingerprint()):
-        difference = f"{facts.get('name')} with other weights"
-    elif facts.get("quantisation") != now:
-        difference = f"{facts.get('name')} (quantisation: {facts.get('quantisation')})"
+    facts = {"name": str(target.name), "fingerprint": target.fingerprint(), "quantisation": now}
+    there = read_json(path) if path.exists() else facts
+    if not same_weights(there.get("fingerprint"), facts["fingerprint"]):
+        difference = f"{there.get('name')} with other weights"
+    elif there.get("quantisation") != now:
+        difference = f"{there.get('name')} (quantisation: {there.get('quantisation')})"
     else:
-        return
+        return facts
     raise ValueError(
         f"{path.parent}: expected what was learned for {target.name} (quantisation: {now}), got "
         f"{difference}; choose another --learn-folder, or draftheads forget this one"
     )
+
+
+def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The folders that `Place` made in `root`, each with its target.json."""
+    for path in sorted(root.glob(f"*/{TARGET}")):
+        with suppress(ValueError):  # a file of somebody else
+            facts = read_json(path)
+            if facts.keys() >= {"name", "fingerprint", "quantisation"}:
+                yield path.parent, facts
+
+
+def expire(root: Path) -> None:
+    """Delete the texts in `root` that are older than was asked for, but not those of a process
+    that learns, which does so itself.
+    """
+    for path, facts in places(root):
+        with suppress(ValueError), closing(Lock(path)):
+            delete_older(path / TEXTS, facts.get("keep_days", 30) * 86400)
 
 
 def rollback(path: Path) -> int:
@@ -115,11 +144,13 @@ def rollback(path: Path) -> int:
         return Versions(path / HEADS).rollback()
 
 
-def forget(path: Path) -> int:
-    """Delete texts and heads; returns the bytes. Raises ValueError if a process has them open."""
-    if not path.is_dir():
-        return 0
+def delete(path: Path) -> None:
+    """Delete what `Place` wrote; other files stay. Raises ValueError if a process has it open."""
     with closing(Lock(path)):
-        size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
-    shutil.rmtree(path)
-    return size
+        for folder in (TEXTS, HEADS):
+            if (path / folder).is_dir():
+                shutil.rmtree(path / folder)
+        (path / TARGET).unlink()  # last, by which an interrupted deletion is continued
+    (path / LOCK).unlink(missing_ok=True)
+    with suppress(OSError):  # it has files of somebody else
+        path.rmdir()

@@ -73,7 +73,7 @@ class Texts:
     @property
     def files(self) -> list[Path]:
         """The oldest first."""
-        return sorted(self.folder.glob(f"*{SUFFIX}"), key=begin_of)
+        return files_in(self.folder)
 
     @property
     def size(self) -> int:
@@ -103,9 +103,9 @@ class Texts:
         """Delete files with a text that is too old, and the oldest ones of too many bytes; and
         their conversations.
         """
-        files = self.files
-        total, oldest = self.size, time.time() - self.keep_seconds
-        while files and (begin_of(files[0]) < oldest or total > self.most_bytes):
+        delete_older(self.folder, self.keep_seconds)
+        files, total = self.files, self.size
+        while total > self.most_bytes:
             path = files.pop(0)
             total -= path.stat().st_size
             path.unlink()
@@ -147,6 +147,18 @@ class Texts:
                 yield tokens[:start], tokens[start:], seconds
 
 
+def files_in(folder: Path) -> list[Path]:
+    """The files of texts, the oldest first."""
+    return sorted(filter(begin_of, folder.glob(f"*{SUFFIX}")), key=begin_of)
+
+
+def delete_older(folder: Path, seconds: float) -> None:
+    """Delete the files that were begun longer ago than this."""
+    for path in files_in(folder):
+        if begin_of(path) < time.time() - seconds:
+            path.unlink()
+
+
 def begin_of(path: Path) -> float:
-    """When a file of texts was begun, in Unix seconds."""
-    return int(path.stem) / 1000
+    """When a file of texts was begun, in Unix seconds; 0.0 for a file of somebody else."""
+    return int(path.stem) / 1000 if path.stem.isdecimal() else 0.0
