@@ -15,7 +15,13 @@ from typer import Argument, Option
 
 from draftheads.arguments import secret
 from draftheads.infer.threads import choose_threads, set_threads
-from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
+from draftheads.scripts.following import (
+    after_answers,
+    after_bench,
+    local_options,
+    say_next,
+    target_options,
+)
 from draftheads.scripts.learning import (
     Learn,
     LearnFolder,
@@ -48,6 +54,7 @@ from draftheads.scripts.options import (
     Compile,
     Device,
     Dtype,
+    HeadDtype,
     IsTypical,
     Json,
     KeyVariable,
@@ -584,6 +591,7 @@ def publish(
     dry_run: Annotated[bool, Option("--dry-run", help="print files and card only")] = False,
 ) -> None:
     """Upload a checked head folder to the Hub (private unless --public)."""
+    from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.publish import prepare
     from draftheads.scripts.publish import publish as upload_files
 
@@ -597,7 +605,8 @@ def publish(
     else:
         say(upload.listing())
         say(upload_files(upload, public=public, revision=revision, overwrite=overwrite))
-        say_next("chat", "--head", repo_id if revision == "main" else f"{repo_id}@{revision}")
+        head = repo_id if revision == "main" else f"{repo_id}@{revision}"
+        say_next("chat", "--head", head, *local_options(open_head(upload.folder).facts))
 
 
 def data_preview(
@@ -706,7 +715,7 @@ def convert(
         str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
     ] = None,
     adapter: MaybeLora = None,
-    dtype: Dtype = "auto",
+    dtype: HeadDtype = "auto",
     device: Device = None,
     link: Annotated[bool, Option("--link", help="for mtp: hard links for files that stay")] = False,
 ) -> None:
@@ -721,17 +730,19 @@ def convert(
 
     if to == "gguf":
         file = TargetFile.open(target) if target else None
-        say(converted(source, out, to, target_file=file))
+        say(converted(source, out, to, target_file=file, dtype=dtype))
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
     place = Place(dtype, device, lora=adapter)
     if to == "mtp":
-        say(with_mtp(source, out, load_target(target, place) if target else None, link=link))
+        loaded = load_target(target, place) if target else None
+        say(with_mtp(source, out, loaded, link=link, dtype=dtype))
         say_next("chat", "--target", out, "--head", "mtp")
         return
-    say(converted(source, out, to, load_target(target, place) if target else None))
+    say(converted(source, out, to, load_target(target, place) if target else None, dtype=dtype))
     if to == "draftheads":
-        say_next("chat", "--head", out, *target_options(target, adapter))
+        words = target_options(target, adapter) or local_options(open_head(source).facts)
+        say_next("chat", "--head", out, *words)
     else:
         say(f"next: the command in {out / CARD}", sys.stderr)
 

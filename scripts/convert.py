@@ -28,6 +28,7 @@ from draftheads.heads.mtp import MtpHead
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
+from draftheads.scripts.public import public_facts, recorded
 
 
 def converted(
@@ -36,9 +37,11 @@ def converted(
     to: str,
     target: Target | None = None,
     target_file: TargetFile | None = None,
+    dtype: str = "auto",
 ) -> Path:
-    """Write a folder for the program `to`, or a GGUF file, completely or not at all. target_file:
-    the target, for GGUF.
+    """Write a folder for the program `to`, or a GGUF file, completely or not at all, with what may
+    leave of the head's metadata. target_file: the target, for GGUF. dtype: of the weights; auto: as
+    they are.
 
     Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError if
     `out` exists.
@@ -62,9 +65,11 @@ def converted(
         "target": origin,
         "feature_layers": list(head.feature_layers),
     }
-    dtypes = [each.dtype for each in stored.tensors.values() if each.is_floating_point()]
-    ours = head_config(head, dtypes[0], facts)
-    tensors = {name: tensor.contiguous() for name, tensor in stored.tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in cast(stored.tensors, dtype).items()}
+    dtypes = [each.dtype for each in tensors.values() if each.is_floating_point()]
+    public = recorded(facts)
+    # other programs look for a target on this machine by its path, in a key of their own
+    ours = head_config(head, dtypes[0], public if to == "draftheads" else facts)
     with named(folder.path):
         if folder.facts.adapter:
             raise ValueError(
@@ -77,9 +82,11 @@ def converted(
                 raise ValueError("--to gguf needs --target FILE, the target that llama.cpp loads")
             write_gguf(theirs, target_file, out)
             return out
+    theirs.config["draftheads"] = {key: public[key] for key in theirs.config["draftheads"]}
+    card = render_card({**ours, "draftheads": public_facts(facts)}, to)
     with staged(out) as staging:
         theirs.save(staging)
-        (staging / CARD).write_text(render_card(ours, to) + "\n")
+        (staging / CARD).write_text(card + "\n")
         if to == "tgi" and target is not None and target.tokenizer is not None:
             target.tokenizer.save_pretrained(staging)  # TGI reads it from the head's folder
         if to == "draftheads":
@@ -87,8 +94,33 @@ def converted(
     return out
 
 
-def with_mtp(source: str | Path, out: Path, target: Target | None, *, link: bool = False) -> Path:
-    """Write the target's checkpoint with the head of `source` as its MTP layer.
+def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """Weights in another dtype, or, with auto, as they are. Raises ValueError for numbers that it
+    cannot hold.
+    """
+    if dtype == "auto":
+        return tensors
+    kind = getattr(torch, dtype)
+    result = {name: x.to(kind) if x.is_floating_point() else x for name, x in tensors.items()}
+    for name, x in result.items():
+        if not x.isfinite().all():
+            raise ValueError(
+                f"--dtype {dtype}: expected numbers that it can hold, got larger ones in {name}; "
+                "choose bfloat16 or float32"
+            )
+    return result
+
+
+def with_mtp(
+    source: str | Path,
+    out: Path,
+    target: Target | None,
+    *,
+    link: bool = False,
+    dtype: str = "auto",
+) -> Path:
+    """Write the target's checkpoint with the head of `source` as its MTP layer. dtype: as for
+    `converted`.
 
     Raises ValueError for a head of another kind and without a target, FileExistsError if `out`
     exists.
@@ -109,7 +141,7 @@ def with_mtp(source: str | Path, out: Path, target: Target | None, *, link: bool
     head, stored = folder.read(target)
     if not isinstance(head, MtpHead):
         raise ValueError(f"--to mtp: expected a head of kind mtp, got {head.kind}")
-    head.load_state_dict(stored.tensors, assign=True)  # in the dtype in which it was saved
+    head.load_state_dict(cast(stored.tensors, dtype), assign=True)  # not in the target's dtype
     write_target(head, target, out, link=link)
     return out
 
@@ -141,6 +173,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | Non
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
         training = {**folder.facts.training, "merged_adapter": folder.facts.adapter}
+        training = public_facts(training)
         plain = Target(model.model, name=str(out))
         save_head(heads, staging / "heads", target=plain, training=training)
     return out / "heads"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
+    from draftheads.heads.formats.facts import HeadFacts
     from draftheads.infer.measure.bench import Result
 
 
@@ -23,6 +24,14 @@ def say_next(*words: object) -> None:
 def target_options(target: str | None, lora: str | None) -> list[str]:
     """The options that load the same target again."""
     return [*(["--target", target] if target else []), *(["--adapter", lora] if lora else [])]
+
+
+def local_options(facts: HeadFacts) -> list[str]:
+    """The options for a target on this machine, which a head that leaves it does not name."""
+    from draftheads.scripts.public import is_local
+
+    names = facts.target.name, facts.target.lora
+    return target_options(*names) if any(map(is_local, names)) else []
 
 
 def after_answers(target: str, out: Path, lora: str | None = None) -> None:

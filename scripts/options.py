@@ -193,7 +193,9 @@ MaybeTree = Annotated[str | None, Option(help="a tree instead of the head's own"
 TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
 default: the heads' own; repeatable"""
 Trees = Annotated[list[str] | None, Option(help=TREES)]
-Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float16"], Option()]
+Dtypes = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Annotated[Dtypes, Option()]
+HeadDtype = Annotated[Dtypes, Option(help="of the written head; auto: as it is")]
 BITS = """quantise the target: 8 (int8) on a CPU, 8 or 4 on a GPU (bitsandbytes)"""
 Bits = Annotated[Literal[8, 4] | None, Option(help=BITS)]
 Device = Annotated[str | None, Option(help="e.g. cuda:0; default: cuda, else mps, else cpu")]

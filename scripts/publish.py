@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,35 +28,8 @@ from draftheads.heads.formats.card import HERE, REMOTE_CODE, is_hub_id, render_c
 from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
-from draftheads.heads.kinds import HEADS
-from draftheads.recipes import packaged
-from draftheads.train.recipe import SERVER_KEYS, recipe_keys
+from draftheads.scripts.public import is_local, public_facts, recorded, without_private
 
-PLACES = re.compile(
-    r"(?i)[a-z][\w+.-]*://[^\s\"'`,;|<>)]+|(?<![\w.])(?:~?/|\.\.?/|[A-Z]:\\)[^\s\"'`,;]+"
-)
-"""URLs and local paths in a text."""
-HOST = re.compile(r"://(?:[^/@]*@)?((\[[^]]*\]|[^/:?#]+)(?::\d+)?)")
-"""The host of a URL, with and without its port."""
-FACTS = """
-format kind feature_layers target adapter tree tree_order tuned training measured
-name revision lora fingerprint architecture layers quantisation dtype eos_ids
-steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
-rank alpha modules parameters drift
-versions hardware merged_adapter continued difference tokens_per_step
-documents learned_tokens digest sampling prompts seed
-temperature top_p top_k max_new_tokens max_turns reasoning template_args
-source count sha256
-"""
-"""Keys in a head's metadata that are published, besides those of recipes. All others stay here:
-what a server is called, and where it is, is in some of them.
-"""
-WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
-WHOLE |= {"versions", "template_args", "rope_scaling"}
-"""Published keys below which all keys are."""
-NAMES = {"name", "target", "source", "lora", "target_adapter", "from"}
-PATHS = {"path", "output"}
-"""Keys of what may be on the Hub; keys of local paths."""
 LICENCES = """
 apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
 bigcode-openrail-m afl-3.0 artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear
@@ -72,8 +45,6 @@ llama4 grok2-community gemma unknown other
 """Licence identifiers of the Hub (its documentation's page "Licenses")."""
 OURS = {CONFIG: r'^ *"draftheads": \{', CARD: r"^library_name: draftheads$"}
 """Files -> the line by which draftheads marks them."""
-LOOPBACK = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]")
-"""Hosts that say nothing about a network."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +98,8 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
         for name in [CONFIG, WEIGHTS, CARD, *(adapter.FILES if has_adapter else ())]
     }
     head, stored = folder.read()
-    facts = public_facts(folder.facts.json)
-    card = _card(folder, ours(head, stored, facts), repo_id, licence)
-    if is_local(folder.facts.target.name):
-        facts["target"]["name"] = ""  # the last part of a path may be the name of another model
+    card = _card(folder, ours(head, stored, public_facts(folder.facts.json)), repo_id, licence)
+    facts = recorded(folder.facts.json)
     texts = {CONFIG: ours(head, stored, facts).config}
     if has_adapter:
         settings = adapter.read_settings(folder.path / adapter.FOLDER)
@@ -161,87 +130,6 @@ def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> Stored:
     return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None)
 
 
-def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
-    """What of a head's metadata may be published: what is under published keys alone, without URLs,
-    and of local paths the last part. key: the one that a value is under. whole: all keys are.
-    """
-    if isinstance(value, dict):
-        published = published_keys()
-        return {
-            name: public_facts(each, name, whole or name in WHOLE)
-            for name, each in value.items()
-            if name in published or (whole and not PLACES.search(name))
-        }
-    if isinstance(value, list):
-        return [public_facts(each, key, whole) for each in value]
-    return _public_text(value, key) if isinstance(value, str) else value
-
-
-def _public_text(text: str, key: str) -> str:
-    if key in PATHS or (key in NAMES and is_local(text)):
-        return _last_part(text)
-    return PLACES.sub(lambda place: _last_part(place[0]), text)
-
-
-def _last_part(place: str) -> str:
-    """What is published of a place: of paths the last part, of URLs nothing."""
-    return "" if "://" in place else re.split(r"[/\\]", place.rstrip("/\\"))[-1]
-
-
-def is_local(name: str | None) -> bool:
-    """Whether a target or data set is on this machine, by its name."""
-    if not name or is_hub_id(name.partition("@")[0]):  # a LoRA has its commit
-        return False
-    return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))
-
-
-def published_keys() -> set[str]:
-    """All keys of metadata that are published: those of facts, and those of all kinds' recipes."""
-    recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
-    recipe -= SERVER_KEYS
-    return {*FACTS.split(), *recipe}
-
-
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a JSON value with the key that it is under; keys that are places, too."""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield from ((key, place[0]) for place in PLACES.finditer(name))
-            yield from _texts(each, name)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _texts(each, key)
-    elif isinstance(value, str):
-        yield key, value
-
-
-def private_texts(facts: dict[str, Any], public: dict[str, Any]) -> dict[str, str]:
-    """Texts of the metadata that are not published, the hosts of their URLs and the paths in them
-    -> what replaces them in a card.
-    """
-    public_texts = {text for _, text in _texts(public)}
-    private = {}
-    for key, text in _texts(facts):
-        if not text or text in public_texts:
-            continue
-        private[text] = _public_text(text, key) if key in NAMES | PATHS else ""
-        for place in PLACES.findall(text):
-            private[place] = _last_part(place)
-            if (host := HOST.search(place)) and host[2] not in LOOPBACK:
-                private |= dict.fromkeys(host.groups(), "")
-    return dict(sorted(private.items(), key=lambda pair: -len(pair[0])))  # paths before parents
-
-
-def without(text: str, private: Mapping[str, str]) -> str:
-    """A card's text with private texts replaced, wherever they are whole words."""
-    for name, public in private.items():
-        is_address = not public and re.search(r"[.:]", name)  # which other paths may follow
-        before, after = (r"\w", r"\w") if is_address else (r"\w/.-", r"\w/-")
-        whole = rf"(?<![{before}]){re.escape(name)}(?![{after}])"
-        text = public.join(re.split(whole, text))
-    return text
-
-
 def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None) -> str:
     """The folder's card with the repository's name in its commands: rendered again, or, if the user
     has edited it, with private texts replaced.
@@ -251,7 +139,7 @@ def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None)
     if text == render_card(folder.config) + "\n":
         text = render_card(public.config) + "\n"
     else:
-        text = without(text, private_texts(folder.facts.json, public.facts.json))
+        text = without_private(text, folder.facts.json)
     try:
         card = ModelCard(text.replace(HERE, repo_id))
     except (ValueError, TypeError, yaml.YAMLError) as error:

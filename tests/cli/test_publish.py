@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import sys
 from email.message import Message
 from pathlib import Path
@@ -31,7 +32,8 @@ from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.publish import prepare, public_facts, publish
+from draftheads.scripts.public import public_facts
+from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.server import ServedTarget
 from draftheads.train.recipe import SERVER_KEYS, FeatureChoices
 
@@ -113,7 +115,7 @@ def test_the_published_card_names_its_repository_and_licence(hub, folder):
     assert not hub.repos["me/heads"]["private"]
     card = ModelCard.load("me/heads")
     assert card.data.license == "apache-2.0"
-    assert 'draftheads.load("me/heads")' in card.text
+    assert 'draftheads.load("me/heads", "TARGET_FOLDER")' in card.text
     assert 'custom_generate="me/heads"' in card.text
     assert "draftheads chat --head me/heads" in card.text
     assert "THIS_FOLDER" not in card.text
@@ -583,6 +585,23 @@ def test_the_python_of_the_card_runs_as_written(capsys):
     for block in blocks:
         exec(block, names)
     assert capsys.readouterr().out, "the first one prints what is written"
+
+
+@pytest.mark.usefixtures("modules_cache")
+def test_a_published_head_of_a_local_target_says_what_to_type(
+    hub, chat_folder, run, monkeypatch, capsys
+):
+    code, _, errors = run("publish", chat_folder, "me/heads")
+    assert code == 0 and errors[-1].startswith("next: draftheads chat --head me/heads --target ")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/quit\n"))
+    said = shlex.split(errors[-1].removeprefix("next: draftheads "))
+    code, printed, _ = run(*said, "--max-new-tokens", 5)
+    assert code == 0 and "tokens/s" in printed
+    card = ModelCard.load("me/heads").text.replace("TARGET_FOLDER", said[-1])
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        exec(block, names)
+    assert capsys.readouterr().out
 
 
 SERVED = {

@@ -134,6 +134,64 @@ def test_weights_keep_their_dtype(tmp_path):
         assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+REDUCED = [(torch.float32, "bfloat16"), (torch.float32, "float16"), (torch.bfloat16, "float32")]
+OTHERS = {(name.partition("-")[0], to): (name, to) for name, to in POSSIBLE}.values()
+"""A head of each kind for each destination."""
+
+
+@pytest.mark.parametrize(("had", "dtype"), REDUCED)
+@pytest.mark.parametrize(("name", "to"), OTHERS)
+def test_the_weights_have_the_dtype_that_was_asked_for(tmp_path, name, to, had, dtype):
+    """GGUF files: `test_formats_llamacpp`."""
+    kind, _, _ = name.partition("-")
+    target, head = tiny_target(), trained(kind, **CHOICES[name][0]).to(had)
+    ours = save_head(head, tmp_path / "ours", target=target)
+    theirs = converted(ours, tmp_path / "theirs", to, target, dtype=dtype)
+    [file] = theirs.glob("*.safetensors")
+    kinds = {each.dtype for each in load_file(file).values() if each.is_floating_point()}
+    assert kinds == {getattr(torch, dtype)}
+    back = load_head(theirs, target=target, dtype=torch.float32)
+    for key, weight in load_head(ours, target=target, dtype=torch.float32).state_dict().items():
+        rounded = weight.to(getattr(torch, dtype)).float() if weight.is_floating_point() else weight
+        assert torch.equal(back.state_dict()[key], rounded)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
+    head = trained("medusa", depth=2)
+    head.state_dict()["blocks.1.layers.0.weight"][3, 4] = 1e5
+    ours = save_head(head, tmp_path / "ours", target=tiny_target())
+    with pytest.raises(ValueError, match=r"--dtype float16: expected numbers .* layers.0.wei"):
+        converted(ours, tmp_path / "theirs", "vllm", dtype="float16")
+    assert not (tmp_path / "theirs").exists()
+
+
+PRIVATE = ["10.0.0.5", "gpu-7", "acme-llm", "ACME_KEY", "/srv", "/mnt", "customers-of"]
+
+
+@pytest.mark.parametrize(("name", "to"), OTHERS)
+def test_nothing_of_this_machine_or_network_is_converted(tmp_path, name, to):
+    """TGI and speculators look for a target on this machine by its path, in a key of their own."""
+    kind, _, _ = name.partition("-")
+    target = Target(random_model("llama"), name="/srv/llama-of-us")
+    served = {"server": ["http://10.0.0.5:8000/v1", "http://gpu-7.corp:80"], "path": "/mnt/states"}
+    served |= {"server_model": "acme-llm", "api_key_env": "ACME_KEY", "exchange": "/mnt/x"}
+    recipe = {"target": "/srv/llama-of-us", "features": served, "data": {"path": "/srv/data"}}
+    data = {"target": {"name": "/srv/llama-of-us", "server": [{"url": served["server"][0]}]}}
+    data["prompts"] = {"source": "customers-of/us.jsonl"}
+    training = {"steps": 9, "recipe": recipe, "data": data}
+    head = trained(kind, **CHOICES[name][0])
+    ours = save_head(head, tmp_path / "ours", target=target, training=training)
+    theirs = converted(ours, tmp_path / "theirs", to, target)
+    config = json.loads((theirs / "config.json").read_text())
+    assert config["draftheads"]["training"]["steps"] == 9
+    for mine in ("base_model_name_or_path", "speculators_config"):
+        if to != "draftheads" and config.pop(mine, None):
+            assert load_head(theirs, target=target).kind == kind
+    text = json.dumps(config) + (theirs / "README.md").read_text()
+    assert [word for word in PRIVATE if word in text] == []
+    assert "`llama-of-us`" in text, "the card says which target it is"
+
+
 def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
     ours = saved("medusa-shared", tmp_path / "ours")
     with pytest.raises(ValueError, match="vLLM requires its lm_head .* or --target"):

@@ -53,9 +53,21 @@ def target_file(path: Path, target: Target, arch: str = "llama", **changes: Any)
     return path
 
 
-def exported(ours: Path, folder: Path, **choices: Any) -> Path:
+def exported(ours: Path, folder: Path, dtype: str = "auto", **choices: Any) -> Path:
     file = target_file(folder / "target.gguf", tiny_target(), **choices)
-    return converted(ours, folder / "head.gguf", "gguf", target_file=TargetFile.open(file))
+    target = TargetFile.open(file)
+    return converted(ours, folder / "head.gguf", "gguf", target_file=target, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["eagle3-usual", "block-markov"])
+def test_matrices_have_the_dtype_that_was_asked_for(tmp_path, name, dtype):
+    ours = saved(name, tmp_path / "ours")
+    file = GGUFReader(exported(ours, tmp_path, dtype))
+    types = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+    wide = [each for each in file.tensors if len(each.shape) > 1]
+    assert wide and {each.tensor_type.name for each in wide} == {types[dtype]}
+    assert {each.tensor_type.name for each in file.tensors} <= {types[dtype], "F32", "I64"}
 
 
 def complete(head: Served) -> bool:

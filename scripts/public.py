@@ -1,0 +1,101 @@
+"""What of a head's metadata may leave this machine, with `convert` and `publish`: known keys, and
+of their texts words and names on the Hub. Of local paths the last part leaves, of URLs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from draftheads.heads.formats.card import is_hub_id
+from draftheads.heads.kinds import HEADS
+from draftheads.recipes import packaged
+from draftheads.train.recipe import SERVER_KEYS, recipe_keys
+
+PLACE = re.compile(r"[a-zA-Z][\w+.-]*://|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)")
+"""The beginning of a URL or of a local path."""
+FACTS = """
+format kind feature_layers target adapter tree tree_order tuned training measured
+name revision lora fingerprint architecture layers quantisation dtype eos_ids
+steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
+rank alpha modules parameters drift
+versions hardware merged_adapter continued difference tokens_per_step
+documents learned_tokens digest sampling prompts seed
+temperature top_p top_k max_new_tokens max_turns reasoning template_args
+source count sha256
+"""
+"""Keys that leave, besides those of recipes."""
+WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
+WHOLE |= {"versions", "template_args", "rope_scaling"}
+"""Of them, those below which all keys leave."""
+NAMES = {"name", "target", "source", "lora", "target_adapter", "from"}
+PATHS = {"path", "output"}
+"""Keys of what may be on the Hub; keys of local paths."""
+
+
+def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
+    """The part of a head's metadata that may leave. key: the one that a value is under. whole: all
+    keys leave.
+    """
+    if isinstance(value, dict):
+        known = {} if whole else known_keys()
+        return {
+            name: public_facts(each, name, whole or name in WHOLE)
+            for name, each in value.items()
+            if name in known or (whole and not PLACE.search(name))
+        }
+    if isinstance(value, list):
+        return [public_facts(each, key, whole) for each in value]
+    if not isinstance(value, str):
+        return value
+    if key in PATHS or (key in NAMES and is_local(value)):
+        return "" if "://" in value else re.split(r"[/\\]", value.rstrip("/\\"))[-1]
+    return "" if PLACE.search(value) else value
+
+
+def recorded(facts: dict[str, Any]) -> dict[str, Any]:
+    """What config.json keeps of `public_facts`: the last part of a target's path may be the name of
+    another model.
+    """
+    public = public_facts(facts)
+    if is_local(facts["target"].get("name")):
+        public["target"]["name"] = ""
+    return public
+
+
+def known_keys() -> set[str]:
+    """Those of facts, and those of all kinds' recipes but for servers'."""
+    recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
+    return {*FACTS.split(), *recipe} - SERVER_KEYS
+
+
+def is_local(name: str | None) -> bool:
+    """Whether a target or data set is on this machine, by its name."""
+    if not name or is_hub_id(name.partition("@")[0]):  # a LoRA has its commit
+        return False
+    return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))
+
+
+def texts_of(value: Any, public: Any) -> Iterator[tuple[str, str]]:
+    """Every text in a head's metadata, and what leaves of it. public: of `public_facts`."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from texts_of(each, public.get(key) if isinstance(public, dict) else None)
+            yield from [(key, "")] if PLACE.search(key) else []
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from texts_of(each, public[number] if public else None)
+    elif isinstance(value, str) and value:
+        yield value, public or ""
+
+
+def without_private(text: str, facts: dict[str, Any]) -> str:
+    """A text with what may not leave of a head's metadata cut out, wherever it is whole words."""
+    texts = list(texts_of(facts, public_facts(facts)))
+    public = {old for old, new in texts if old == new}
+    private = {old: new for old, new in texts if old not in public}
+    for old in sorted(private, key=len, reverse=True):  # paths before their parents
+        text = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", lambda _, old=old: private[old], text)
+    return text
