@@ -814,16 +814,27 @@ def mask_token(target: Target, choice: str | int) -> int | None:
         if not 0 <= choice < rows:
             raise ValueError(f"head.mask: expected an id from 0 to {rows - 1}, got {choice}")
         return choice
-    tokenizer = target.tokenizer
-    if choice == "learned" or tokenizer is None:
+    if choice == "learned" or target.tokenizer is None:
         return None
+    return spare_token(target.tokenizer, rows, target.eos_ids)
+
+
+def spare_token(tokenizer: Any, rows: int, ends: Iterable[int]) -> int | None:
+    """An id below `rows` that no text contains; None if there is none. ends: tokens that end
+    answers.
+    """
     if tokenizer.mask_token_id is not None and tokenizer.mask_token_id < rows:
         return int(tokenizer.mask_token_id)
     if len(tokenizer) < rows:  # rows that pad the matrix
         return len(tokenizer)
-    added = tokenizer.get_added_vocab()
-    spare = [id for token, id in added.items() if any(part in token.lower() for part in RESERVED)]
-    return min((id for id in spare if id < rows), default=None)
+    added = {id: token for id, token in tokenizer.added_tokens_decoder.items() if id < rows}
+    for id, token in sorted(added.items()):
+        if any(part in token.content.lower() for part in RESERVED):
+            return int(id)
+    taken = {*ends, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    template = str(tokenizer.chat_template)
+    spare = [id for id, token in added.items() if token.special and token.content not in template]
+    return max(set(spare) - taken, default=None)
 
 
 def layer_ids(features: Iterable[int]) -> list[int]:

@@ -174,6 +174,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         "time": _time(plan),
         "server": _served(plan.served) if plan.served else "",
         "use": "\n".join(filter(None, use)),
+        "refused by": shapes.refusals,
     }
     console.print(labelled(facts))
     if plan.served:

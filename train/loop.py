@@ -31,7 +31,7 @@ from draftheads.arguments import check_path
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.formats.hub import WEIGHTS
+from draftheads.heads.formats.hub import WEIGHTS, refusals
 from draftheads.heads.tables import flat
 from draftheads.heads.target import Target
 from draftheads.train.batches import FEW_STEPS, Order, Reading, share
@@ -485,6 +485,8 @@ def start(
     learner = make_learner(recipe, head, target)
     trained = sum(parameter.numel() for parameter in learner.trained().values())
     log(f"training {trained:,} parameters of the {head.kind} head; the target is frozen")
+    if refused := refusals(head, target):
+        log(f"convert will refuse this head for {refused}")
     engine = make_engine(learner, recipe.optim, accelerator)
     if checkpoint:
         engine.restore(load_optimizer_state(checkpoint.folder))

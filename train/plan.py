@@ -38,6 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
+from draftheads.heads.formats.hub import refusals
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.lora import Lora
 from draftheads.heads.placement import (
@@ -151,7 +152,7 @@ class Shapes:
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
                 self.adapted = len(adapter.config["layers_to_transform"])
-        self.head = _count(head)
+        self.head, self.refusals = _count(head), refusals(head, self.target)
         self.states = len(head.training_layers)
         self.features = len(head.feature_layers)
         self.captured = recipe.features.layers or captured_states(head.training_layers, self.layers)

@@ -9,8 +9,10 @@ from typing import Any
 
 import yaml
 
+from draftheads.heads.block import spare_token
 from draftheads.heads.placement import default_device, read_config
 from draftheads.train.data.answers import Counts, count, read_manifest
+from draftheads.train.data.text_side import TextSide
 from draftheads.train.plan import make_plan
 from draftheads.train.recipe import Recipe
 
@@ -110,6 +112,10 @@ def _head(target: str, revision: str | None, kind: str) -> Iterator[Choice]:
         yield Choice("head.rank", rank, f"a quarter of the width, {width}")
     if kind == "block":
         yield Choice("head.layers", 2, "two with conditioning are better than five without")
+        side = TextSide.load(target, revision)
+        mask = spare_token(side.tokenizer, vocabulary, side.eos_ids)
+        if mask is not None:
+            yield Choice("head.mask", mask, "no text contains it; engines read no learned mask")
     if kind in ("sequential", "medusa") and is_small:
         yield Choice("head.layers", 2, "they cost little at this width")
     reduced = vocabulary // 4 if is_small else REDUCED

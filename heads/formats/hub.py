@@ -24,6 +24,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import check_sizes
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
+from draftheads.heads.formats import table
 from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
@@ -109,6 +110,13 @@ def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> d
         "dtype": dtype_name(dtype),
         "draftheads": facts,
     }
+
+
+def refusals(head: DraftHead, target: Target) -> str:
+    """Which programs `convert` would not write this head for, and why; "" for none."""
+    about = {"architecture": type(target.model).__name__, "layers": target.layers}
+    facts = {"kind": head.kind, "target": about, "feature_layers": list(head.feature_layers)}
+    return table.refusals(Stored(head_config(head, torch.float32, facts), {}))
 
 
 def about_target(target: Target) -> dict[str, Any]:

@@ -461,15 +461,16 @@ def test_a_target_that_embeds_in_another_width_is_refused():
 @pytest.mark.parametrize(
     ("more", "rows", "choice", "expected"),
     [
-        ((), 259, "auto", None),
+        ((), 256, "auto", None),
         ((), 262, "auto", 259),
+        (("<tool>", "<file>"), 261, "auto", 260),
         (("<tool>", "<|reserved_2|>", "<|reserved_3|>"), 262, "auto", 260),
         (("<tool>", "<mask>", "<|reserved_2|>"), 300, "auto", 260),
-        (("<mask>",), 259, "auto", None),
+        (("<mask>",), 259, "auto", 256),
         (("<|reserved_2|>",), 300, "learned", None),
         (("<tool>",), 260, 7, 7),
     ],
-    ids=["none", "padding", "reserved", "known", "unknown", "learned", "chosen"],
+    ids=["none", "padding", "special", "reserved", "known", "unknown", "learned", "chosen"],
 )
 def test_the_mask_is_a_token_that_no_text_contains(more, rows, choice, expected):
     tokenizer = byte_tokenizer()

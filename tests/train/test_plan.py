@@ -167,6 +167,21 @@ def test_memory_of_decoding_is_printed(made, tmp_path):
     assert said.getvalue().count("recurrent") == 1
 
 
+def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
+    learned = tiny_recipe(made, "block")
+    masked = {**learned, "head": {**learned["head"], "mask": 7, "conditioning": "markov"}}
+    lines = []
+    for values in (learned, masked):
+        plan = make_plan(recipe_of(values), probe=False)
+        print_plan(plan, Console(file=(said := StringIO()), width=400))
+        [line] = [each for each in said.getvalue().splitlines() if each.startswith("refused by")]
+        lines.append(line.removeprefix("refused by").strip())
+    assert "vllm" in lines[0] and "a learned mask vector" in lines[0]
+    assert lines[1] == "openvino: slots or heads of DSpark"
+    assert run(made, tmp_path / "run", "run.steps=1", "eval.every=0", kind="block") == 0
+    assert f"convert will refuse this head for {lines[0]}\n" in capsys.readouterr().out
+
+
 def test_a_target_that_does_not_run_on_the_meta_device_is_planned_without(made, monkeypatch):
     def prefill(*_: object) -> None:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")

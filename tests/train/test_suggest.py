@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiny_chat
 import yaml
 from tiny_training import random_answers, write_answers
 from transformers import AutoConfig
@@ -54,6 +55,18 @@ def test_a_large_target_has_a_draft_vocabulary_and_few_rows(tmp_path):
     assert values["data"]["sequence_length"] == 128, "its context"
     assert values["data"]["rows_per_batch"] in (1, 2, 4, 8, 16)
     assert values["optim"]["lr"] == 1e-3
+
+
+def test_a_block_head_has_a_mask_that_engines_read(tmp_path):
+    target = tiny_chat.llama()
+    target.tokenizer.add_tokens(["<file>", "<|user|>"], special_tokens=True)
+    target.tokenizer.chat_template = "<|user|>{{ messages }}"
+    target.model.resize_token_embeddings(len(target.tokenizer))
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    values = yaml.safe_load(suggest(str(tmp_path / "target"), "block", None))
+    assert values["head"]["mask"] == target.tokenizer.convert_tokens_to_ids("<file>")
+    assert "mask" not in yaml.safe_load(suggest("demo-target", "block", None))["head"], "none spare"
 
 
 def test_unknown_kinds_and_existing_files_are_refused(tmp_path):
