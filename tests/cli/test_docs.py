@@ -4,6 +4,7 @@ recipe keys too, links lead to a file and to a heading in it, and files that are
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from pathlib import Path
@@ -106,3 +107,15 @@ def test_files_that_are_named_are_there(page):
     )
     for path in re.findall(pattern, page.read_text()):
         assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.slow
+def test_what_the_first_head_shows_without_training_is_mostly_drafts(run, monkeypatch):
+    step = (ROOT / "docs" / "first-head.md").read_text().partition("**1.")[0]
+    [command] = re.findall(r"^draftheads (chat .*)$", step, re.MULTILINE)
+    [asked] = re.findall(r"^Ask .*$", step, re.MULTILINE)
+    questions = re.findall(r"`([^`]+)`", asked) * (2 if "twice" in asked else 1)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(questions)))
+    code, said, _ = run(*command.split(), "--threads", 1)
+    assert code == 0
+    assert int(re.findall(r"(\d+) % from drafts", said)[-1]) > 80
