@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
+from safetensors import SafetensorError
 
 REMEDIES = {
     errno.ENOSPC: "free space there",
@@ -36,7 +37,8 @@ def staged(folder: Path) -> Iterator[Path]:
     staging.mkdir()
     mode = staging.stat().st_mode & 0o666
     try:
-        yield staging
+        with naming(folder):
+            yield staging
         for path in staging.rglob("*"):
             if path.is_file() and path.stat().st_nlink == 1:  # others are links to older files
                 path.chmod(mode)  # safetensors writes 0600, which no other user could serve
@@ -58,7 +60,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file under a temporary name that is synced and renamed to `path` when the block succeeds,
     and deleted otherwise.
     """
-    with naming(path), renaming(path) as part, part.open("wb") as file:
+    with renaming(path) as part, part.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
@@ -71,7 +73,8 @@ def renaming(path: Path) -> Iterator[Path]:
     """
     part = own_name(path)
     try:
-        yield part
+        with naming(path):
+            yield part
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -85,9 +88,16 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in an OSError of the block that names none, as those of a full disk."""
+    """Name the file in an error of the block that names none, as those of a full disk. safetensors'
+    become OSErrors.
+    """
     try:
         yield
+    except SafetensorError as error:
+        if not (named := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        number = int(named[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
     except OSError as error:
         if error.filename is None:
             error.filename = str(path)
@@ -95,11 +105,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remedy(error: Exception) -> str:
-    """What to do about a file that could not be written. error: an OSError, or of safetensors."""
-    number = getattr(error, "errno", None) or 0
-    if named := re.search(r"\(os error (\d+)\)", str(error)):
-        number = int(named[1])
-    return REMEDIES.get(number, "check this disk")
+    """What to do about a file that could not be written."""
+    return REMEDIES.get(getattr(error, "errno", None) or 0, "check this disk")
 
 
 def own_name(path: Path) -> Path:

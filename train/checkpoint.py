@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 from pydantic import TypeAdapter
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -282,7 +281,7 @@ class Checkpoints:
                 values = _STATE.dump_python(replace(state, files=sums), mode="json")
                 write_state(staging, {"format": FORMAT, **values})
             self._rotate()
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             names = [step.name for step in _steps(self.output)] or ["none"]
             raise OSError(
                 f"{folder} was not written: {error}; the newest checkpoint is {names[-1]}; "

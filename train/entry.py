@@ -173,7 +173,11 @@ def guard_terminal() -> None:
 
 def say(text: object, file: TextIO | None = None) -> None:
     """Print `harmless` text."""
-    print(harmless(str(text)), file=file, flush=True)
+    try:
+        print(harmless(str(text)), file=file, flush=True)
+    except OSError as error:
+        error.filename = "standard output"  # on a full disk, say
+        raise
 
 
 def harmless(text: str) -> str:

@@ -60,7 +60,7 @@ from pydantic import (
 )
 
 from draftheads.arguments import expected
-from draftheads.heads.files import sweep, write_text
+from draftheads.heads.files import naming, sweep, write_text
 from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.shards import (
     SCHEMA,
@@ -777,7 +777,8 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        with self._file:
+    def __exit__(self, fault: object, *_: object) -> None:
+        # what was not written is written once more, and must not hide that it could not be
+        with suppress(OSError) if fault else naming(self._path), self._file:
             os.fsync(self._file.fileno())
         _unlock(self._lock)
