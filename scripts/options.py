@@ -19,6 +19,7 @@ from draftheads.arguments import (
     check_path,
     head_folder,
     nearest,
+    takes_files,
 )
 from draftheads.recipes import find_recipe
 from draftheads.train.data.prompts import check_source
@@ -130,10 +131,12 @@ def is_typed(context: Context, name: str | None) -> bool:
 def check_file(file: Path) -> None:
     """Raise ValueError for a file that cannot be written: before anything is measured."""
     folder = nearest(file.absolute().parent)
-    if not os.access(folder, os.W_OK) or not folder.is_dir():
+    if not takes_files(folder):
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
     if file.is_dir():
         raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # it would be replaced
+        raise ValueError(f"{file}: expected a file to write, got a link or a device; give another")
 
 
 MISSPELT = {"ngram": "ngram", "ngrams": "ngram", "earlyexit": "early-exit"}

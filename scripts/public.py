@@ -59,7 +59,7 @@ def recorded(facts: dict[str, Any]) -> dict[str, Any]:
     """What config.json keeps of `public_facts`: the last part of a target's path may be the name of
     another model.
     """
-    public = public_facts(facts)
+    public: dict[str, Any] = public_facts(facts)
     if is_local(facts["target"].get("name")):
         public["target"]["name"] = ""
     return public
@@ -97,5 +97,5 @@ def without_private(text: str, facts: dict[str, Any]) -> str:
     public = {old for old, new in texts if old == new}
     private = {old: new for old, new in texts if old not in public}
     for old in sorted(private, key=len, reverse=True):  # paths before their parents
-        text = re.sub(rf"(?<!\w){re.escape(old)}(?!\w)", lambda _, old=old: private[old], text)
+        text = private[old].join(re.split(rf"(?<!\w){re.escape(old)}(?!\w)", text))
     return text

@@ -28,7 +28,7 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftheads.arguments import nearest
+from draftheads.arguments import nearest, takes_files
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import remedy, staged
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
@@ -193,10 +193,14 @@ def check_inputs(saved: Saved, new: RunState) -> None:
     if not same_weights(old.target, new.target):
         change = f"{old.target} -> {new.target}"
         refuse_changes(saved, f"weights of {new.recipe.target}", [change])
-    before, after = old.data.get("digest"), new.data["digest"]
-    if before != after:
-        what = f"data in {new.recipe.data.path}"
-        refuse_changes(saved, what, [f"digest: {before} -> {after}"])
+    check_data(saved, new.recipe.data.path, new.data["digest"])
+
+
+def check_data(saved: Saved, path: Path, digest: str) -> None:
+    """Raise ValueError if the run began with data of another digest."""
+    before = saved.state.data.get("digest")
+    if before != digest:
+        refuse_changes(saved, f"data in {path}", [f"digest: {before} -> {digest}"])
 
 
 def refuse_changes(saved: Saved, what: str, changes: list[str]) -> None:
@@ -328,7 +332,7 @@ def _worth(step: Path) -> float:
 def check_writable(output: Path) -> None:
     """Raise ValueError if no checkpoint can be created in `output`."""
     place = nearest(output)
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+    if not takes_files(place):
         problem = "may not be written to" if place.is_dir() else "is a file"
         raise ValueError(
             f"run.output: expected a folder to write to, got {output}, but {place} {problem}; "

@@ -40,13 +40,14 @@ from draftheads.train.checkpoint import (
     Content,
     RunState,
     Saved,
+    check_data,
     check_inputs,
     check_writable,
     load_optimizer_state,
     newest,
     refuse_changes,
 )
-from draftheads.train.data.answers import read_manifest
+from draftheads.train.data.answers import has_answers, read_manifest
 from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
@@ -581,6 +582,9 @@ def _resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
         checkpoint, damaged = newest(recipe.run.output)
         if checkpoint:
             refuse_changes(checkpoint, "choices", differences(checkpoint.state.recipe, recipe))
+            path = recipe.data.path  # what a finished run has learned from may be gone
+            if has_answers(path) and (digest := read_manifest(path).get("digest")):
+                check_data(checkpoint, path, digest)
         values["checkpoint"] = checkpoint.folder.name if checkpoint else "none"
         values.update(flat(recipe.model_dump(mode="json")))
         for key in ("target", "data.path", "data.cache_gb", "features.path", "run.output"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from tempfile import TemporaryFile
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
@@ -73,10 +74,18 @@ def nearest(path: Path) -> Path:
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
+def takes_files(folder: Path) -> bool:
+    """Whether a file can be made in a folder that is there: root has the permission everywhere."""
+    try:
+        with TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def check_folder(folder: Path) -> None:
     """Raise ValueError for a folder that cannot be written."""
-    place = nearest(folder)
-    if not os.access(place, os.W_OK) or not place.is_dir():
+    if not takes_files(nearest(folder)):
         raise ValueError(
             f"--out: expected a folder that can be written, got {folder}; give another one"
         )

@@ -226,7 +226,12 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
     (tmp_path / "file").write_text("")
     bench = ["bench", "--target", target, "--head", "me/heads", "--prompts", questions(tmp_path)]
     failed(run(*bench, "--json", tmp_path / "file" / "a.json"), "a.json", "can be written")
+    failed(run(*bench, "--json", "/proc/a.json"), "/proc/a.json", "can be written")  # not by root
     failed(run(*bench, "--json", tmp_path), "expected a file to write, got a folder")
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/null")
+    for name in ("fifo", "link"):  # in whose place a file would stand
+        failed(run(*bench, "--json", tmp_path / name), f"{name}: expected a file to write, got a l")
     pytest.importorskip("matplotlib")
     failed(run(*bench, "--plot", tmp_path / "a.xyz"), "a.xyz: expected a file ending in .png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -15,6 +15,7 @@ from tiny_heads import decode, make_head
 from tiny_training import (
     assert_same,
     conversation,
+    random_answers,
     recipe_of,
     run,
     tiny_recipe,
@@ -128,6 +129,15 @@ def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
     assert "this run is finished; raise run.steps" in capsys.readouterr().out
     assert run(made, tmp_path / "run", "run.steps=8") == 0
     assert (tmp_path / "run" / "step-000008").is_dir()
+
+
+def test_a_finished_run_is_not_that_of_other_data(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run") == 0
+    other = write_answers(tmp_path / "other", random_answers(40, seed=5))
+    assert run(made, tmp_path / "run", f"data.path={other}") == 2
+    message = capsys.readouterr().err
+    assert f"run holds a run with other data in {other} (digest: " in message
+    assert run(made, tmp_path / "run", f"data.path={tmp_path / 'gone'}") == 0
 
 
 def test_other_choices_are_named_and_refused(made, tmp_path, capsys):
