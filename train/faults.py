@@ -21,6 +21,12 @@ LOST = re.compile(
 """What gloo, NCCL and torch's store say when the other side is gone."""
 
 
+def is_of_machine(error: Exception) -> bool:
+    """Whether an error says that memory ran out, or that another process is gone."""
+    text = str(error)
+    return isinstance(error, MemoryError) or bool(MEMORY.search(text) or LOST.search(text))
+
+
 class OutOfMemoryError(MemoryError):
     """Memory ran out; the message is one line and says what to lower."""
 

@@ -1,10 +1,12 @@
 """The frozen target's features of rows: computed at each step, kept in memory, or read from files.
 
     manifest.json                   what was stored, of which rows, and how
-    shard-000000.safetensors        `features` (N, D): consecutive rows, concatenated
+    shard-000000.safetensors        `features` (N, D): consecutive rows, concatenated; a checksum
+                                    of each row in the metadata
 
 A shard is renamed into place when it is complete, and its bytes do not depend on who writes it. In
-memory and in files every row is computed alone, so that a resumed run reads the same bits.
+memory and in files every row is computed alone, so that a resumed run reads the same bits. Files
+are read, not mapped, and each row is compared with its checksum when it is read first.
 
 Legend: B batch, T tokens of a row, N tokens of a shard, L layers, H hidden size, D = L x H.
 """
@@ -14,12 +16,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
@@ -36,16 +40,19 @@ from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.data.foreign import ForeignFolder, ForeignStates, open_foreign
+from draftheads.train.data.shards import read_at
+from draftheads.train.faults import is_of_machine
 from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import served_features
-from draftheads.train.states import FileFeatures, StateLayout
+from draftheads.train.states import COMPARED, FileFeatures, StateChecks, StateLayout, check_layers
 
-FORMAT, MANIFEST = 1, "manifest.json"
+FORMAT, MANIFEST = 2, "manifest.json"
 SHARD_BYTES = 1 << 28
 """Maximum size of a shard of full rows; a larger row is a shard by itself."""
-HEADER_BYTES = 1024
-"""Upper bound of a shard's header plus the manifest."""
+HEADER_BYTES, CHECK_BYTES = 1024, 9
+"""Upper bounds of a shard's header plus the manifest, and of a row's checksum in it."""
+CHECKS = "crc32"
 
 
 class FeatureSource(Protocol):
@@ -84,9 +91,15 @@ class SharedFaults:
         try:
             return self._source(numbers, batch)
         except (ValueError, OSError) as error:
-            self.fault = self.fault or error
-            shape = (*batch.tokens_BT.shape, self._width)
-            return torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
+            fault: Exception = error
+        except Exception as error:  # of a library, about what it was given
+            if is_of_machine(error):
+                raise
+            fault = ValueError(f"features: cannot be read ({type(error).__name__}: {error})")
+            fault.__cause__ = error
+        self.fault = self.fault or fault
+        shape = (*batch.tokens_BT.shape, self._width)
+        return torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
 
     def ahead(self, numbers: Sequence[int]) -> None:
         """Begin with these rows, which will be asked for."""
@@ -191,12 +204,15 @@ class StoredFeatures:
         self.rows = rows
         target = online.target
         self.width = len(online.layers) * target.hidden_size
-        of_token = self.width * target.dtype.itemsize
-        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * of_token))
+        self.token_bytes = self.width * target.dtype.itemsize
+        size = max(1, (SHARD_BYTES - HEADER_BYTES) // (rows.length * self.token_bytes))
         self.shards = [range(at, min(at + size, count)) for at in range(0, count, size)]
         """Row numbers of each shard."""
         self.shard_tokens = [sum(rows.sizes[row] for row in shard) for shard in self.shards]
-        self.shard_bytes = [tokens * of_token + HEADER_BYTES for tokens in self.shard_tokens]
+        self.shard_bytes = [
+            tokens * self.token_bytes + HEADER_BYTES + CHECK_BYTES * len(shard)
+            for shard, tokens in zip(self.shards, self.shard_tokens, strict=True)
+        ]
         """Upper bounds."""
         self.manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -211,18 +227,37 @@ class StoredFeatures:
             "rows_sha256": _digest(rows, count),
             "rows_per_shard": size,
         }
-        self._open = cache(self._read)  # maps a shard into memory once
+        self._open = cache(self._read)
+        self._checked: set[int] = set()
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource` that does not run the target."""
         tokens_BT = batch.tokens_BT
         features_BTD = torch.zeros(*tokens_BT.shape, self.width, dtype=self.online.target.dtype)
         for line, number in enumerate(numbers):
-            shard = number // len(self.shards[0])
-            start = sum(self.rows.sizes[self.shards[shard].start : number])
-            size = self.rows.sizes[number]
-            features_BTD[line, :size] = self._open(shard)[start : start + size]
+            features_BTD[line, : self.rows.sizes[number]] = self._row(number)
         return features_BTD.to(tokens_BT.device)
+
+    def _row(self, number: int) -> Tensor:
+        shard = number // len(self.shards[0])
+        rows, path = self.shards[shard], self._path(shard)
+        offset, checks = self._open(shard)
+        offset += self.token_bytes * sum(self.rows.sizes[rows.start : number])
+        with pa.OSFile(str(path)) as file:
+            content = read_at(file, path, self.token_bytes * self.rows.sizes[number], offset)
+        if number not in self._checked:
+            if self._check(number, content) != checks[number - rows.start]:
+                raise ValueError(
+                    f"{path}: expected row {number} as it was written, got other numbers; delete "
+                    "this file, then run again to write it"
+                )
+            self._checked.add(number)
+        dtype = self.online.target.dtype
+        return torch.frombuffer(bytearray(content), dtype=dtype).view(-1, self.width)
+
+    def _check(self, number: int, content: Any) -> str:
+        name = f"{self.manifest['rows_sha256']} {self.manifest['layers']} {number}"
+        return f"{zlib.crc32(content, zlib.crc32(name.encode())):08x}"
 
     def ahead(self, numbers: Sequence[int]) -> None:
         """Nothing: they are in files."""
@@ -274,21 +309,31 @@ class StoredFeatures:
             for _ in range(most - len(mine)):  # forwards that others wait for
                 self.online.row(self.rows, 0)
             if features:
-                _write(self._path(group[rank]), save({"features": torch.cat(features)}))
+                checks = [
+                    self._check(number, features_TD.contiguous().view(torch.uint8).numpy())
+                    for number, features_TD in zip(mine, features, strict=True)
+                ]
+                tensors, metadata = {"features": torch.cat(features)}, {CHECKS: " ".join(checks)}
+                _write(self._path(group[rank]), save(tensors, metadata))
 
-    def _read(self, shard: int) -> Tensor:
+    def _read(self, shard: int) -> tuple[int, list[str]]:
+        """Where the features of a shard begin in its file, and the checksums of its rows."""
         path, tokens = self._path(shard), self.shard_tokens[shard]
+        wanted = (tokens, self.width), self.online.target.dtype
         try:
             with safe_open(path, framework="pt") as file:
                 features_ND: Tensor = file.get_tensor("features")
-            if len(features_ND) != tokens:
-                raise ValueError(f"expected {tokens} tokens, got {len(features_ND)}")
+                checks: list[str] = (file.metadata() or {}).get(CHECKS, "").split()
+            found = tuple(features_ND.shape), features_ND.dtype
+            if found != wanted or len(checks) != len(self.shards[shard]):
+                raise ValueError(f"expected {wanted}, got {found} with {len(checks)} checksums")
+            offset = path.stat().st_size - self.token_bytes * tokens
         except (OSError, SafetensorError, ValueError) as error:
             raise ValueError(
                 f"{path}: missing or damaged ({error}); run again to write it, on a disk that all "
                 "processes share"
             ) from error
-        return features_ND
+        return offset, checks
 
     def _path(self, shard: int) -> Path:
         return self.folder / f"shard-{shard:06d}.safetensors"
@@ -362,7 +407,17 @@ def foreign_features(
     layout = StateLayout(target, captured, layers, is_normed=folder.is_normed)
     sizes = np.diff(rows[0].documents.spans)[:, 0].tolist()
     path = recipe.features.path or folder.path / folder.place
-    states = ForeignStates(folder, path, sizes, len(captured), target.hidden_size)
+    states = ForeignStates(folder, path, sizes, target.hidden_size, StateChecks(layout))
+    documents = rows[0].documents
+    first = int(np.argmax(np.array(sizes) > 1))
+    start = int(documents.spans[first, 0])
+    span = start, start + min(sizes[first], COMPARED)
+    tokens = documents.tokens(*span)
+    states_PLH = states(first, 0, tokens, documents.mask(*span))
+    try:
+        check_layers(layout, states_PLH, tokens.tolist())
+    except ValueError as error:
+        raise ValueError(f"{path / folder.name(first)}: {error}") from None
     return [FileFeatures(layout, each, states) for each in rows]
 
 

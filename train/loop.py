@@ -495,7 +495,8 @@ def start(
     features, heldout = make_features(recipe, target, rows, head.training_layers, accelerator)
     if not (recipe.decodes or target.adapter):
         is_cached = recipe.features.mode == "cached"
-        spares_lm_head = not (head.needs_unembed or recipe.features.server)
+        proves = recipe.features.server or not data.manifest["target"]  # states of others
+        spares_lm_head = not (head.needs_unembed or proves)
         freed = target.release(lm_head=spares_lm_head, layers=is_cached)
         log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
     layers = len(head.training_layers)

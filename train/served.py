@@ -14,22 +14,23 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
+import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from operator import eq
-from pathlib import Path
+from pathlib import Path, PurePath
 from threading import Thread
 from typing import Any
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -37,6 +38,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows
+from draftheads.train.data.foreign import FAULTS
 from draftheads.train.data.server import (
     Completion,
     PromptRefused,
@@ -46,19 +48,20 @@ from draftheads.train.data.server import (
     ServerOptions,
     connect,
 )
+from draftheads.train.data.shards import Array
 from draftheads.train.recipe import FeatureChoices, Recipe
-from draftheads.train.states import StateLayout
+from draftheads.train.states import StateChecks, StateLayout
 
 FILE_SECONDS = 30.0
 """How long a file may take after the answer that names it."""
 CLOSE_SECONDS = 10.0
 """How long the end waits for answers to what was asked."""
-ANSWERS = "cmpl-*.safetensors*"
-"""Files of vLLM's completions, and their locks."""
+ANSWERS = "cmpl-*.safetensors"
+"""Files of vLLM's completions, each with a lock."""
 OLD = 600.0
 """Seconds after which a file in the exchange folder is of a run that was killed."""
-BF16, FP8 = 0.02, 0.12
-"""Relative errors of states that are rounding."""
+FP8 = 0.12
+"""Relative error of states that is rounding."""
 CONNECTOR = "ExampleHiddenStatesConnector"
 """vLLM's, which writes files."""
 TRIED = 10
@@ -70,6 +73,9 @@ STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 
 OPTION = re.compile(r"--(server-model|server|api-key-env)")
 """Options of `distill`, which are keys of features here."""
+
+Document = tuple[list[int], Array]
+"""The tokens of a document, or of a piece of one, and which of them are learned."""
 
 logger = logging.getLogger("draftheads")
 
@@ -90,6 +96,7 @@ class StateServers:
         self, target: Target, choices: FeatureChoices, captured: Sequence[int], length: int
     ) -> None:
         self.target, self.captured, self.folder = target, captured, choices.exchange.resolve()
+        self._checks = StateChecks(StateLayout(target, captured, ()))
         if not self.folder.is_dir():
             raise ValueError(
                 f"features.exchange: expected the folder to which the server writes, found none at "
@@ -123,32 +130,26 @@ class StateServers:
         self._places = {server: asyncio.Semaphore(choices.in_flight) for server in self.servers}
         self._asked: set[asyncio.Task[Tensor]] = set()
         self._is_closing = False
-        self._rounding = BF16
 
-    def ask(self, tokens: Sequence[int]) -> Future[Tensor]:
-        """The states (P, L, H) of a document, in the server's dtype, once they are there.
+    def ask(self, document: Document, server: Server | None = None) -> Future[Tensor]:
+        """The states (P, L, H) of a document, once they are there. server: None, any of them.
 
         Its errors are WrongStates and ServerError.
         """
-        return asyncio.run_coroutine_threadsafe(self._states(list(tokens)), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._states(document, server), self._loop)
 
-    def probe(self, tokens: list[int]) -> str:
-        """Compare the states of a document with the checkpoint's own embeddings and lm_head;
-        returns what is proven. Raises WrongStates unless server and checkpoint are the same.
+    def probe(self, document: Document) -> str:
+        """Ask each server for a document; returns what is proven by its states. Raises WrongStates
+        unless servers and checkpoint are the same.
         """
-        states_PLH = self.ask(tokens).result()
+        for server in list(self.servers):
+            try:
+                self.ask(document, server).result()
+            except ServerError:
+                if server in self.servers:  # it was not dropped
+                    raise
         if self.captured[0] != 0:
             return "state 0 is not captured, so the numbers of layers were not checked"
-        ids_1P = torch.tensor([tokens], device=self.target.device)
-        own_PH = self.target.embed(ids_1P)[0].float()
-        got_PH = states_PLH[:, 0].to(own_PH)
-        error = (got_PH - own_PH).norm() / own_PH.norm().clamp(min=1e-9)
-        if not error < self._rounding:
-            raise WrongStates(
-                f"{self.servers[0].url}: expected the embeddings of {self.target.name} as state 0, "
-                f"got others (they differ by {error:.0%}); serve the same checkpoint, and capture "
-                f"{list(self.captured)}"
-            )
         return "state 0 is the checkpoint's embeddings, the last one gives the server's token"
 
     def close(self) -> None:
@@ -169,19 +170,21 @@ class StateServers:
         for client in self._clients.values():
             await client.aclose()
 
-    async def _states(self, tokens: list[int]) -> Tensor:
+    async def _states(self, document: Document, server: Server | None) -> Tensor:
         task = asyncio.current_task()
         assert task is not None
         self._asked.add(task)
         try:
-            return await self._from_any(tokens)
+            return await self._from_any(document, [server] if server else self._in_turns())
         finally:
             self._asked.discard(task)
 
-    async def _from_any(self, tokens: list[int]) -> Tensor:
-        """From the servers in turns, until one gives them. Raises the error of the last one."""
-        first = next(self._turns)
-        servers = [self.servers[(first + n) % len(self.servers)] for n in range(len(self.servers))]
+    def _in_turns(self) -> list[Server]:
+        first = next(self._turns) % len(self.servers)
+        return [*self.servers[first:], *self.servers[:first]]
+
+    async def _from_any(self, document: Document, servers: Sequence[Server]) -> Tensor:
+        """From the first server that gives them. Raises the error of the last one."""
         fault: ServerError | None = None
         for server in servers:
             if server not in self.servers:  # dropped meanwhile
@@ -190,9 +193,9 @@ class StateServers:
                 async with self._places[server]:
                     if self._is_closing:
                         raise asyncio.CancelledError
-                    request = self._request(tokens)
+                    request = self._request(document[0])
                     completion = await server.complete(self._clients[server], request)
-                return await asyncio.to_thread(self._read, server, completion, tokens)
+                return await asyncio.to_thread(self._read, server, completion, document)
             except ServerError as error:
                 advice = "check the server, then run the same command again to resume"
                 fault = type(error)(f"{server.url}: {error}; {advice}")
@@ -212,7 +215,7 @@ class StateServers:
             "cache_salt": uuid4().hex,  # states of a cached prefix would be missing
         }
 
-    def _read(self, server: Server, completion: Completion, tokens: list[int]) -> Tensor:
+    def _read(self, server: Server, completion: Completion, document: Document) -> Tensor:
         """The states that an answer names; their file is deleted."""
         given = completion.kv_transfer_params or {}
         name = given.get("hidden_states_path")
@@ -222,33 +225,36 @@ class StateServers:
                 f"{', '.join(given) or 'none'}; start the server as `draftheads plan` prints"
             )
         path = Path(name)
-        if not path.resolve().is_relative_to(self.folder):
+        if path.parent.resolve() != self.folder or not PurePath(path.name).match(ANSWERS):
             raise WrongStates(
-                f"{server.url}: expected files in {self.folder} (features.exchange), got {name}; "
-                "nothing was read; set features.exchange to the server's shared_storage_path"
+                f"{server.url}: expected files {ANSWERS} in {self.folder} (features.exchange), got "
+                f"{name}; nothing was read; set features.exchange to the server's "
+                "shared_storage_path"
             )
         try:
             tensors = read_when_complete(path)
         except TimeoutError:
             raise ServerFault(f"no file {path} after {FILE_SECONDS:g} s{self._space()}") from None
-        except (OSError, SafetensorError) as error:
+        except FAULTS as error:
             raise ServerFault(f"{path}: cannot be read ({error}){self._space()}") from None
         finally:
             for each in (path, _lock_of(path)):
-                each.unlink(missing_ok=True)
+                if each.is_file():
+                    each.unlink(missing_ok=True)
         try:
-            states_PLH = self.checked(tensors, tokens)
+            states_PLH = self.checked(tensors, document)
         except ValueError as error:
             raise WrongStates(f"{server.url}: {error}; nothing was learned from it") from None
         self._compare(server, states_PLH, completion)
         return states_PLH
 
-    def checked(self, tensors: dict[str, Tensor], tokens: list[int]) -> Tensor:
-        """The states (P, L, H) of a file. Raises ValueError unless they are of these tokens."""
+    def checked(self, tensors: dict[str, Tensor], document: Document) -> Tensor:
+        """The states (P, L, H) of a file. Raises ValueError unless they are of this document."""
         missing = {STATES, IDS} - tensors.keys()
         if missing:
             raise ValueError(f"expected tensors {STATES} and {IDS}, got {', '.join(tensors)}")
-        ids = tensors[IDS].tolist()
+        tokens, learned_P = document
+        ids = tensors[IDS].flatten().tolist()
         if ids != tokens:
             where = f"{len(ids)}"
             if len(ids) == len(tokens):
@@ -257,18 +263,18 @@ class StateServers:
                 f"expected the {len(tokens)} tokens that were sent, got {where}; is a prefix "
                 "cached (--no-enable-prefix-caching)"
             )
-        states_PLH = tensors[STATES]
-        if SCALES in tensors:
-            states_PLH = states_PLH.float() * tensors[SCALES]
-            self._rounding = FP8
-        shape = (len(tokens), len(self.captured), self.target.hidden_size)
-        if states_PLH.shape != shape:
-            raise ValueError(
-                f"expected {shape[1]} states {list(self.captured)} of width {shape[2]}, got shape "
-                f"{tuple(states_PLH.shape)}; set features.layers to those that the server captures"
-            )
-        if not states_PLH.isfinite().all():
-            raise ValueError("expected finite states, got others")
+        states_PLH, scales = tensors[STATES], tensors.get(SCALES)
+        if scales is not None:
+            try:
+                scales = scales.expand(*states_PLH.shape[:2], 1)
+            except RuntimeError:
+                raise ValueError(
+                    f"expected scales of tokens and states {tuple(states_PLH.shape)}, got shape "
+                    f"{tuple(scales.shape)}"
+                ) from None
+            states_PLH = states_PLH.float() * scales
+            self._checks.rounding = FP8
+        self._checks(states_PLH, tokens, learned_P)
         return states_PLH
 
     @torch.no_grad()
@@ -292,7 +298,7 @@ class StateServers:
         logits_V = target.model.get_output_embeddings()(target.final_norm(last_H)).float()
         if not generated or not 0 <= generated[0] < len(logits_V):
             return False
-        near = 3 * self._rounding * logits_V.std()
+        near = 3 * self._checks.rounding * logits_V.std()
         return bool(logits_V[generated[0]] >= logits_V.max() - near)
 
     def _space(self) -> str:
@@ -300,15 +306,16 @@ class StateServers:
         return f" ({free / 1e9:.3g} GB are free in {self.folder})"
 
     def _sweep(self) -> None:
-        """Delete what a run that was killed has left."""
+        """Delete what a run that was killed has left, and nothing else that may lie there."""
         limit = time.time() - OLD
-        named = self.folder.glob(ANSWERS)  # nothing else that may lie there
-        old = [path for path in named if path.stat().st_mtime < limit]
-        for path in old:
+        deleted = 0
+        for path in [*self.folder.glob(ANSWERS), *self.folder.glob(f"{ANSWERS}.lock")]:
             with contextlib.suppress(OSError):  # another process deletes it as well
-                path.unlink()
-        if old:
-            logger.warning("%s: deleted %d files of an earlier run", self.folder, len(old))
+                if path.is_file() and path.stat().st_mtime < limit:
+                    path.unlink()
+                    deleted += 1
+        if deleted:
+            logger.warning("%s: deleted %d files of an earlier run", self.folder, deleted)
 
 
 class Connection:
@@ -407,9 +414,10 @@ def proven_servers(
     return servers
 
 
-def documents_of(rows: Rows, number: int) -> list[list[int]]:
-    """The tokens of each document, or piece of one, in a row."""
-    return [rows.documents.tokens(*span).tolist() for span in rows.pieces(number)]
+def documents_of(rows: Rows, number: int) -> list[Document]:
+    """Each document, or piece of one, in a row."""
+    documents = rows.documents
+    return [(documents.tokens(*s).tolist(), documents.mask(*s)) for s in rows.pieces(number)]
 
 
 def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -> str:
@@ -441,7 +449,8 @@ def measured_rate(target: Target, recipe: Recipe, rows: Rows, captured: Sequence
         began = time.perf_counter()
         for future in list(map(servers.ask, documents)):
             future.result()
-        return sum(map(len, documents)) / (time.perf_counter() - began)
+        tokens = sum(len(tokens) for tokens, _ in documents)
+        return tokens / (time.perf_counter() - began)
     finally:
         servers.close()
 
@@ -458,7 +467,8 @@ def read_when_complete(path: Path) -> dict[str, Tensor]:
     end = time.monotonic() + FILE_SECONDS
     while time.monotonic() < end:
         if path.exists() and not _is_locked(_lock_of(path)):
-            return load_file(path)
+            with os.fdopen(_open_regular(path), "rb") as file:
+                return load(file.read())  # what is mapped kills the process if it is cut
         time.sleep(0.005)
     raise TimeoutError(path)
 
@@ -471,13 +481,22 @@ def _is_locked(path: Path) -> bool:
     import fcntl  # not on Windows
 
     try:
-        with path.open("rb") as file:
+        with os.fdopen(_open_regular(path), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
     return False
+
+
+def _open_regular(path: Path) -> int:
+    """A descriptor to read. Raises OSError for links, and for pipes, which would wait for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path.name} is no regular file")
+    return descriptor
 
 
 def _lock_of(path: Path) -> Path:

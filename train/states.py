@@ -1,14 +1,18 @@
 """Hidden states that others computed, a serving engine or a program that wrote files, as the
 features of our rows.
 
-Legend: B batch, T tokens, P tokens of a document or a piece of it, L captured states, H hidden
-size, D = layers x H.
+Legend: B batch, T tokens, P tokens of a document or a piece of it, N learned ones, L captured
+states, H hidden size, D = layers x H, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
+from operator import eq
+from threading import Lock
 
 import numpy as np
 import torch
@@ -24,8 +28,32 @@ from draftheads.train.data.shards import Array
 READERS = 4
 """Threads that read the states of a batch."""
 
-Read = Callable[[int, int, Array], Tensor]
-"""(document, place of a piece's first token in it, ids of the piece) -> its states (P, L, H)."""
+BEGINNING, BEGINNINGS = 16, 64
+"""Tokens of a beginning whose states are kept, and the most beginnings."""
+LEAST, KINDS = 16, 8
+"""Learned tokens, and different ones, without which nothing is decided."""
+FLAT = 0.05
+"""Mean excess of logits below which states predict nothing."""
+APART = 12.0
+"""Standard deviations between the excess of right and of wrong states, to tell them apart."""
+SAMPLED = 256
+"""Tokens of the first documents, with which learned ones are compared."""
+CHUNK = 64
+"""Places whose logits are in memory at a time."""
+SAME, NEAR = 0.25, 0.5
+"""Relative distances that rounding may cause, also by other choices of experts: of states of equal
+tokens, and of those of other kernels.
+"""
+COMPARED = 64
+"""Tokens of the document that is compared with the target's own states."""
+BF16 = 0.02
+"""Relative error of states that is rounding."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+Read = Callable[[int, int, Array, Array], Tensor]
+"""(document, place of a piece's first token in it, ids and loss mask of the piece) -> its states
+(P, L, H).
+"""
 
 
 class StateLayout:
@@ -73,12 +101,149 @@ class StateLayout:
         """The states of the features (P, D), at the tokens after which they were computed."""
         states_PLH = states_PLH.to(self.target.device, self.target.dtype)
         chosen = [
-            self.target.final_norm(states_PLH[:, place])
-            if self.captured[place] == self.target.layers and not self.is_normed
+            self.last(states_PLH[:, place])
+            if self.captured[place] == self.target.layers
             else states_PLH[:, place]
             for place in self.places
         ]
         return torch.cat(chosen, dim=-1)
+
+    def last(self, states_PH: Tensor) -> Tensor:
+        """Captured last states after the final norm, in the target's dtype on its device."""
+        states_PH = states_PH.to(self.target.device, self.target.dtype)
+        return states_PH if self.is_normed else self.target.final_norm(states_PH)
+
+
+class StateChecks:
+    """Whether states are those of a target, as far as its embeddings and lm_head tell.
+
+    State 0 is the embeddings. Documents that begin alike have the same states there, in all layers.
+    The last state predicts the learned tokens: their logits exceed those of others by about what
+    they exceed them by for tokens that are sampled from it. Noise, shifted states and those of
+    another model give a learned token the logit of any other. layout: of the states. rounding:
+    relative error of state 0. Several threads may call it.
+    """
+
+    def __init__(self, layout: StateLayout, rounding: float = BF16) -> None:
+        self.layout, self.rounding = layout, rounding
+        self._turns = Lock()  # logits of many documents would not fit into memory
+        self._begun: dict[int, tuple[list[int], Tensor]] = {}
+        self._sampled: list[int] = []
+        self._sums_4 = torch.zeros(4)
+
+    def __call__(
+        self, states_PLH: Tensor, tokens: Sequence[int], learned_P: Array, start: int = 0
+    ) -> None:
+        """Raises ValueError for states that are not those of these tokens. learned_P: bool. start:
+        place of the first token in its document.
+        """
+        target, captured = self.layout.target, list(self.layout.captured)
+        shape = (len(tokens), len(captured), target.hidden_size)
+        if states_PLH.shape != shape or states_PLH.dtype not in FLOATS:
+            raise ValueError(
+                f"expected {shape[1]} states {captured} of width {shape[2]} for {shape[0]} tokens, "
+                f"got shape {tuple(states_PLH.shape)} {states_PLH.dtype}; set features.layers to "
+                "those that were captured"
+            )
+        if not states_PLH.isfinite().all():
+            raise ValueError("expected finite states, got NaN or infinity")
+        with self._turns, torch.no_grad():
+            if captured[0] == 0:
+                self._check_embeddings(states_PLH[:, 0], tokens)
+            if start == 0:
+                self._check_beginning(states_PLH, list(tokens[:BEGINNING]))
+            if captured[-1] == target.layers:
+                self._check_learned(states_PLH[:, -1:], tokens, learned_P)
+
+    def _check_embeddings(self, got_PH: Tensor, tokens: Sequence[int]) -> None:
+        target = self.layout.target
+        own_PH = target.embed(torch.tensor(tokens, device=target.device)).float()
+        error = (got_PH.to(own_PH) - own_PH).norm() / own_PH.norm().clamp(min=1e-9)
+        if not error < self.rounding:
+            raise ValueError(
+                f"expected the embeddings of {target.name} as state 0, got others (they differ by "
+                f"{error:.0%}); use the same checkpoint, and capture {list(self.layout.captured)}"
+            )
+
+    def _check_beginning(self, states_PLH: Tensor, tokens: list[int]) -> None:
+        first, got_PLH = tokens[0], states_PLH[: len(tokens)].float()
+        if first not in self._begun:
+            if len(self._begun) < BEGINNINGS:
+                self._begun[first] = tokens, got_PLH.clone()
+            return
+        before, known_PLH = self._begun[first]
+        same = len([*takewhile(bool, map(eq, tokens, before))])
+        error_L = distances(got_PLH[:same], known_PLH[:same]).median(0).values
+        if not (error_L < SAME).all():
+            state = self.layout.captured[int(error_L.argmax())]
+            raise ValueError(
+                f"expected the states that the same first {same} tokens had before, got others "
+                f"(state {state} differs by {error_L.max():.0%}); use one model for all documents"
+            )
+
+    def _check_learned(
+        self, last_P1H: Tensor, tokens: Sequence[int], learned_P: Array
+    ) -> None:
+        target = self.layout.target
+        self._sampled += tokens[: SAMPLED - len(self._sampled)]
+        others = torch.tensor(self._sampled, device=target.device)
+        places = (np.flatnonzero(learned_P[1:]) + 1).tolist()
+        for start in range(0, len(places), CHUNK):
+            chosen = places[start : start + CHUNK]
+            hidden_NH = self.layout.last(last_P1H[[place - 1 for place in chosen], 0])
+            logits_NV = target.model.get_output_embeddings()(hidden_NH).float()
+            ids_N = torch.tensor([tokens[place] for place in chosen], device=logits_NV.device)
+            usual_N = logits_NV[:, others.to(logits_NV.device)].mean(-1)
+            excess_NV = logits_NV - usual_N[:, None]
+            chances_NV = logits_NV.softmax(-1)
+            got_N = excess_NV.gather(-1, ids_N[:, None])[:, 0]
+            expected_N = (chances_NV * excess_NV).sum(-1)
+            variance_N = (chances_NV * excess_NV**2).sum(-1) - expected_N**2
+            parts = got_N, expected_N, variance_N, torch.ones_like(got_N)
+            self._sums_4 += torch.stack([part.sum() for part in parts]).cpu()
+        got, expected, variance, learned = self._sums_4.tolist()
+        if learned < LEAST or len(set(self._sampled)) < KINDS:
+            return
+        if FLAT * learned < expected < APART * math.sqrt(variance):
+            return  # more tokens will tell
+        self._sums_4.zero_()
+        if not got > max(expected / 2, FLAT * learned):
+            got, expected = got / learned, expected / learned
+            raise ValueError(
+                f"expected last states that predict the learned tokens, got others (lm_head of "
+                f"{target.name} prefers them by {got:.3g}, where its own would by {expected:.3g}); "
+                "use the same checkpoint, and data that it wrote"
+            )
+
+
+@torch.no_grad()
+def check_layers(layout: StateLayout, states_PLH: Tensor, tokens: Sequence[int]) -> None:
+    """Compare states of a document's first tokens with those of the target itself. Raises
+    ValueError unless each is nearest to that of its own layer. A collective if that is sharded.
+    """
+    target = layout.target
+    ids_1P, positions_1P = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    batch = Batch(ids_1P, ids_1P >= 0, positions_1P, torch.zeros_like(ids_1P)).to(target.device)
+    with target.disable_adapter():
+        own_PD = target.features(batch, range(target.layers + 1))[0, 1:]  # by the alignment law
+    own_PLH = own_PD.float().unflatten(-1, (-1, target.hidden_size))
+    for place, layer in enumerate(layout.captured):
+        got_PH = states_PLH[:-1, place].to(own_PD)
+        if layer == target.layers:
+            got_PH = layout.last(got_PH)
+        error_L = distances(got_PH[:, None].float(), own_PLH).median(0).values
+        nearest = int(error_L.argmin())
+        if nearest != layer or not error_L[layer] < NEAR:
+            raise ValueError(
+                f"expected state {layer} of {target.name}, got one that differs by "
+                f"{error_L[layer]:.0%} (state {nearest}: {error_L[nearest]:.0%}); use the same "
+                "checkpoint, and set features.layers to those that were captured"
+            )
+
+
+def distances(got_PLH: Tensor, known_PLH: Tensor) -> Tensor:
+    """The distances (P, L) of states, relative to the known ones."""
+    return (got_PLH - known_PLH).norm(dim=-1) / known_PLH.norm(dim=-1).clamp(min=1e-9)
 
 
 class FileFeatures:
@@ -112,4 +277,5 @@ class FileFeatures:
     def _piece(self, span: Span) -> Tensor:
         documents = self._rows.documents
         [number] = documents.numbers(np.array(span[:1])).tolist()
-        return self._read(number, span[0] - self._starts_D[number], documents.tokens(*span))
+        start = span[0] - self._starts_D[number]
+        return self._read(number, start, documents.tokens(*span), documents.mask(*span))

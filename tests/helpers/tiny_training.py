@@ -80,6 +80,20 @@ def random_answers(count: int, seed: int = 0) -> list[Answer]:
     return answers
 
 
+@torch.no_grad()
+def written(model: LlamaForCausalLM, answers: Sequence[Answer]) -> list[Answer]:
+    """The same documents with tokens that the model draws after the first one."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.tensor([answer.tokens[:1] for answer in answers])
+    for _ in range(max(len(answer.tokens) for answer in answers) - 1):
+        probabilities = model(ids).logits[:, -1].softmax(-1)
+        ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+    return [
+        Answer(row[: len(answer.tokens)], answer.learn)
+        for row, answer in zip(ids.tolist(), answers, strict=True)
+    ]
+
+
 def write_answers(folder: Path, answers: Sequence[Answer], fingerprint: str | None = None) -> Path:
     """A finished distillation folder."""
     folder.mkdir(parents=True)

@@ -248,7 +248,7 @@ def test_a_damaged_manifest_is_named(tmp_path, target, content):
     store = fill(store_of(tmp_path, target))
     (store.folder / "manifest.json").write_bytes(content)
     before = files(store.folder)
-    with pytest.raises(ValueError, match=r"manifest\.json: .* format 1, got None; use another"):
+    with pytest.raises(ValueError, match=r"manifest\.json: .* format 2, got None; use another"):
         fill(store_of(tmp_path, target))
     assert files(store.folder) == before
 

@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,12 @@ from tiny_training import (
     tiny_config,
     tiny_recipe,
     weights,
+    written,
 )
 from transformers import LlamaForCausalLM
 
 from draftheads.heads.formats.hub import open_head
+from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.recipes import find_recipe
 from draftheads.train import loop
@@ -37,7 +41,7 @@ from draftheads.train.data.foreign import ForeignStates, open_foreign
 from draftheads.train.loop import fit
 from draftheads.train.metrics import read_metrics
 from draftheads.train.plan import make_plan
-from draftheads.train.states import FileFeatures, StateLayout
+from draftheads.train.states import FileFeatures, StateChecks, StateLayout
 
 HIDDEN, LAYERS = 32, 8
 CAPTURED = [2, 4, 5, 8]
@@ -56,6 +60,12 @@ def deep_model() -> LlamaForCausalLM:
             parameter.mul_(4.0)
         model.model.norm.weight.uniform_(0.5, 4.0)  # to apply it twice is not to apply it once
     return model.eval()
+
+
+@cache
+def answers() -> list[Answer]:
+    """What the model wrote."""
+    return written(deep_model(), random_answers(24))
 
 
 def masks(answer: Answer) -> list[int]:
@@ -120,10 +130,9 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("foreign")
     model = deep_model()
     model.save_pretrained(folder / "target")
-    answers = random_answers(24)
-    write_arrow(folder / "speculators", answers)
+    write_arrow(folder / "speculators", answers())
     write_hidden_states(folder / "speculators", model)
-    write_specforge(folder / "specforge", answers, model)
+    write_specforge(folder / "specforge", answers(), model)
     return folder
 
 
@@ -150,8 +159,12 @@ def losses(*args: Any, **kwargs: Any) -> list[float]:
 
 
 def forbid_forwards(monkeypatch) -> None:
-    def forward(*_: object) -> None:
-        raise AssertionError("the target ran")
+    """But for the first tokens of one document, with which their states are compared."""
+    real = Target.features
+
+    def forward(target: Target, batch: Batch, layers: Sequence[int]) -> torch.Tensor:
+        assert len(layers) == LAYERS + 1 and len(batch.tokens_BT) == 1, "the target ran"
+        return real(target, batch, layers)
 
     monkeypatch.setattr(Target, "features", forward)
 
@@ -168,7 +181,7 @@ def line_of(made: Path, data: Path, output: Path, **features: Any) -> str:
 
 @pytest.mark.parametrize("toolkit", ["speculators", "specforge"])
 def test_the_documents_are_read_as_they_were_written(made, toolkit):
-    assert list(read_answers(made / toolkit)) == random_answers(24)
+    assert list(read_answers(made / toolkit)) == answers()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -185,7 +198,7 @@ def test_their_states_train_as_ours_do(made, tmp_path, monkeypatch, toolkit, kin
 
 @pytest.mark.skipif(not PYTHON, reason="speculators is not installed: set DRAFTHEADS_SPECULATORS")
 def test_a_folder_of_speculators_own_prepare_data(made, tmp_path, monkeypatch):
-    lines = [{"input_ids": a.tokens, "loss_mask": masks(a)} for a in random_answers(24)]
+    lines = [{"input_ids": a.tokens, "loss_mask": masks(a)} for a in answers()]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     tokenizer = find_recipe("demo-medusa").parent / "demo-target"
@@ -196,8 +209,8 @@ def test_a_folder_of_speculators_own_prepare_data(made, tmp_path, monkeypatch):
     done = subprocess.run(command, env=os.environ | home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     documents = [answer.tokens for answer in read_answers(tmp_path / "data")]
-    assert sorted(documents) == sorted(answer.tokens for answer in random_answers(24))
-    assert documents != [answer.tokens for answer in random_answers(24)], "it shuffles"
+    assert sorted(documents) == sorted(answer.tokens for answer in answers())
+    assert documents != [answer.tokens for answer in answers()], "it shuffles"
     write_hidden_states(tmp_path / "data", deep_model())
     online = losses(made, tmp_path / "data", tmp_path / "online")
     forbid_forwards(monkeypatch)
@@ -208,8 +221,9 @@ def test_a_folder_of_speculators_own_prepare_data(made, tmp_path, monkeypatch):
 @pytest.mark.parametrize("toolkit", ["speculators", "specforge"])
 def test_a_piece_of_a_long_document_has_the_states_of_the_document(tmp_path, toolkit):
     model = deep_model()
-    answers = [Answer(random_answers(9)[8].tokens * 3, [(1, 20)]), *random_answers(3)]
-    answers[0] = Answer(answers[0].tokens, [(1, len(answers[0].tokens))])
+    long = Answer(random_answers(9)[8].tokens * 3, [(1, 20)])
+    long = Answer(long.tokens, [(1, len(long.tokens))])
+    answers = written(model, [long, *random_answers(3)])
     if toolkit == "speculators":
         write_arrow(tmp_path / "data", answers)
         write_hidden_states(tmp_path / "data", model)
@@ -221,8 +235,9 @@ def test_a_piece_of_a_long_document_has_the_states_of_the_document(tmp_path, too
     assert rows.cut > 1
     folder = open_foreign(tmp_path / "data")
     sizes = [len(answer.tokens) for answer in answers]
-    read = ForeignStates(folder, folder.path / folder.place, sizes, 4, HIDDEN)
     captured = StateLayout(target, CAPTURED, [2, -1], is_normed=toolkit == "specforge")
+    place = folder.path / folder.place
+    read = ForeignStates(folder, place, sizes, HIDDEN, StateChecks(captured))
     numbers = list(range(len(rows)))
     features_BTD = FileFeatures(captured, rows, read)(numbers, rows.batch(numbers))
     before = [0, *torch.tensor(sizes).cumsum(0).tolist()]
@@ -300,13 +315,13 @@ def poisoned(states: torch.Tensor) -> torch.Tensor:
 WRONG: dict[str, tuple[Any, str]] = {
     "other tokens": (changed("token_ids", lambda ids: (ids + 1) % 97), "token ids of another"),
     "fewer tokens": (changed("token_ids", lambda ids: ids[:-1]), "token ids of another"),
-    "fewer states": (changed("hidden_states", lambda s: s[:-1]), r"for tokens, layers .*, width"),
-    "more states": (changed("hidden_states", lambda s: torch.cat([s, s])), "for tokens, layers"),
+    "fewer states": (changed("hidden_states", lambda s: s[:-1]), r"states of \d+ tokens for \d+"),
+    "more states": (changed("hidden_states", lambda s: torch.cat([s, s])), r"states of \d+ tokens"),
     "fewer layers": (
         changed("hidden_states", lambda s: s[:, 1:]),
-        r"layers \(see features\.layers",
+        r"expected 4 states .* set features\.layers",
     ),
-    "another width": (changed("hidden_states", lambda s: s[..., 1:]), "for tokens, layers"),
+    "another width": (changed("hidden_states", lambda s: s[..., 1:]), r"of width 32 for \d+ tokens"),
     "integers": (changed("hidden_states", lambda s: s.to(torch.int32)), r"torch\.int32"),
     "float8": (changed("hidden_states", lambda s: s.to(torch.float8_e4m3fn)), "float8_e4m3fn"),
     "NaN": (changed("hidden_states", poisoned), "NaN or infinity"),
@@ -399,8 +414,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(
     [(VOCABULARY, f"below {VOCABULARY}"), (-1, "token ids from -1"), (1 << 40, "token ids from")],
 )
 def test_ids_outside_the_vocabulary_are_refused(made, tmp_path, token, reason):
-    answers = random_answers(24)
-    write_arrow(tmp_path / "data", [*answers, Answer([1, 2, token, 3], [(1, 4)])])
+    write_arrow(tmp_path / "data", [*answers(), Answer([1, 2, token, 3], [(1, 4)])])
     assert reason in line_of(made, tmp_path / "data", tmp_path / "run")
     assert reason in line_of(made, tmp_path / "data", tmp_path / "run", mode="online")
 
@@ -437,7 +451,7 @@ def test_another_data_set_is_refused(made, tmp_path):
         ([2, 4, 9], "from 0 to 8 of"),
         ([-1, 4, 5], "ascending, got [-1, 4, 5, 8]; set features.layers"),
         ([2, 4, 6], "got [2, 4, 6, 8]; capture [5], too"),
-        ([2, 4, 5, 6], "for tokens, layers (see features.layers)"),
+        ([2, 4, 5, 6], "expected 5 states [2, 4, 5, 6, 8] of width 32"),
     ],
 )
 def test_layers_that_do_not_fit_are_refused(made, tmp_path, layers, reason):

@@ -29,7 +29,10 @@ from tiny_training import (
     weights,
     write_answers,
     write_target,
+    written,
 )
+
+from transformers import LlamaForCausalLM
 
 from draftheads.heads.target import Target
 from draftheads.infer.engine import Speculator
@@ -45,7 +48,7 @@ ALL = [*range(LAYERS + 1)]
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     write_target(folder / "target")
-    write_answers(folder / "data", random_answers(40))
+    write_answers(folder / "data", written(tiny_model(), random_answers(40)))
     return folder
 
 
@@ -136,11 +139,11 @@ CHANGES: dict[str, tuple[Callable, str]] = {
     ),
     "fewer-states": (
         lambda t: t | {"hidden_states": t["hidden_states"][:, 1:].contiguous()},
-        "set features.layers to those that the server captures",
+        "set features.layers to those that were captured",
     ),
     "narrow": (
         lambda t: t | {"hidden_states": t["hidden_states"][..., 1:].contiguous()},
-        "of width 32, got shape",
+        "tokens, got shape",
     ),
     "not-finite": (lambda t: t | {"hidden_states": t["hidden_states"] / 0}, "expected finite"),
     "no-ids": (lambda t: {"hidden_states": t["hidden_states"]}, "expected tensors hidden_states"),
@@ -163,7 +166,7 @@ def test_a_server_of_another_model_is_refused(made, tmp_path, capsys):
             parameter.data += 0.1 * torch.randn_like(parameter)
     server = StatesServer(other, tmp_path / "exchange", ALL)
     line = refused(made, server, tmp_path / "run", capsys)
-    assert "expected the embeddings of" in line and "serve the same checkpoint" in line
+    assert "expected the embeddings of" in line and "use the same checkpoint" in line
     server.close()
 
 
@@ -182,11 +185,85 @@ def test_states_in_another_order_are_refused(made, server, tmp_path, capsys):
     assert "expected the embeddings of" in refused(made, server, tmp_path / "run", capsys)
 
 
+def noise(states_PLH: torch.Tensor) -> torch.Tensor:
+    return torch.randn_like(states_PLH) * states_PLH.std()
+
+
+def changed_states(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """From the eleventh document on, all states but the embeddings and the last token's."""
+
+    def of_document(number: int, tensors: dict) -> dict:
+        states_PLH = tensors["hidden_states"].clone()
+        if number > 10:
+            states_PLH[:-1, 1:] = change(states_PLH)[:-1, 1:]
+        return tensors | {"hidden_states": states_PLH}
+
+    return of_document
+
+
+OTHERS: dict[str, Callable] = {
+    "noise": noise,
+    "nothing": torch.zeros_like,
+    "of the next tokens": lambda states_PLH: states_PLH.roll(-1, 0),
+    "noise between first and last": lambda states_PLH: torch.cat(
+        [states_PLH[:, :1], noise(states_PLH)[:, 1:2], states_PLH[:, 2:]], dim=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_document_is_checked_at_all_of_its_places(made, server, tmp_path, capsys, name):
+    torch.manual_seed(0)
+    server.change = changed_states(OTHERS[name])
+    line = refused(made, server, tmp_path / "run", capsys, is_learned=True)
+    assert server.url in line and "nothing was learned from it" in line
+    expected = "same first" if "between" in name else "predict the learned tokens"
+    assert expected in line or "same first" in line
+
+
+def other_model() -> LlamaForCausalLM:
+    """With the same embeddings, lm_head and norm, but other layers."""
+    model = tiny_model()
+    torch.manual_seed(1)
+    for parameter in model.model.layers.parameters():
+        parameter.data = 8 * torch.randn_like(parameter) * parameter.std().nan_to_num(0.1)
+    return model
+
+
+def test_a_server_that_is_started_again_with_another_model(made, server, tmp_path, capsys):
+    def restart(number: int, request: dict) -> None:
+        if number == 15:
+            server.model = other_model()
+
+    server.fault = restart
+    line = refused(made, server, tmp_path / "run", capsys, is_learned=True)
+    assert "use one model for all documents" in line or "predict the learned tokens" in line
+
+
+def test_one_of_two_servers_with_another_model_is_named(made, server, tmp_path, capsys):
+    other = StatesServer(other_model(), server.folder, ALL)
+    urls = f"features.server=[{server.url},{other.url}]"
+    line = refused(made, server, tmp_path / "run", capsys, urls)
+    assert other.url in line and "use one model for all documents" in line
+    other.close()
+
+
+def test_embeddings_are_compared_in_each_document(made, server, tmp_path, capsys):
+    def swap(number: int, tensors: dict) -> dict:
+        if number < 10:
+            return tensors
+        return tensors | {"hidden_states": tensors["hidden_states"].flip(1).contiguous()}
+
+    server.change = swap
+    line = refused(made, server, tmp_path / "run", capsys, is_learned=True)
+    assert "expected the embeddings of" in line
+
+
 def test_a_file_outside_the_exchange_folder_is_not_read(made, server, tmp_path, capsys):
     secret = tmp_path / "elsewhere.safetensors"
     server.path_of = lambda number: secret
     line = refused(made, server, tmp_path / "run", capsys)
-    assert "expected files in" in line and "nothing was read" in line
+    assert "expected files cmpl-*.safetensors in" in line and "nothing was read" in line
     server.path_of = lambda number: server.folder / ".." / "elsewhere.safetensors"
     assert "nothing was read" in refused(made, server, tmp_path / "run2", capsys)
     assert secret.is_file(), "nor deleted"

@@ -20,7 +20,7 @@ import json
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -39,7 +39,8 @@ STATE = "state.json"
 NUMBER = re.compile(r"data_(\d+)\.ckpt(\.gz)?")
 ROWS = 1 << 14
 """Documents of a shard."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Check = Callable[[Tensor, Sequence[int], Array, int], object]
+"""(states (P, L, H), ids, loss mask of a piece, its place in the document)."""
 FAULTS = (
     *(OSError, EOFError, RuntimeError, ValueError, TypeError, LookupError, AttributeError),
     *(SafetensorError, UnpicklingError, zlib.error),
@@ -141,16 +142,17 @@ class SpecForgeFolder(ForeignFolder):
 class ForeignStates:
     """Hidden states of documents in the files of another toolkit.
 
-    sizes: tokens of each document. count: states in each file. Raises ValueError if files are
-    missing.
+    sizes: tokens of each document. hidden: width of a state. check: raises ValueError for the
+    states of a piece that are not those of its tokens. Raises ValueError if files are missing.
     """
 
     def __init__(
-        self, folder: ForeignFolder, path: Path, sizes: Sequence[int], count: int, hidden: int
+        self, folder: ForeignFolder, path: Path, sizes: Sequence[int], hidden: int, check: Check
     ) -> None:
         self._folder = folder
         self._sizes = sizes
-        self._shape_LH = count, hidden
+        self._hidden = hidden
+        self._check = check
         self._files = [path / folder.name(document) for document in range(len(sizes))]
         missing = [file for file in self._files if not file.is_file()]
         if missing:
@@ -160,27 +162,26 @@ class ForeignStates:
                 "or set features.mode=online"
             )
 
-    def __call__(self, document: int, start: int, tokens_P: Array) -> Tensor:
+    def __call__(self, document: int, start: int, tokens_P: Array, learned_P: Array) -> Tensor:
         """The states (P, L, H) of the piece of a document that begins at `start`. Raises ValueError
-        naming the file, unless they are finite numbers of just this document.
+        naming the file, unless they are those of this piece.
         """
         file, size = self._files[document], self._sizes[document]
         stop = start + len(tokens_P)
+        advice = f", or delete it and run `{self._folder.command}`"
         try:
-            ids_T, states_TLH = self._folder.read(file, self._shape_LH[1])
-            shape = size, *self._shape_LH
-            if states_TLH.shape != shape or states_TLH.dtype not in FLOATS:
-                found = f"{tuple(states_TLH.shape)} {states_TLH.dtype}"
-                raise ValueError(f"{found} for tokens, layers (see features.layers), width {shape}")
-            if len(ids_T) != size or not np.array_equal(ids_T[start:stop], tokens_P):
+            ids_T, states_TLH = self._folder.read(file, self._hidden)
+            if ids_T.shape != (size,) or not np.array_equal(ids_T[start:stop], tokens_P):
                 raise ValueError(f"token ids of another document than {document}")
-            states_PLH = states_TLH[start:stop]
-            if not states_PLH.isfinite().all():
-                raise ValueError("NaN or infinity")
+            if len(states_TLH) != size:
+                raise ValueError(f"states of {len(states_TLH)} tokens for {size}")
+            states_PLH = states_TLH[start:stop].clone()  # what is mapped may be cut
         except FAULTS as error:
-            raise damaged(
-                file, error, f", or delete it and run `{self._folder.command}`"
-            ) from error
+            raise damaged(file, error, advice) from error
+        try:
+            self._check(states_PLH, tokens_P.tolist(), learned_P, start)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}; copy it again{advice}") from error
         return states_PLH
 
 

@@ -185,12 +185,7 @@ class Shard:
         """
         if self._file is None:
             return self.tokens_N[start:stop]
-        content = self._file.read_at(4 * (stop - start), self._offset + 4 * start)
-        if len(content) < 4 * (stop - start):
-            raise ValueError(
-                f"{self.path}: expected the file that was opened, got one that was cut since; copy "
-                "it again, then run the same command again"
-            )
+        content = read_at(self._file, self.path, 4 * (stop - start), self._offset + 4 * start)
         tokens_N: Array = np.frombuffer(content, np.int32)
         return tokens_N
 
@@ -221,6 +216,17 @@ class Shard:
         np.subtract.at(steps, starts_S + self.sizes_S, 1)
         np.cumsum(steps, out=steps)
         return steps[:-1].view(np.bool_)
+
+
+def read_at(file: pa.NativeFile, path: Path | None, size: int, offset: int) -> bytes:
+    """Bytes of a file, which is not mapped. Raises ValueError if it was cut since it was opened."""
+    content: bytes = file.read_at(size, offset)
+    if len(content) < size:
+        raise ValueError(
+            f"{path}: expected the file that was opened, got one that was cut since; copy it "
+            "again, then run the same command again"
+        )
+    return content
 
 
 def digest(shards: Sequence[Shard]) -> str:
