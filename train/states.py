@@ -181,9 +181,7 @@ class StateChecks:
                 f"(state {state} differs by {error_L.max():.0%}); use one model for all documents"
             )
 
-    def _check_learned(
-        self, last_P1H: Tensor, tokens: Sequence[int], learned_P: Array
-    ) -> None:
+    def _check_learned(self, last_P1H: Tensor, tokens: Sequence[int], learned_P: Array) -> None:
         target = self.layout.target
         self._sampled += tokens[: SAMPLED - len(self._sampled)]
         others = torch.tensor(self._sampled, device=target.device)

@@ -20,6 +20,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from launching import exit_code_of_a_fork
+from safetensors import safe_open
+from safetensors.torch import save
 from tiny_heads import make_head
 from tiny_training import (
     HEAD_SECTIONS,
@@ -243,6 +245,64 @@ def test_a_truncated_shard_is_named_and_redone(tmp_path, target, left):
     assert files(store.folder) == before
 
 
+def rewritten(path: Path, change: Callable) -> None:
+    """A shard with other features, and the checksums that it had."""
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {"features": file.get_tensor("features").clone()}, file.metadata()
+    path.write_bytes(save(change(tensors), metadata))
+
+
+OTHER: dict[str, Callable] = {
+    "shuffled": lambda t: {"features": t["features"].flip(0).contiguous()},
+    "tripled": lambda t: {"features": 3 * t["features"]},
+    "one number": lambda t: {"features": t["features"].index_fill(1, torch.tensor([5]), 0.5)},
+    "NaN": lambda t: {"features": t["features"] * torch.nan},
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_stored_features_that_were_changed_are_not_learned(tmp_path, target, name):
+    store = fill(store_of(tmp_path, target))
+    rewritten(store.folder / "shard-000001.safetensors", OTHER[name])
+    again = fill(store_of(tmp_path, target))
+    again([0], again.rows.batch([0]))
+    with pytest.raises(ValueError, match=r"shard-000001.*: expected row 4 as it was written, got"):
+        again([4], again.rows.batch([4]))
+
+
+def test_shards_that_have_changed_places_are_not_learned(tmp_path, target):
+    rows = rows_of(length=16)  # a few of equally many tokens
+    store = fill(store_of(tmp_path, target, rows))
+    sizes = store.shard_tokens
+    one, other = next((n, m) for n in range(len(sizes)) for m in range(n) if sizes[n] == sizes[m])
+    paths = [store.folder / f"shard-{shard:06d}.safetensors" for shard in (one, other)]
+    first, second = (path.read_bytes() for path in paths)
+    paths[0].write_bytes(second), paths[1].write_bytes(first)
+    again = store_of(tmp_path, target, rows)
+    with pytest.raises(ValueError, match="as it was written, got other numbers"):
+        again([store.shards[one][0]], rows.batch([store.shards[one][0]]))
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.double, lambda f: f[:, 1:].contiguous()])
+def test_stored_features_of_another_dtype_or_width_are_written_again(tmp_path, target, change):
+    store = fill(store_of(tmp_path, target))
+    before = files(store.folder)
+    path = store.folder / "shard-000001.safetensors"
+    rewritten(path, lambda tensors: {"features": change(tensors["features"])})
+    with pytest.raises(ValueError, match=r"shard-000001.*damaged .expected"):
+        store_of(tmp_path, target)([4], store.rows.batch([4]))
+    fill(store_of(tmp_path, target))
+    assert files(store.folder) == before
+
+
+def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path, target):
+    store = fill(store_of(tmp_path, target))
+    store([3], store.rows.batch([3]))
+    os.truncate(store.folder / "shard-000001.safetensors", 4096)
+    with pytest.raises(ValueError, match=r"shard-000001.*got one that was cut since"):
+        store([4], store.rows.batch([4]))
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"null", b"[1]", b"[" * 200_000, bytes(50)])
 def test_a_damaged_manifest_is_named(tmp_path, target, content):
     store = fill(store_of(tmp_path, target))
@@ -351,7 +411,6 @@ def test_a_disk_that_is_really_full(tmp_path, target, monkeypatch):
         fill(store)
         assert written.items() <= files(store.folder).items()
     finally:
-        store._open.cache_clear()  # mapped files keep a disk busy
         subprocess.run(["umount", str(disk)], check=True)
 
 

@@ -321,7 +321,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         changed("hidden_states", lambda s: s[:, 1:]),
         r"expected 4 states .* set features\.layers",
     ),
-    "another width": (changed("hidden_states", lambda s: s[..., 1:]), r"of width 32 for \d+ tokens"),
+    "another width": (
+        changed("hidden_states", lambda s: s[..., 1:]),
+        r"of width 32 for \d+ tokens",
+    ),
     "integers": (changed("hidden_states", lambda s: s.to(torch.int32)), r"torch\.int32"),
     "float8": (changed("hidden_states", lambda s: s.to(torch.float8_e4m3fn)), "float8_e4m3fn"),
     "NaN": (changed("hidden_states", poisoned), "NaN or infinity"),
@@ -343,6 +346,45 @@ def test_states_that_do_not_fit_are_refused(made, tmp_path, fault):
     assert "`speculators generate-offline-data`" in line
     with pytest.raises(ValueError, match=reason):
         raise ValueError(line)
+
+
+LAST: dict[str, Any] = {
+    "noise": lambda s: torch.randn_like(s) * s.std(),
+    "nothing": torch.zeros_like,
+    "of the next token": lambda s: torch.cat([s[:1], s[1:].roll(-1, 0)]),
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_last_states_that_do_not_predict_the_answers_are_refused(made, tmp_path, name):
+    torch.manual_seed(0)
+    data = copy_of(made / "speculators", tmp_path / "data")
+    for file in (data / "hidden_states").iterdir():
+        if file.name != "hs_0.safetensors":  # which is compared with the target's own
+            content = load_file(file)
+            content["hidden_states"][:, -1] = LAST[name](content["hidden_states"][:, -1])
+            file.unlink()
+            save_file(content, file)
+    with pytest.raises(ValueError, match=r"hs_\d+\.safetensors: expected last states that predict"):
+        fit(recipe(made, data, tmp_path / "run", mode="cached"))
+
+
+def test_states_of_other_layers_are_refused(made, tmp_path):
+    chosen = recipe(
+        made, made / "speculators", tmp_path / "run", "medusa", mode="cached", layers=[2, 3, 5]
+    )
+    with pytest.raises(ValueError, match=r"hs_0\.safetensors: expected state 3 .*\(state 4: 0%\)"):
+        fit(chosen)
+
+
+def test_states_of_another_model_are_refused(made, tmp_path):
+    data = copy_of(made / "speculators", tmp_path / "data")
+    for file in (data / "hidden_states").iterdir():
+        content = load_file(file)
+        content["hidden_states"][:, 1] += content["hidden_states"][:, 1].roll(1, -1)
+        file.unlink()
+        save_file(content, file)
+    assert "expected state 4" in line_of(made, data, tmp_path / "run")
 
 
 @pytest.mark.parametrize("left", [0, 5, 200, -1])

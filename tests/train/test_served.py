@@ -39,6 +39,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.train import served
 from draftheads.train.checkpoint import read_state
 from draftheads.train.plan import make_plan
+from draftheads.train.states import StateLayout
 
 LAYERS = 2
 ALL = [*range(LAYERS + 1)]
@@ -131,6 +132,10 @@ def only(number: int, change: Callable) -> Callable:
     return lambda n, value: change(value) if n == number else value
 
 
+def as_dtype(dtype: torch.dtype) -> Callable:
+    return lambda t: t | {"hidden_states": t["hidden_states"].to(dtype)}
+
+
 CHANGES: dict[str, tuple[Callable, str]] = {
     "other-ids": (lambda t: t | {"token_ids": t["token_ids"] + 1}, "got another one at 0"),
     "cached-prefix": (
@@ -146,6 +151,15 @@ CHANGES: dict[str, tuple[Callable, str]] = {
         "tokens, got shape",
     ),
     "not-finite": (lambda t: t | {"hidden_states": t["hidden_states"] / 0}, "expected finite"),
+    "no-number-of-ids": (lambda t: t | {"token_ids": torch.tensor(5)}, "tokens that were sent"),
+    "fp8-without-scales": (as_dtype(torch.float8_e4m3fn), "float8_e4m3fn"),
+    "float64": (as_dtype(torch.float64), "float64"),
+    "integers": (as_dtype(torch.int32), "int32"),
+    "one-state": (lambda t: t | {"hidden_states": torch.ones(())}, "got shape ()"),
+    "scales-of-others": (
+        lambda t: t | {"hidden_states_scales": torch.ones(7)},
+        "expected scales of tokens and states",
+    ),
     "no-ids": (lambda t: {"hidden_states": t["hidden_states"]}, "expected tensors hidden_states"),
 }
 
@@ -272,6 +286,56 @@ def test_a_file_outside_the_exchange_folder_is_not_read(made, server, tmp_path, 
     server.path_of = lambda number: link
     server.change = lambda number, tensors: None
     assert "nothing was read" in refused(made, server, tmp_path / "run3", capsys)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "sub/cmpl-1.safetensors"])
+def test_a_file_that_is_no_answer_is_not_deleted(made, server, tmp_path, capsys, name):
+    mine = server.folder / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_bytes(b"mine")
+    server.path_of = lambda number: mine
+    server.change = lambda number, tensors: None
+    assert "nothing was read" in refused(made, server, tmp_path / "run", capsys)
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("is_lock", [False, True])
+def test_a_pipe_is_not_waited_for(made, server, tmp_path, capsys, monkeypatch, is_lock):
+    monkeypatch.setattr(served, "FILE_SECONDS", 0.3)
+    path = server.folder / "cmpl-pipe.safetensors"
+    os.mkfifo(f"{path}.lock" if is_lock else path)
+    path.touch()
+    server.path_of = lambda number: path
+    server.change = lambda number, tensors: None
+    code = run(made, tmp_path / "run", *options(server))
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and "is no regular file" in line
+
+
+def test_links_in_the_exchange_folder_are_left_alone(made, server, tmp_path):
+    (server.folder / "cmpl-1.safetensors").symlink_to(tmp_path / "nowhere")
+    assert run(made, tmp_path / "run", *options(server)) == 0
+
+
+def test_any_fault_of_features_keeps_what_was_learned(made, server, tmp_path, capsys, monkeypatch):
+    assert run(made, tmp_path / "whole", *options(server)) == 0
+    real, calls = StateLayout.row, []
+
+    def row(*args: object) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) > 8:
+            raise KeyError("of a library")
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateLayout, "row", row)
+        assert run(made, tmp_path / "run", *options(server)) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line == "error: features: cannot be read (KeyError: 'of a library')"
+    [checkpoint] = (tmp_path / "run").glob("step-*")
+    assert 0 < read_state(checkpoint).step < 6
+    assert run(made, tmp_path / "run", *options(server)) == 0
+    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
 
 
 def test_a_file_that_never_comes_or_is_cut(made, server, tmp_path, capsys, monkeypatch):
