@@ -60,7 +60,7 @@ from draftheads.train.launch import (
     use_huge_pages,
 )
 from draftheads.train.metrics import Progress, check_trackers
-from draftheads.train.origin import read_origin
+from draftheads.train.origin import read_origin, sizes_of
 from draftheads.train.recipe import Recipe, differences
 from draftheads.train.setup import (
     Log,
@@ -448,6 +448,7 @@ def _write(run: Run, head: DraftHead, results: dict[str, Any]) -> None:
     }
     if run.state.origin:
         facts["continued"] = asdict(run.state.origin)
+        facts["recipe"]["head"] |= sizes_of(head, run.recipe.head)
     run.checkpoints.wait()  # before the copies: only one is in memory
     run.data.verification.wait()  # nothing learned from damaged files is kept
     is_main = run.accelerator.is_main_process

@@ -11,11 +11,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
+from draftheads.heads.choices import HeadChoices
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp import MtpHead
@@ -121,8 +123,29 @@ def shape_of(folder: HeadFolder, recipe: Recipe, target: Target) -> DraftHead:
             f"head.from={recipe.head.source}: expected a head of kind {recipe.head.kind}, got "
             f"{head.kind}; set head.kind={head.kind}"
         )
+    for key, value in sizes_of(head, recipe.head).items():
+        given = getattr(recipe.head, key)
+        if key in recipe.head.model_fields_set and given not in (None, value):
+            raise ValueError(
+                f"head.{key}: expected {value}, which the head has that head.from names, got "
+                f"{given}; leave it out, or leave head.from out to train a new head"
+            )
     head.train_with(recipe.head)
     return head
+
+
+def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
+    """What a head is, by those keys of a recipe that only new heads obey."""
+    design = getattr(head, "design", None)
+    sizes: dict[str, Any] = {}
+    for key in type(choices).model_fields.keys() - choices.decoding_keys - {"vocabulary"}:
+        given = getattr(choices, key)
+        for owner in (head, design, getattr(design, "shape", None)):
+            value = getattr(owner, key, None)
+            value = list(value) if isinstance(value, tuple) else value
+            if isinstance(value, int | str | list) and isinstance(given, type(value) | None):
+                sizes[key] = value
+    return sizes
 
 
 @contextmanager

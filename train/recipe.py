@@ -411,6 +411,10 @@ def _override(values: dict[str, Any], text: str) -> str:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not key:
         raise ValueError(f"override {text!r}: expected key.path=value, e.g. optim.lr=1e-3")
+    if not value:  # of an unset variable, as in head.from=$HEAD
+        raise ValueError(
+            f"command line: {key}: expected a value, got an empty one; write {key}=null for none"
+        )
     *sections, name = key.split(".")
     section = values
     for each in sections:
@@ -420,7 +424,7 @@ def _override(values: dict[str, Any], text: str) -> str:
     fields = [dict(recipe_keys(kind)).get(key) for kind in HEADS]
     types = [str(field.annotation) for field in fields if field]
     takes_text = re.search(r"\bstr\b|Path|\['", " ".join(types))
-    is_text = takes_text and not re.match(r"[\[{'\"]|~?$|null$", value)
+    is_text = takes_text and not re.match(r"[\[{'\"]|~$|null$", value)
     old_kind = str(section.get(name))
     try:
         section[name] = value if is_text else _parse_yaml(value)

@@ -193,6 +193,28 @@ def test_heads_that_cannot_be_continued(made, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_sizes_that_the_head_does_not_have_are_refused(made, tmp_path, capsys):
+    wrong = {
+        "medusa": {"depth": 5},
+        "sequential": {"conditioning": "markov"},
+        "eagle3": {"feature_layers": [0, 1]},
+        "block": {"block_size": 5},
+        "eagle": {"intermediate_size": 64},
+    }
+    for kind, [(key, value)] in ((kind, [*sizes.items()]) for kind, sizes in wrong.items()):
+        with pytest.raises(ValueError, match=f"head.{key}: expected .*, which the head has"):
+            fit(recipe_of(bare(made, kind, tmp_path / kind, **{key: value})))
+        assert not list(tmp_path.glob(f"{kind}/step-*"))
+
+
+def test_the_sizes_of_the_head_are_recorded(made, tmp_path):
+    """Not the defaults of a recipe that says nothing of them."""
+    outcome = fit(recipe_of(bare(made, "medusa", tmp_path / "run")))
+    assert load_facts(outcome.checkpoint)["recipe"]["head"]["depth"] == 3
+    outcome = fit(recipe_of(bare(made, "block", tmp_path / "block")))
+    assert load_facts(outcome.checkpoint)["recipe"]["head"]["block_size"] == 3
+
+
 def test_plan_counts_the_head_that_is_continued(made, tmp_path):
     plan = make_plan(recipe_of(bare(made, "medusa", tmp_path / "run")), probe=False)
     source = load_file(made / "medusa" / "best" / "model.safetensors")

@@ -9,7 +9,9 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -407,6 +409,25 @@ def test_a_process_that_holds_a_folder_for_ever_is_named(
     monkeypatch.setattr(answers, "LOCK_SECONDS", 0.2)
     with answers._locked(folder), pytest.raises(TimeoutError, match="got one that has held it"):
         answers.set_aside(folder, read_manifest(folder))
+
+
+def test_who_holds_a_folder_is_said_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(answers, "LOCK_SECONDS", 0.2)
+    ours, theirs = os.pipe()
+    if not (holder := os.fork()):
+        with answers._locked(folder):
+            os.write(theirs, b"!")
+            time.sleep(60)
+    os.read(ours, 1)
+    try:
+        with pytest.raises(TimeoutError):
+            answers.set_aside(folder, read_manifest(folder))
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    assert f"process {holder} has it; waiting" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from tiny_training import (
 )
 from transformers import LlamaForCausalLM
 
-from draftheads.heads.formats.hub import open_head
 from draftheads.heads.batch import Batch
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
 from draftheads.recipes import find_recipe
 from draftheads.train import loop

@@ -235,6 +235,23 @@ def test_rounds_get_done_however_much_is_new(made, tmp_path, monkeypatch):
     place.close()
 
 
+def test_a_clock_that_was_wrong_does_not_end_learning(made, tmp_path, monkeypatch):
+    now = time.time()
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now + 9 * 86400)
+        learner, place = learner_in(made, "medusa", tmp_path / "place")
+        use(learner, 24)
+        learner._lesson()
+        place.versions.note(learner._point(1.0, adopted=False))
+        place.close()
+    learner, place = learner_in(made, "medusa", tmp_path / "place")
+    assert learner._news == 0, "what was learned is not new again"
+    learner.answered([1, 2], [3] * 700)
+    assert learner._news == 700
+    assert any(answer.tokens[:3] == [1, 2, 3] for answer in learner._lesson())
+    place.close()
+
+
 def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
     path = place_of(open_head(made / "medusa"), tmp_path)
     assert path.parent == tmp_path and path.name.startswith("medusa-")

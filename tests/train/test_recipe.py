@@ -100,7 +100,6 @@ def test_overrides_are_yaml_values(path):
         ("target_revision='null'", "null"),
         ("target_revision=null", None),
         ("target_revision=~", None),
-        ("target_revision=", None),
         ("eval.best=~", None),
         ("run.seed=010", 10),
         ("run.seed=1_000", 1000),
@@ -174,7 +173,8 @@ def test_a_fault_in_the_file_is_one_line_with_its_name(path, text, complaint):
 
 
 @pytest.mark.parametrize(
-    "override", ["run.output=", "run.output=~", "optim.lr=1e400", "optim=null"]
+    "override",
+    ["run.output=", "head.from=", "run.epochs=", "run.output=~", "optim.lr=1e400", "optim=null"],
 )
 def test_a_fault_in_an_override_names_the_command_line(path, override):
     assert error(path, override).startswith(f"command line: {override.partition('=')[0]}: ")

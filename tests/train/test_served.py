@@ -31,7 +31,6 @@ from tiny_training import (
     write_target,
     written,
 )
-
 from transformers import LlamaForCausalLM
 
 from draftheads.heads.target import Target

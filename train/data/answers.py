@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -583,7 +584,14 @@ class _Contents:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """One process at a time. Raises TimeoutError if another one does not leave."""
-    lock = _lock(folder / "folder", LOCK_SECONDS)
+    path = folder / "folder"
+    lock = _lock(path)
+    if lock is None:
+        logger.warning(
+            "%s: %s has it; waiting for at most %.0f minutes; end that one, or give another folder",
+            *(folder, _holder(_lock_file(path)), LOCK_SECONDS / 60),
+        )
+        lock = _lock(path, LOCK_SECONDS)
     if lock is None:
         raise TimeoutError(
             f"{folder}: expected other processes to leave it, got one that has held it for "
@@ -600,12 +608,26 @@ def _lock(path: Path, seconds: float = PROBE_SECONDS) -> FileLock | None:
     one has had it for this long. The lock is a file beside the path, which all can still read on
     Windows.
     """
-    lock = FileLock(path.with_name(f".{path.name}.lock"), thread_local=False)
+    lock = FileLock(_lock_file(path), thread_local=False)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
         return None
     return lock
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _holder(lock: Path) -> str:
+    """The process of this machine that has a file open, for people."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # of another user, or gone
+            names = [each.path for each in process.open_files()]
+            if str(lock.resolve()) in names and process.pid != os.getpid():
+                return f"process {process.pid}"
+    return "another process"
 
 
 def _unlock(lock: FileLock | None) -> None:

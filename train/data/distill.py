@@ -58,6 +58,7 @@ from draftheads.train.data.answers import (
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, check_tools, turns_of
+from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
@@ -512,6 +513,11 @@ def _begin(origin: Entry, names: Sequence[str], sha256: str, options: DistillOpt
         text=origin["text"],
     )
     if not (out / MANIFEST).is_file():
+        if foreign := open_foreign(out):
+            raise ValueError(
+                f"--out: expected a new folder or one of answers, got {out}, a {foreign.toolkit} "
+                "folder; give another one"
+            )
         return manifest
     old = read_manifest(out)
     before = _settings(old)

@@ -20,7 +20,13 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 
 from draftheads.infer.prompt import PromptRenderer
-from draftheads.train.data.answers import MANIFEST, Counts, Record, new_manifest, store_batch
+from draftheads.train.data.answers import (
+    Counts,
+    Record,
+    has_answers,
+    new_manifest,
+    store_batch,
+)
 from draftheads.train.data.conversation import (
     CLOSE,
     LOSSY,
@@ -53,10 +59,8 @@ def import_answers(
     ValueError if none can be rendered, without a chat template or one for tool calls in the
     conversations, and if the folder exists.
     """
-    if (out / MANIFEST).is_file():
-        raise ValueError(
-            f"{out}: expected a new folder, found one with a {MANIFEST}; choose another"
-        )
+    if has_answers(out):
+        raise ValueError(f"{out}: expected a new folder, found one with answers; choose another")
     renderer = PromptRenderer(side, template_args or {})
     check_tools(renderer, conversations)
     if not side.tokenizer.chat_template:

@@ -132,7 +132,8 @@ class UseLearner:
         self._rate = RATE
         self._restart()
         self._reading, self._training, self._comparing = Pace(), Pace(), Pace()
-        self._until = max((point.time for point in versions.state.points), default=0.0)
+        known = max((point.time for point in versions.state.points), default=0.0)
+        self._until = min(known, time.time())  # the clock may have been wrong
         new = [talk for talk in texts.conversations if talk.time > self._until]
         self._news = sum(talk.answered for talk in new if not is_apart(talk))
         self._adopted: Path | None = None
