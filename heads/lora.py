@@ -5,6 +5,7 @@ Any LoRA that PEFT merges; `heads.adapter` has those that learn along with heads
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,12 @@ from draftheads.heads.tensors import opened
 
 FILES = (CONFIG, WEIGHTS, "*token*", "vocab*", "merges.txt", "*.jinja")
 """Those of a LoRA, and of the tokenizer that it may bring."""
+PREFIX = "base_model.model."
+"""Of the names of its tensors."""
+NAME = re.compile(r"\^?(\.\*)?[\w.\\-]+\$?")
+"""A name of modules, as PEFT's settings have them: matching other expressions may take for ever."""
+SMALL_RANK = 64
+"""A rank that needs little memory, whether or not the LoRA's matrices have it."""
 
 
 def titled(name: str | None, lora: str | None) -> str:
@@ -98,6 +105,7 @@ def _merge(model: PreTrainedModel, folder: str) -> None:
     if config.layer_replication:  # PEFT would merge into weights that layers share
         raise ValueError("it repeats layers (layer_replication)")
     renames = getattr(model, "_checkpoint_conversion_mapping", {})
+    _bound(config, model, Path(folder) / WEIGHTS, renames)
     wrapped: Any = get_peft_model(model, config)
     loaded = wrapped.load_adapter(folder, "default", torch_device="cpu", key_mapping=renames)
     different = [*loaded.missing_keys, *loaded.unexpected_keys]
@@ -110,6 +118,30 @@ def _merge(model: PreTrainedModel, folder: str) -> None:
         layer.merge(safe_merge=True)
         layer.to(dtype)
     wrapped.merge_and_unload()
+
+
+def _bound(config: Any, model: PreTrainedModel, file: Path, renames: dict[str, str]) -> None:
+    """Take what PEFT would match and allocate from the file, and refuse settings that ask for more.
+
+    A regular expression may take for ever, so the modules are those that have matrices.
+    """
+    with opened(file) as stored:
+        shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+    most = max([SMALL_RANK, *(shape[0] for name, shape in shapes.items() if ".lora_" in name)])
+    rank = max([config.r, *config.rank_pattern.values()])
+    if rank > most:
+        raise ValueError(f"expected a rank of at most {most}, as its matrices have, got {rank}")
+    layers = config.layers_pattern or ()
+    layers = [layers] if isinstance(layers, str) else layers
+    patterns = {*config.rank_pattern, *config.alpha_pattern, *layers}
+    for pattern in patterns.union(config.modules_to_save or ()):
+        if not NAME.fullmatch(pattern):
+            raise ValueError(f"expected names of modules, got the expression {pattern!r:.60}")
+    if isinstance(config.target_modules, str) or isinstance(config.exclude_modules, str):
+        names = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in shapes}
+        for old, new in renames.items():
+            names = {re.sub(old, new, name) for name in names}
+        config.target_modules, config.exclude_modules = names, None
 
 
 def _untie(model: PreTrainedModel) -> bool:

@@ -142,16 +142,23 @@ SMALL = [
 
 def good(command: str) -> list[str]:
     """A call of a command that works in a copy of the workshop, and takes a second or two."""
+    return [command, *good_calls()[command]]
+
+
+def good_calls() -> dict[str, list[str]]:
+    """The words after each command."""
     decode = ["--target", "target", "--max-new-tokens", "8", "--limit", "2"]
     ask = ["--prompts", "prompts.jsonl"]
-    calls = {
+    return {
         "distill": [*decode[:4], *ask, "--out", "data"],
         "import-answers": ["talks.jsonl", "--target", "target", "--out", "imported"],
         "data-preview": ["data", "-n", "1"],
         "plan": ["sequential.yaml", "--no-probe", *SMALL, "run.output=planned"],
         "train": ["sequential.yaml", *SMALL, "run.steps=3", "run.output=sequential"],
-        "keys": [],
-        "report": ["sequential"],
+        "init": ["--target", "target", "--data", "data", "--out", "made.yaml"],
+        "recipes": ["qwen3-0.6b-medusa", "--copy", "copied.yaml"],
+        "keys": ["run"],
+        "prompts": [],
         "bench": [*decode, *ask, "--head", "sequential", "--repetitions", "1", "--nodes", "4"],
         "tune": [*ask, "--head", "medusa", "--nodes", "4", "--repetitions", "1", "--limit", "2"],
         "chat": ["--head", "eagle3", "--max-new-tokens", "8", "--nodes", "4"],
@@ -161,8 +168,9 @@ def good(command: str) -> list[str]:
         "convert": ["eagle3", "converted", "--to", "vllm"],
         "publish": ["sequential", "me/heads", "--dry-run"],
         "demo": ["--out", "README.md"],
+        "rollback": ["sequential"],
+        "forget": ["--head", "sequential"],
     }
-    return [command, *calls[command]]
 
 
 def _no_build(folder: str, names: list[str]) -> set[str]:
@@ -441,13 +449,9 @@ def bad_calls(
 
 def _weights() -> dict[str, int]:
     """How often each command is called."""
-    return {name: {"keys": 1, "demo": 1, "merge": 1}.get(name, 4) for name in CHECKED}
-
-
-CHECKED = (
-    *("distill", "import-answers", "data-preview", "plan", "train", "keys", "report", "bench"),
-    *("tune", "chat", "serve", "doctor", "merge", "convert", "publish", "demo"),
-)
+    group: Any = typer.main.get_command(app)
+    rarely = {"keys", "demo", "merge", "prompts", "recipes", "rollback", "forget"}
+    return {name: 1 if name in rarely else 4 for name in group.commands}
 
 
 def show(counts: Counter[tuple[str, str]], calls: int, seed: int) -> None:
@@ -455,9 +459,9 @@ def show(counts: Counter[tuple[str, str]], calls: int, seed: int) -> None:
     columns = ("refused", "accepted", "other", "faults")
     print(f"\n{calls} calls, seed {seed}\n| command | " + " | ".join(columns) + " |")
     print("| --- " * (len(columns) + 1) + "|")
-    for command in CHECKED:
+    for command in _weights():
         print(f"| {command} | " + " | ".join(str(counts[command, each]) for each in columns) + " |")
-    totals = {each: sum(counts[command, each] for command in CHECKED) for each in columns}
+    totals = {each: sum(counts[command, each] for command in _weights()) for each in columns}
     print("| total | " + " | ".join(map(str, totals.values())) + " |")
 
 

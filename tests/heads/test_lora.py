@@ -49,6 +49,9 @@ TIED: list[tuple[bool, dict[str, Any]]] = [
 ]
 """Whether a target's embeddings are tied, and what a LoRA of it changes."""
 
+ENDLESS = "((.*)*)*x"
+"""A regular expression that takes for ever where it does not match."""
+
 
 def saved(folder: Path, name: str = "llama", **config: Any) -> Path:
     model = random_model(name)
@@ -342,6 +345,18 @@ def repeating_layers(folder: Path) -> None:
     change_settings(folder, layer_replication=[[0, 2], [1, 2]])
 
 
+def of_a_large_rank(folder: Path) -> None:
+    change_settings(folder, r=10**6)
+
+
+def of_a_large_rank_in_one_place(folder: Path) -> None:
+    change_settings(folder, rank_pattern={"q_proj": 10**6})
+
+
+def matching_for_ever(folder: Path) -> None:
+    change_settings(folder, alpha_pattern={ENDLESS: 8})
+
+
 def no_json(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{")
 
@@ -361,6 +376,9 @@ def no_settings(folder: Path) -> None:
         (not_finite, "NaNs detected"),
         (prefix_tuned, "expected a LoRA, got an adapter of type PREFIX_TUNING; merge it with PEFT"),
         (repeating_layers, "it repeats layers"),
+        (of_a_large_rank, "expected a rank of at most 64, as its matrices have, got 1000000"),
+        (of_a_large_rank_in_one_place, "expected a rank of at most 64"),
+        (matching_for_ever, f"expected names of modules, got the expression {ENDLESS!r}"),
         (no_json, "expected a JSON object, got invalid JSON"),
         (no_settings, "as PEFT saves a LoRA, found no adapter_config.json"),
     ],
@@ -369,6 +387,15 @@ def test_a_lora_that_does_not_fit_is_refused(run, base, lora, tmp_path, change, 
     folder = shutil.copytree(lora, tmp_path / "lora")
     change(folder)
     failed(run("chat", "--target", base, "--adapter", folder), str(folder), said)
+
+
+@pytest.mark.parametrize("modules", [r".*\.(q|v)_proj", ENDLESS])
+def test_its_matrices_say_which_modules_an_expression_means(base, lora, tmp_path, modules):
+    """Matching a regular expression may take for ever."""
+    folder = shutil.copytree(lora, tmp_path / "lora")
+    change_settings(folder, target_modules=modules, exclude_modules=ENDLESS)
+    expected = Target.load(base, lora=lora).fingerprint()
+    assert Target.load(base, lora=folder).fingerprint() == expected
 
 
 def test_what_is_no_lora_is_refused_at_once(run, base):
