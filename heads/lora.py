@@ -127,7 +127,8 @@ def _bound(config: Any, model: PreTrainedModel, file: Path, renames: dict[str, s
     """
     with opened(file) as stored:
         shapes = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
-    most = max([SMALL_RANK, *(shape[0] for name, shape in shapes.items() if ".lora_" in name)])
+    ranks = [shape[0] for name, shape in shapes.items() if re.search(r"\.lora_\w*A\b", name)]
+    most = max([SMALL_RANK, *ranks])
     rank = max([config.r, *config.rank_pattern.values()])
     if rank > most:
         raise ValueError(f"expected a rank of at most {most}, as its matrices have, got {rank}")

@@ -4,6 +4,7 @@ quantisation.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import logging
@@ -39,7 +40,7 @@ from draftheads.arguments import check_path
 from draftheads.heads.lora import Lora
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
-from draftheads.heads.tensors import dtype_name
+from draftheads.heads.tensors import check_sizes, dtype_name
 from draftheads.recipes import packaged
 
 Placement = Literal["whole", "split", "sharded", "skeleton"]
@@ -79,6 +80,8 @@ NO_WEIGHT = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|inv_freq$|_scal
 """Ends of the names of buffers in decoder layers, which some checkpoints have."""
 NO_CAUSAL_LM = re.compile(r"class '[\w.]*\.(\w+)'> for this kind of AutoModel")
 """transformers' words for a model of another kind, such as an encoder-decoder, and its config."""
+WEIGHTS = (".safetensors", ".bin", ".gguf")
+"""Ends of the names of files with weights."""
 READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights."""
 
@@ -220,6 +223,7 @@ def read_config(path: str, revision: str | None) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             place, revision=revision, trust_remote_code=False, **file
         )
+        check_sizes(config.get_text_config(decoder=True))
     if config._attn_implementation not in (None, *MASKED):
         config._attn_implementation = None
     return config
@@ -282,6 +286,7 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
         end_ids(generation.eos_token_id, path, vocabulary)
     place, file = location(path)
     with reading(path, revision):
+        _check_promise(config, Path(place), **file)
         model: PreTrainedModel
         model, report = AutoModelForCausalLM.from_pretrained(
             place,
@@ -310,12 +315,30 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     return model
 
 
+def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", **_: Any) -> None:
+    """Raise ValueError for a config that asks for memory that its files cannot fill: transformers
+    would allocate it before it looks at shapes. Only of folders: a download has been asked for.
+    """
+    files = [file for file in folder.glob(gguf_file or "*") if file.suffix in WEIGHTS]
+    if not files:
+        return
+    with unpartitioned(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    size = sum(file.stat().st_size for file in files)
+    if numbers > 8 * size:  # one bit for each
+        raise ValueError(
+            f"its config.json describes {numbers:,} numbers, which files of {size:,} bytes do not "
+            "hold"
+        )
+
+
 def quantised_by(config: PretrainedConfig) -> str | None:
     """The method that a checkpoint was quantised with, such as "fp8"; None for others."""
     given = getattr(config, "quantization_config", None)
     if given is None:
         return None
-    method = given["quant_method"] if isinstance(given, dict) else given.quant_method
+    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
     return str(getattr(method, "value", method))
 
 

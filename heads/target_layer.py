@@ -34,6 +34,7 @@ from draftheads.heads.layers import Angles, Memory
 from draftheads.heads.placement import unpartitioned
 from draftheads.heads.pretrained import decoder, decoder_layers, final_norm
 from draftheads.heads.recurrent import is_mixer
+from draftheads.heads.tensors import check_sizes
 
 IMPLEMENTATION = "draftheads_memory"
 """Its name among the attention implementations of transformers."""
@@ -128,6 +129,7 @@ def text_config(values: dict[str, Any]) -> PretrainedConfig:
     """The config of a `LayerOrigin`."""
     others = {key: value for key, value in values.items() if key != "model_type"}
     config: PretrainedConfig = AutoConfig.for_model(values["model_type"], **others)
+    check_sizes(config)
     return config
 
 

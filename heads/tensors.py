@@ -88,6 +88,29 @@ def integers(tensors: dict[str, Tensor], name: str) -> Tensor | None:
     return tensor
 
 
+LIMITS = {
+    "num_hidden_layers": 1 << 9,
+    "hidden_size": 1 << 17,
+    "vocab_size": 1 << 22,
+    "max_position_embeddings": 1 << 30,
+}
+"""Of a model's sizes, well above those that any has."""
+
+
+def check_sizes(config: Any) -> None:
+    """Raise ValueError for a model's text config with sizes that no model has, before anything of
+    these sizes is built.
+    """
+    if not hasattr(config, "model_type"):
+        raise ValueError(f"expected an object of settings as text_config, got {config!r:.60}")
+    for key, most in LIMITS.items():
+        size = getattr(config, key, None)
+        if size is not None and not 0 < size <= most:
+            raise ValueError(f"expected {key} from 1 to {most:,}, got {size:,}")
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise ValueError(f"expected the name of a dtype, got {config.dtype!r:.60}")
+
+
 def require(target: Known | None, reason: str) -> Known:
     """The target. Raises ValueError, with the reason why it is needed, for None."""
     if target is None:
