@@ -127,10 +127,15 @@ def _as_json(config: PretrainedConfig) -> dict[str, Any]:
 
 def text_config(values: dict[str, Any]) -> PretrainedConfig:
     """The config of a `LayerOrigin`."""
-    others = {key: value for key, value in values.items() if key != "model_type"}
-    config: PretrainedConfig = AutoConfig.for_model(values["model_type"], **others)
+    others = json.loads(json.dumps(values), object_hook=_as_float)
+    config: PretrainedConfig = AutoConfig.for_model(others.pop("model_type"), **others)
     check_sizes(config)
     return config
+
+
+def _as_float(values: dict[str, Any]) -> Any:
+    """The number, where transformers writes one that JSON has not, such as infinity."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -166,8 +171,10 @@ class LayerParts:
 
     def layer(self) -> nn.Module:
         """A layer with new weights. Raises ValueError for a class with attention of its own."""
+        takes_type = "layer_type" in inspect.signature(self.kind).parameters  # Bamba's
+        options = {"layer_type": self._type} if takes_type else {}
         try:
-            return self.kind(self.config, self.number)
+            return self.kind(self.config, self.number, **options)
         except KeyError as error:
             raise ValueError(
                 f"{self.kind.__name__}: its layers cannot draft, as their attention is none that "

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from hybrid_targets import hybrid_model
 from mtp_targets import FAMILIES, load_mtp_target, reference, write_mtp_target
 from safetensors.torch import load_file, save_file
 from tiny_heads import committed, decode, drafts_of, make_head, written_by
@@ -29,6 +30,7 @@ from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.mtp import MtpChoices, MtpDesign, MtpHead
 from draftheads.heads.mtp_checkpoint import native_head, native_shape
+from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.drafters.named import named_drafts
 from draftheads.train.origin import with_vocabulary
@@ -292,6 +294,19 @@ def test_a_layer_that_cannot_be_copied_is_refused_in_one_line(fault):
         make_head(MtpHead, target)
 
 
+@pytest.mark.filterwarnings("ignore")  # of kernels that are not installed
+@pytest.mark.parametrize("name", ["granite4", "bamba", "nemotron-h"])
+def test_a_hybrid_whose_config_has_an_infinity_gets_one(tmp_path, name):
+    target = Target(hybrid_model(name))
+    save_head(make_head(MtpHead, target), tmp_path / "head", target=target)
+    head = load_head(tmp_path / "head", target=target)
+    layer = target.model.model.layers[head.design.origin.number].state_dict()
+    assert_same(head.mtp_block.state_dict(), layer)
+    prompts = some_prompts(9)
+    written, _ = decode(target, head, prompts, max_new_tokens=NEW)
+    assert written == [generated(target, prompts[0], NEW)]
+
+
 WITHOUT = {
     "gemma2-window": "lm_head(hidden state) is not this model's logits",
     "gpt-oss": "its attention has s_aux",
@@ -379,7 +394,9 @@ def test_a_damaged_config_is_refused_in_one_line(tmp_path):
     save_head(make_head(MtpHead, target), tmp_path / "head", target=target)
     file = tmp_path / "head" / "config.json"
     config = json.loads(file.read_text())
-    for key, value in (("number", 7), ("config", {"model_type": "nothing"})):
+    layer = config["mtp_layer"]["config"]
+    deep, nothing = {**layer, "num_hidden_layers": 30_000}, {"model_type": "nothing"}
+    for key, value in (("number", 7), ("config", nothing), ("config", deep)):
         changed = {**config, "mtp_layer": {**config["mtp_layer"], key: value}}
         file.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match="expected the config of a model"):
