@@ -2,13 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
+import psutil
 from jinja2.exceptions import TemplateError
 
 EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+EXPRESSION_ERRORS += (MemoryError, RecursionError)
 """What the expressions of a chat template may raise, besides jinja's own errors."""
+LOOK_S, LOOKS, MOST_BYTES = 0.1, 100, 1 << 30
+"""Seconds between two looks at running templates; how many looks, and how much memory, one may
+take. Looks, not seconds, as a process may be stopped.
+"""
+
+
+class EndlessTemplateError(TemplateError):
+    """A chat template that takes too long, or too much memory."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it takes over {LOOKS * LOOK_S:g} s, or {MOST_BYTES >> 20:,} MB")
+
+
+Running = dict[int, tuple[int, int]]
+"""Threads that run a template -> looks so far, and memory of the process at the first."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Raise `EndlessTemplateError` in a block that does not end: a template is a program, whose
+    loops and texts jinja does not bound.
+    """
+    lock, running = _watched(os.getpid())
+    thread = threading.get_ident()
+    running[thread] = (0, 0)
+    try:
+        yield
+    finally:
+        with lock:  # afterwards, nothing is raised here
+            running.pop(thread, None)
+
+
+@cache
+def _watched(process: int) -> tuple[threading.Lock, Running]:
+    """A lock, and the threads that another one looks after. process: no thread outlives a fork."""
+    lock, running = threading.Lock(), Running()
+    memory = psutil.Process(process).memory_info
+
+    def look() -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with lock:
+                for thread, (looks, before) in list(running.items()):
+                    used = memory().rss
+                    running[thread] = (looks + 1, before or used)
+                    if looks == LOOKS or used - (before or used) > MOST_BYTES:
+                        running.pop(thread)
+                        error = ctypes.py_object(EndlessTemplateError)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+
+    threading.Thread(target=look, daemon=True).start()
+    return lock, running
 
 
 class TextSource(Protocol):
@@ -61,11 +121,12 @@ class PromptRenderer:
         if not getattr(self.tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in messages)
         try:
-            rendered: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=ask, **self.template_args
-            )
+            with bounded():
+                rendered: str = self.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=ask, **self.template_args
+                )
         except EXPRESSION_ERRORS as error:
-            raise TemplateError(str(error)) from error
+            raise TemplateError(str(error) or type(error).__name__) from error
         return rendered
 
     def prompt_ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:

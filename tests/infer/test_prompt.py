@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from draftheads.heads import load_pair, save_head
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.target import Target
+from draftheads.infer import prompt
 from draftheads.infer.chat.conversation import History
 from draftheads.infer.pipeline import loading
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
@@ -224,6 +225,12 @@ UNTAKEN = {
     "division": (byte_tokenizer("{{ 1 / (messages | length - 2) }}"), MESSAGES, "by zero"),
     "range": (byte_tokenizer("{{ range(10 ** 9) }}"), MESSAGES, "Range too big"),
     "missing": (byte_tokenizer("{{ messages[0].content.count() }}"), MESSAGES, ""),
+    "memory": (byte_tokenizer("{{ 'a' * 10 ** 16 }}"), MESSAGES, "MemoryError"),
+    "recursion": (
+        byte_tokenizer("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+        MESSAGES,
+        "recursion depth",
+    ),
 }
 
 
@@ -235,6 +242,23 @@ def test_what_template_and_tokenizer_do_not_take_is_named_in_one_line(case):
         encode_prompt(Side(tokenizer), prompt)
     assert "\n" not in str(refusal.value)
     str(refusal.value).encode()  # can be printed
+
+
+ENDLESS = {
+    "loops": "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}",
+    "doubles a text": "{% set n = namespace(x='a') %}{% for _ in range(60) %}"
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_that_does_not_end_is_ended(case, monkeypatch):
+    monkeypatch.setattr(prompt, "LOOK_S", 0.01)
+    monkeypatch.setattr(prompt, "LOOKS", 1 if case == "loops" else 10**6)
+    monkeypatch.setattr(prompt, "MOST_BYTES", 1 << 26)
+    with pytest.raises(ValueError, match="got .*it takes over .* s, or 64 MB"):
+        encode_prompt(Side(byte_tokenizer(ENDLESS[case])), MESSAGES)
+    assert encode_prompt(Side(byte_tokenizer()), MESSAGES)
 
 
 @pytest.mark.parametrize("case", ["division", "range", "sum"])
