@@ -82,6 +82,8 @@ NO_CAUSAL_LM = re.compile(r"class '[\w.]*\.(\w+)'> for this kind of AutoModel")
 """transformers' words for a model of another kind, such as an encoder-decoder, and its config."""
 WEIGHTS = (".safetensors", ".bin", ".gguf")
 """Ends of the names of files with weights."""
+SMALL = 1 << 28
+"""Numbers for which there is memory, whether or not a file has them."""
 READING = timedelta(hours=6)
 """How long processes wait for the first one to download and read the weights."""
 
@@ -326,7 +328,7 @@ def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", 
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     size = sum(file.stat().st_size for file in files)
-    if numbers > 8 * size:  # one bit for each
+    if numbers > max(8 * size, SMALL):  # one bit for each
         raise ValueError(
             f"its config.json describes {numbers:,} numbers, which files of {size:,} bytes do not "
             "hold"

@@ -325,6 +325,34 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda folder: reconfigured(folder, vocab_size="many"),
         "cannot be read: .*'vocab_size' expected int, got str",
     ),
+    "no layers": (
+        lambda folder: reconfigured(folder, num_hidden_layers=0),
+        "cannot be read: expected num_hidden_layers from 1 to 512, got 0; download it again",
+    ),
+    "a million layers": (
+        lambda folder: reconfigured(folder, num_hidden_layers=10**6),
+        "cannot be read: expected num_hidden_layers from 1 to 512, got 1,000,000",
+    ),
+    "a billion tokens": (
+        lambda folder: reconfigured(folder, vocab_size=10**9),
+        "cannot be read: expected vocab_size from 1 to 4,194,304, got 1,000,000,000",
+    ),
+    "far more weights than there are": (
+        lambda folder: reconfigured(folder, intermediate_size=10**12),
+        "cannot be read: its config.json describes 384,000,000,031,104 numbers, which files of .*",
+    ),
+    "a number for the text part": (
+        lambda folder: reconfigured(folder, text_config=5),
+        "cannot be read: expected an object of settings as text_config, got 5",
+    ),
+    "a number for a dtype": (
+        lambda folder: reconfigured(folder, dtype=7),
+        "cannot be read: expected the name of a dtype, got 7",
+    ),
+    "an empty quantisation": (
+        lambda folder: reconfigured(folder, quantization_config={}),
+        "cannot be read: .* no `quant_method`",
+    ),
     "no heads": (
         lambda folder: reconfigured(folder, num_attention_heads=0),
         "cannot be read: .*zero; download it again",

@@ -124,7 +124,13 @@ def test_versions_are_kept_and_taken_back(tmp_path, monkeypatch):
     assert [again.rollback(), again.rollback(), again.rollback()] == [4, 3, 0]
     with pytest.raises(ValueError, match="nothing to go back to"):
         again.rollback()
+    state = (tmp_path / STATE).read_text()
+    (tmp_path / "v7-mine").mkdir()
+    high = 10**23  # of a damaged file: no time goes by for what was never there
+    (tmp_path / STATE).write_text(f'{{"served": {high}, "newest": {high}}}')
+    assert Versions(tmp_path).rollback() == 6
     monkeypatch.setattr("draftheads.train.learn.versions.POINTS", 4)
+    (tmp_path / STATE).write_text(state)
     again.note(point(7))
     assert [each.version for each in Versions(tmp_path).state.points] == [4, 5, 6, 7]
     (tmp_path / STATE).write_text("{")

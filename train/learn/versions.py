@@ -80,9 +80,8 @@ class Versions:
         with staged(self.path(version)) as folder:
             write(folder)
         self._replace(State(version, version, (*state.points, point)[-POINTS:]))
-        there = [number for number in range(1, version) if self.path(number).is_dir()]
-        earlier = [number for number in there if number <= state.served]
-        for number in set(there) - set(earlier[-KEPT + 1 :]):
+        earlier = [number for number in self._there() if number <= state.served]
+        for number in self._there() - {version, *sorted(earlier)[-KEPT + 1 :]}:
             shutil.rmtree(self.path(number))
         return self.path(version)
 
@@ -101,10 +100,14 @@ class Versions:
                 f"{self.folder}: expected a head that has learned, got the one that learning "
                 "started from; there is nothing to go back to"
             )
-        earlier = [number for number in range(1, served) if self.path(number).is_dir()]
-        before = max(earlier, default=0)
+        before = max((number for number in self._there() if number < served), default=0)
         self._replace(State(before, self.state.newest, self.state.points))
         return before
+
+    def _there(self) -> set[int]:
+        """The versions that have a folder."""
+        names = [path.name[1:] for path in self.folder.glob("v*") if path.is_dir()]
+        return {int(name) for name in names if name.isdecimal()}
 
     def _replace(self, state: State) -> None:
         self.state = state
