@@ -75,8 +75,8 @@ class TargetFile:
             raise ValueError(f"--target: expected a GGUF file for --to gguf, got {path}; {HOW}")
         try:
             return cls(Path(path), dict(GGUFReader(path).fields))
-        except ValueError as error:
-            raise ValueError(f"--target: {path} is not a GGUF file ({error}); {HOW}") from error
+        except Exception as error:  # a damaged file may raise anything
+            raise ValueError(f"--target: {path} is no whole GGUF file ({error}); {HOW}") from error
 
     def value(self, key: str) -> Any:
         """The value of a key, or None."""

@@ -284,13 +284,16 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     ("target", "said"),
     [
         ("target.gguf", ""),
-        ("ours/config.json", "config.json is not a GGUF file"),
+        ("ours/config.json", "config.json is no whole GGUF file"),
+        ("cut.gguf", "cut.gguf is no whole GGUF file"),
         ("ours", "expected a GGUF file for --to gguf, got"),
     ],
 )
 def test_the_command_takes_the_targets_file(tmp_path, monkeypatch, capsys, target, said):
     ours, out = saved("eagle3-usual", tmp_path / "ours"), tmp_path / "head.gguf"
     target_file(tmp_path / "target.gguf", tiny_target())
+    whole = (tmp_path / "target.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:100])
     place = ["--target", str(tmp_path / target)]
     monkeypatch.setattr(
         "sys.argv", ["draftheads", "convert", str(ours), str(out), "--to", "gguf", *place]
