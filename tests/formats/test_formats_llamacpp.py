@@ -293,7 +293,7 @@ def test_the_command_takes_the_targets_file(tmp_path, monkeypatch, capsys, targe
     ours, out = saved("eagle3-usual", tmp_path / "ours"), tmp_path / "head.gguf"
     target_file(tmp_path / "target.gguf", tiny_target())
     whole = (tmp_path / "target.gguf").read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(whole[:100])
+    (tmp_path / "cut.gguf").write_bytes(whole[:24])
     place = ["--target", str(tmp_path / target)]
     monkeypatch.setattr(
         "sys.argv", ["draftheads", "convert", str(ours), str(out), "--to", "gguf", *place]
