@@ -330,8 +330,7 @@ def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", 
     size = sum(file.stat().st_size for file in files)
     if numbers > max(8 * size, SMALL):  # one bit for each
         raise ValueError(
-            f"its config describes {numbers:,} numbers, which files of {size:,} bytes do not "
-            "hold"
+            f"its config describes {numbers:,} numbers, which files of {size:,} bytes do not hold"
         )
 
 

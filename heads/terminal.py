@@ -6,11 +6,13 @@ text.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from tqdm import tqdm
 
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and line break, DEL, C1
@@ -42,3 +44,30 @@ class SafeConsole(Console):
                 yield segment
             else:
                 yield Segment(printable(segment.text), segment.style)
+
+
+LINE = "{desc} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
+"""A progress bar in a log."""
+EVERY_S = 30
+"""Seconds between two such lines."""
+
+
+class _Lines:
+    """stderr without a terminal, where nothing is drawn over."""
+
+    def write(self, text: str) -> None:
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Each line is."""
+
+
+def progress_bar(**options: Any) -> tqdm[Any]:
+    """A progress bar on stderr, with options of tqdm; now and then a line where that is no
+    terminal.
+    """
+    if not sys.stderr.isatty():
+        times = {"mininterval": EVERY_S, "maxinterval": EVERY_S}
+        options |= {"file": _Lines(), "bar_format": LINE, "ncols": None, **times}
+    return tqdm(**options)

@@ -438,7 +438,7 @@ def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Acc
             f"{folder}: features take {needed / 1e9:.3g} GB, of which {to_write / 1e9:.3g} GB are "
             f"not yet written; expected at most {limit / 1e9:.3g} GB (features.disk_gb) and "
             f"{free / 1e9:.3g} GB free on that disk; raise features.disk_gb, use "
-            " another features.path, or set features.mode=online"
+            "another features.path, or set features.mode=online"
         )
     if to_write:
         main_process_log(accelerator)(

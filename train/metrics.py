@@ -27,7 +27,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftheads.heads.files import naming, write_text
-from draftheads.heads.terminal import printable
+from draftheads.heads.terminal import printable, progress_bar
 from draftheads.train.checkpoint import RunState
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
@@ -67,7 +67,7 @@ class Progress:
             lines = [line for line in read_metrics(recipe.run.output) if line["step"] <= start]
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         silent = not accelerator.is_main_process
-        self.bar = tqdm(
+        self.bar = progress_bar(
             total=steps,
             initial=start,
             desc="train",

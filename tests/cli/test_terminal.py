@@ -16,6 +16,7 @@ import pytest
 from rich.table import Table
 from tiny_chat import llama
 
+from draftheads.heads import terminal
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.terminal import SafeConsole, printable
@@ -136,3 +137,21 @@ def test_nothing_is_printed_past_the_functions_that_make_it_harmless(name):
         assert made != "Console", ast.unparse(call)
         if made in ("print", "tqdm.write", "sys.stdout.write", "sys.stderr.write"):
             assert shown.startswith("printable("), ast.unparse(call)
+
+
+def test_a_bar_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
+    """Drawn over itself, a bar was 87 % of a log."""
+    with terminal.progress_bar(total=500, desc="train", bar_format="{desc} {bar}") as bar:
+        for _ in range(500):
+            bar.update()
+    log = capsys.readouterr().err
+    first, last = log.splitlines()
+    assert (first[:12], last[:14]) == ("train 0/500 ", "train 500/500 ")
+    assert "\r" not in log
+
+    screen = io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", screen)
+    with terminal.progress_bar(total=2, desc="train") as bar:
+        bar.update()
+    assert "\r" in screen.getvalue() and "50%" in screen.getvalue()

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from functools import partialmethod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tiny_training import (
     write_answers,
     write_target,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HEADS, load_head
@@ -33,7 +35,7 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
 from draftheads.train import loop
 from draftheads.train.checkpoint import load_optimizer_state
-from draftheads.train.engines import Learner, learning_rate
+from draftheads.train.engines import Learner, TorchEngine, learning_rate
 from draftheads.train.loop import fit
 from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
@@ -352,3 +354,29 @@ def test_adamw_in_one_pass_is_adamw():
         usual.step()
     for left, right in zip(head.parameters(), parameters, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+
+
+class Clones(TorchDispatchMode):
+    """Counts the numbers that are copied."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.clone.default:
+            self.numbers += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_an_engine_copies_no_head(kind):
+    """Its weights and a copy of them would be in memory at the start of each run."""
+    head = make_head(HEADS[kind], tiny_target())
+    accelerator = SimpleNamespace(num_processes=1)
+    with Clones() as clones:
+        engine = TorchEngine(Learner(head, "fp32"), OptimChoices(), accelerator, sharded=False)
+    assert clones.numbers < 100
+    full = engine.full_head()
+    assert_same(full.state_dict(), head.state_dict())
+    assert [x.requires_grad for x in full.parameters()] == [
+        x.requires_grad for x in head.parameters()
+    ]

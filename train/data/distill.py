@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
-from draftheads.heads.terminal import printable
+from draftheads.heads.terminal import printable, progress_bar
 from draftheads.infer.accept import LEAST_TEMPERATURE, seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
@@ -429,7 +429,7 @@ def _answer(
         patience = max(1, min(patience, left))
     rows = filter(None, map(conversations, claims))
     answers = answerer.answer(rows, options)
-    bar = tqdm(total=left, desc="distill", unit="prompt", disable=rank > 0)
+    bar = progress_bar(total=left, desc="distill", unit="prompt", disable=rank > 0)
     try:
         with bar, closing(answers):
             _store(answers, journal, missing, patience, bar)
