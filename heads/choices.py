@@ -40,6 +40,9 @@ class Section(BaseModel):
         for key, value in values.items():
             if value == "":  # of an unset variable, as in run.output=$OUT
                 raise ValueError(f"{key} is empty; set it, or leave it out")
+            kinds = str(cls.model_fields[key].annotation) if key in cls.model_fields else "bool"
+            if isinstance(value, bool) and "bool" not in kinds:  # pydantic takes true for 1
+                raise ValueError(f"{key}: expected a number or a text, got {str(value).lower()}")
         plain = {key: expanded(value) for key, value in values.items()}
         for key in plain.keys() & cls.lists():
             if isinstance(plain[key], str | int):  # of one, as in run.trackers=wandb

@@ -45,6 +45,8 @@ from draftheads.recipes import packaged
 
 Placement = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Of a target; "auto": the checkpoint's own on an accelerator, float32 on a CPU."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -67,6 +69,10 @@ class Loading:
     placement: Placement | dict[str, Any] = "whole"
     bits: Bits | None = None
     lora: Lora | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected {', '.join(DTYPES)}, got {self.dtype!r}; choose one")
 
 
 ASKS_FOR_CODE = "custom code"

@@ -178,6 +178,7 @@ class Target:
         damaged weights, and for a LoRA that cannot be merged into them.
         """
         path = str(name_or_path)
+        options["dtype"] = dtype_name(options.get("dtype") or "auto")
         how = Loading(**options, lora=Lora.open(lora) if lora else None)
         if how.placement == "skeleton" and how.lora is None:
             model = load_skeleton(path, how.dtype, how.device, how.revision)

@@ -32,7 +32,7 @@ def check_finite(file: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> Non
                 )
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """ "float32" for torch.float32: the name in options, configs and reports."""
     return str(dtype).removeprefix("torch.")
 

@@ -140,7 +140,8 @@ class StopStrings:
     def __init__(self, tokenizer: Any, stop: Collection[str], prompt: Sequence[int]) -> None:
         if tokenizer is None:
             raise ValueError("stop strings need a tokenizer, this target has none; leave them out")
-        if isinstance(stop, str) or not all(stop):
+        is_list = isinstance(stop, Collection) and not isinstance(stop, str)
+        if not is_list or not all(isinstance(each, str) and each for each in stop):
             raise ValueError(f"stop: expected a list of non-empty strings, got {stop!r}")
         self._stop = tuple(stop)
         self._reach = max(map(len, stop))

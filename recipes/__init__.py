@@ -2,8 +2,9 @@
 are found by name: `demo-sequential`, `demo-target`, `demo-prompts`.
 """
 
-import difflib
 from pathlib import Path
+
+from draftheads.arguments import meant
 
 FOLDER = Path(__file__).parent
 LAUNCH = "accelerate-"
@@ -34,6 +35,6 @@ def find_recipe(name: str | Path) -> Path:
         return path
     if recipe := packaged(str(name), ".yaml"):
         return recipe
-    near = difflib.get_close_matches(path.stem, recipe_names(), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "`draftheads recipes` lists those by name"
+    near = meant(path.stem, recipe_names())
+    hint = f"did you mean {near}?" if near else "`draftheads recipes` lists those by name"
     raise FileNotFoundError(f"recipe {name}: expected a YAML file or a packaged recipe; {hint}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import yaml
 from typer import Argument, Option
 
+from draftheads.arguments import meant
 from draftheads.recipes import find_recipe, recipe_names
 from draftheads.scripts.following import say_next, target_options
 from draftheads.scripts.options import NEW_CHECK, MaybeLora, Revision, TargetName
@@ -106,7 +106,9 @@ def title(path: Path) -> str:
 
 
 def keys(
-    section: Annotated[str | None, Argument(help="head, optim, run, ...; default: all")] = None,
+    section: Annotated[
+        str | None, Argument(help="head, optim, run, run.minutes, ...; default: all")
+    ] = None,
     schema: Annotated[bool, Option("--schema", help="print a JSON schema for editors")] = False,
 ) -> None:
     """List recipe keys with types, defaults and descriptions."""
@@ -115,12 +117,20 @@ def keys(
     if schema:
         say(json.dumps(json_schema(), indent=2))
         return
-    rows = [row for row in key_table() if section in (None, row[0].partition(".")[0].split()[0])]
+    table = key_table()
+    names = [row[0].split()[0] for row in table]
+    rows = [
+        row
+        for row, name in zip(table, names, strict=True)
+        if section is None or f"{name}.".startswith(f"{section}.")
+    ]
     if not rows:
-        near = difflib.get_close_matches(str(section), Recipe.model_fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else "choose one, or leave it out for all"
+        near = meant(str(section), {*Recipe.model_fields, *names})
+        hint = f"did you mean {near}?" if near else "choose one, or leave it out for all"
         sections = ", ".join(Recipe.model_fields)
-        raise ValueError(f"expected a section of a recipe ({sections}), got {section!r}; {hint}")
+        raise ValueError(
+            f"expected a section or a key of a recipe ({sections}), got {section!r}; {hint}"
+        )
     for key, takes, default, description in rows:
         say(f"{key} = {default} [{takes}]\n    {description}")
 

@@ -184,7 +184,8 @@ class HeadFolder:
         if "medusa_num_heads" in self.config and self.config.get("architectures"):
             return self.name, self.revision  # Medusa v1.0: heads and target in one folder
         raise ValueError(
-            f"{self.path / CONFIG} does not record which target it was trained for; pass --target"
+            f"{self.path / CONFIG}: expected the target of a head, got none; pass it (target=NAME, "
+            "or --target NAME); if this is a model, it is the target"
         )
 
     @property

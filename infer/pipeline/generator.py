@@ -16,6 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, overload
@@ -63,6 +64,11 @@ class PlaceOptions(TypedDict, total=False):
     lora: str | Path | None  # a LoRA of the target in PEFT's format, to be merged into it
 
 
+NUMBERS = {
+    **dict.fromkeys(("max_new_tokens", "top_k", "seed"), (Integral, "an integer")),
+    **dict.fromkeys(("temperature", "top_p"), (Real, "a number")),
+}
+"""Options that are numbers, which True is not here."""
 RULE = ("temperature", "top_p", "top_k")
 """Options that a rule replaces."""
 
@@ -221,6 +227,10 @@ class TextGenerator:
                 f"expected {', '.join(GenerateOptions.__annotations__)}, got "
                 f"{', '.join(sorted(unknown))}; leave it out"
             )
+        for key, (kind, expected) in NUMBERS.items():
+            value = options.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+                raise ValueError(f"{key}: expected {expected}, got {value!r:.40}; or leave it out")
         encoded = [self._encoded(prompt, options) for prompt in prompts]
         stop = options.get("stop", ())
         if isinstance(stop, str):

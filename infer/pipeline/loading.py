@@ -38,6 +38,12 @@ class Place:
     report: Callable[[object], None] = logger.info
     placement: Placement = "whole"
 
+    def __post_init__(self) -> None:
+        if self.threads is not None and not (type(self.threads) is int and self.threads > 0):
+            raise ValueError(f"threads: expected 1 or more, got {self.threads!r}; or leave it out")
+        if self.bits not in (None, 4, 8):
+            raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}; or leave it out")
+
     def recorded(self, head: HeadFolder) -> Self:
         """The same, with the LoRA of the target that a head records, unless one is named."""
         return replace(self, lora=self.lora or head.facts.target.lora)

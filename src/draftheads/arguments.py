@@ -4,8 +4,10 @@ mistake is said at once, not after the seconds that torch takes to load.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -67,6 +69,15 @@ def expected(message: str) -> str:
     """A message of pydantic's about a value, beginning with what was expected."""
     message = message.removeprefix("Value error, ").partition(", unable to")[0]
     return re.sub("^Input should be ", "expected ", message)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What a person may have meant: the known names that go on like this one, else the nearest one;
+    "" for none.
+    """
+    names = sorted(known)
+    longer = [each for each in names if name and each.startswith(name)]
+    return " or ".join(longer[:4] or difflib.get_close_matches(name, names, n=1))
 
 
 def nearest(path: Path) -> Path:

@@ -37,8 +37,12 @@ def test_keys_of_one_section():
     keys = [line for line in output("keys", "optim").splitlines() if not line.startswith(" ")]
     assert keys and all(key.startswith("optim.") for key in keys)
     assert "Annotated" not in output("keys")
-    with pytest.raises(ValueError, match="expected a section of a recipe"):
+    with pytest.raises(ValueError, match="expected a section or a key of a recipe"):
         output("keys", "optimizer")
+    line, _ = output("keys", "run.minutes").splitlines()
+    assert line.startswith("run.minutes = null")
+    with pytest.raises(ValueError, match=r"did you mean run\.minutes\?"):
+        output("keys", "run.minuets")
 
 
 def test_the_schema_is_json():

@@ -249,6 +249,48 @@ def test_mistakes_are_named_before_anything_is_decoded(model, target, tmp_path):
         TextGenerator(model.engine, batch_size=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens: expected an integer, got 1.5"),
+        ({"temperature": True}, "temperature: expected a number, got True"),
+        ({"temperature": "1"}, "temperature: expected a number, got '1'"),
+        ({"temperature": 1.0, "top_k": True}, "top_k: expected an integer, got True"),
+        ({"temperature": 1.0, "top_p": True}, "top_p: expected a number, got True"),
+        ({"temperature": 1.0, "seed": True}, "seed: expected an integer, got True"),
+        ({"stop": True}, "stop: expected a list of non-empty strings, got True"),
+        ({"stop": [5]}, r"stop: expected a list of non-empty strings, got \[5\]"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate("Why?", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "fp16"}, "dtype: expected auto, float32, bfloat16, float16, got 'fp16'"),
+        ({"bits": "8"}, "bits: expected 4 or 8, got '8'"),
+        ({"bits": True}, "bits: expected 4 or 8, got True"),
+        ({"threads": True}, "threads: expected 1 or more, got True"),
+        ({"threads": "2"}, "threads: expected 1 or more, got '2'"),
+        ({"threads": 0}, "threads: expected 1 or more, got 0"),
+    ],
+)
+def test_places_that_there_are_not_are_refused(folder, options, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        load(target=folder / "target", **{"threads": 1, **options})
+    assert "download" not in str(refused.value)
+
+
+def test_a_dtype_may_be_torchs_and_a_model_is_no_head(folder):
+    assert Target.load(folder / "target", dtype=torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="pass it \\(target=NAME, .*; if this is a model, it is"):
+        load(folder / "target")
+
+
 def test_facades_show_what_they_offer():
     """dir() and help() begin with an example."""
     assert {"load", "heads", "infer", "train"} <= {*dir(draftheads)}

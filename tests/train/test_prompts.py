@@ -147,7 +147,11 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(read_prompts("owner/name")) == 2
     assert len(read_prompts("owner/name", hub=Hub(streaming=True))) == 2
     assert len(read_prompts("owner/name", hub=Hub(streaming=False), limit=1)) == 1
-    for source, hub in {"gsm8k": Hub("train"), "gsm8k:socratic": Hub(), "humaneval": Hub()}.items():
+    for source, hub in {
+        "gsm8k": Hub("train"),
+        "openai/gsm8k:socratic": Hub(),
+        "humaneval": Hub(),
+    }.items():
         read_prompts(source, hub=hub)
     named = {"path": "owner/name", "name": None}
     assert calls == [
@@ -156,7 +160,7 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         {**named, "split": "train", "streaming": True},
         {**named, "split": "train", "streaming": False},
         {"path": "openai/gsm8k", "name": "main", "split": "train", "streaming": False},
-        {"path": "gsm8k", "name": "socratic", "split": "train", "streaming": False},
+        {"path": "openai/gsm8k", "name": "socratic", "split": "train", "streaming": False},
         {"path": "openai/openai_humaneval", "split": "test", "streaming": False},
     ]
 
@@ -207,7 +211,7 @@ def test_a_misspelt_set_has_a_hint() -> None:
         read_prompts("spec-benhc")
 
 
-@pytest.mark.parametrize("name", ["openai/gsm8k", "openai/openai_humaneval", "gsm8k:main"])
+@pytest.mark.parametrize("name", ["openai/gsm8k", "openai/openai_humaneval", "openai/gsm8k:main"])
 def test_a_data_set_named_like_a_set_is_not_a_misspelt_one(name: str) -> None:
     assert check_source(name) == Path(name)
 
@@ -296,7 +300,25 @@ def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch: Any, tmp_path:
         with pytest.raises(ValueError, match=r"found none; did you mean ok\.jsonl\?$"):
             read_prompts(name)
     with pytest.raises(ImportError, match="import of datasets"):
-        read_prompts("okay")
+        read_prompts("them/okay")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("demo-prompt", r"did you mean demo-prompts\?$"),
+        ("gsm8k:socratic", "give a Hub data set as owner/name$"),
+        ("alpaca", "give a Hub data set as owner/name$"),
+    ],
+)
+def test_a_name_without_an_owner_is_not_looked_up_on_the_hub(
+    name: str, meant: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Which took 77 seconds without a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=f"found none; .*{meant}"):
+        read_prompts(name)
 
 
 def test_reading_the_hub_without_datasets_is_one_line(

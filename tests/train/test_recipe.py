@@ -241,6 +241,13 @@ def test_a_wrong_type_says_key_expected_and_got(path):
     assert "data.heldout" in error(path, "data.heldout=2")
 
 
+@pytest.mark.parametrize("key", ["run.steps", "optim.lr", "target_bits", "head.depth"])
+def test_true_is_no_number(path, key):
+    said = error(path, f"{key}=true")
+    assert said.endswith(f"{key.rpartition('.')[2]}: expected a number or a text, got true")
+    assert load_recipe(path, ["run.compile=true"]).run.compile
+
+
 def test_a_section_given_as_a_value_is_refused(path):
     assert "head: expected" in error(path, "head=medusa")
 
@@ -283,8 +290,11 @@ def test_recipes_of_the_package_are_found_by_name(tmp_path, monkeypatch):
     """Wherever the package is installed; a file of the same name comes first."""
     monkeypatch.chdir(tmp_path)
     assert load_recipe("demo-sequential").head.kind == "sequential"
-    with pytest.raises(FileNotFoundError, match="did you mean 'demo-sequential'"):
+    with pytest.raises(FileNotFoundError, match="did you mean demo-sequential\\?"):
         load_recipe("demo-sequental")
+    qwen = "did you mean qwen3-0.6b-block or qwen3-0.6b-eagle3 or .*qwen3-0.6b-sequential\\?"
+    with pytest.raises(FileNotFoundError, match=qwen):  # the nearest one is of another model
+        load_recipe("qwen3-0.6b")
     Path("demo-sequential").write_text(MINIMAL)
     assert load_recipe("demo-sequential").head.kind == "medusa"
 

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftheads.extras import extras
-from draftheads.recipes import packaged
+from draftheads.recipes import FOLDER, packaged
 
 LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -52,6 +52,8 @@ SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_datase
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
 }
+PACKAGED = tuple(path.stem for path in sorted(FOLDER.glob("*.jsonl")))
+"""Sets that come with the package."""
 ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
     "system": ("system", "developer"),
@@ -220,9 +222,9 @@ def check_source(source: str | Path) -> Path:
     files = []
     if path.parent.is_dir():
         files = [other.name for other in path.parent.iterdir() if other.is_file()]
-    sets = () if re.search("[/:]", str(source)) else SETS  # openai/gsm8k is a data set itself
+    sets = [] if "/" in str(source) else [*SETS, *PACKAGED]  # openai/gsm8k is a data set itself
     near = difflib.get_close_matches(path.name, [*files, *sets], n=1)
-    named = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?(:[\w.-]+)?", str(source))
+    named = re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", str(source))
     in_folder = "/" in str(source) and path.parent.is_dir()
     if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
