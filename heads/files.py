@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,6 +71,7 @@ def renaming(path: Path) -> Iterator[Path]:
     """A temporary name, for a file that becomes `path` when the block succeeds, and is deleted
     otherwise.
     """
+    sweep(path.parent, glob.escape(path.name))
     part = own_name(path)
     try:
         with naming(path):
@@ -121,7 +122,11 @@ def sweep(folder: Path, pattern: str) -> None:
     for left in folder.glob(f".{pattern}.{socket.gethostname()}.*"):
         process = left.name.rpartition(".")[2]
         if process.isdecimal() and not _is_running(int(process)):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)  # it may be another user's
+            else:
+                with suppress(OSError):
+                    left.unlink()
 
 
 def _is_running(process: int) -> bool:

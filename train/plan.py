@@ -38,6 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
+from draftheads.heads.files import own_name, sweep
 from draftheads.heads.formats.hub import refusals
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.lora import Lora
@@ -82,6 +83,10 @@ LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEE
 """What a launcher tells its processes."""
 CLEAR = Path("/proc/self/clear_refs")
 """Where Linux lets a process reset its peak."""
+
+
+TRIAL = "draftheads-plan-"
+"""Beginning of the names of temporary folders."""
 
 
 class ShapeTarget(Target):
@@ -368,7 +373,9 @@ class Rehearsal:
 def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
     """Train a few steps on a random target and random rows. Raises what `fit` raises."""
     rehearsal = Rehearsal(recipe, shapes, work)
-    with tempfile.TemporaryDirectory(prefix="draftheads-plan-") as name, _apart():
+    sweep(Path(tempfile.gettempdir()), f"{TRIAL}*")
+    owner = own_name(Path(TRIAL)).name.removeprefix(f".{TRIAL}")
+    with tempfile.TemporaryDirectory(owner, f".{TRIAL}") as name, _apart():
         short = rehearsal.recipe(recipe, Path(name))
         write_rows(short.data.path, rehearsal.sizes, shapes.vocabulary)
         if shapes.is_served:

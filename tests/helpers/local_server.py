@@ -59,7 +59,8 @@ class LocalServer:
         if handler.path == "/v1/models":
             return _send(handler, 200, {"object": "list", "data": self.models})
         if handler.path == "/metrics" and self.metrics:
-            return _send_raw(handler, 200, {}, self.metrics)
+            claimed = {"Content-Type": "text/plain; charset=utf-16"}  # whatever it says
+            return _send_raw(handler, 200, claimed, self.metrics)
         if handler.path != "/v1/completions":
             return _send(handler, 404, {"detail": "Not Found"})
         request = json.loads(body)

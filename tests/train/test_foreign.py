@@ -461,7 +461,12 @@ def test_ids_outside_the_vocabulary_are_refused(made, tmp_path, token, reason):
     assert reason in line_of(made, tmp_path / "data", tmp_path / "run", mode="online")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[]", '{"_data_files": [{}]}', '{"_data_files": 1}'])
+FILES = '{"_data_files": %s}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[]", FILES % "[{}]", FILES % 1, FILES % '[{"filename": 5}]']
+)
 def test_a_damaged_list_of_files_is_named(made, tmp_path, content):
     data = copy_of(made / "speculators", tmp_path / "data")
     (data / "state.json").unlink()

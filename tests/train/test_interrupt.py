@@ -37,7 +37,7 @@ from tiny_training import (
 )
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import staged
+from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.hub import open_head, write_head
 from draftheads.heads.target import Target
 from draftheads.scripts.convert import converted, merged
@@ -595,10 +595,14 @@ def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
     host = "another" if owner == "elsewhere" else socket.gethostname()
     left = tmp_path / f".head[1].{host}.{number}"
     left.mkdir()
+    file = left.with_name(left.name.replace("head", "file"))
+    file.touch()
     with staged(tmp_path / "head[1]") as staging:
         (staging / "new").touch()
+    write_text(tmp_path / "file[1]", "new")
     assert [path.name for path in (tmp_path / "head[1]").iterdir()] == ["new"]
-    assert left.exists() is (owner in ("alive", "elsewhere"))
+    is_kept = owner in ("alive", "elsewhere")
+    assert (left.exists(), file.exists()) == (is_kept, is_kept)
 
 
 def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):

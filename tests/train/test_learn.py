@@ -79,7 +79,7 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path):
         file.write('{"time":1,"start":1,"tok')
     texts_in(tmp_path).add([3], [4])
     with path.open("a") as file:
-        file.write('{"time":1,"start":1,"tokens":[1e99]}\n[]\n')
+        file.write('{"time":1,"start":1,"tokens":[1e99]}\n[]\n' + "[" * 100_000 + "\n")
     assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import tempfile
 from dataclasses import replace
 from io import StringIO
@@ -255,6 +256,8 @@ def test_a_plan_of_few_data_says_what_the_run_will_do(made, tmp_path, capsys):
 def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("draftheads.train.plan.MOST", 4)
+    killed = f".draftheads-plan-x.{socket.gethostname()}.{os.getpid()}"  # with the same id, earlier
+    (tmp_path / killed).mkdir()
     values = tiny_recipe(made, output=str(tmp_path / "run"))
     plan = make_plan(recipe_of(values))
     assert plan.reason == ""

@@ -191,10 +191,11 @@ def open_foreign(path: str | Path) -> ForeignFolder | None:
     state = path / STATE
     if state.is_file():
         try:
-            names = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
+            entries = json.loads(state.read_bytes())["_data_files"]
+            files = [path / entry["filename"] for entry in entries]
         except FAULTS as error:
             raise damaged(state, error) from error
-        return SpeculatorsFolder(path, [path / name for name in names])
+        return SpeculatorsFolder(path, files)
     numbers = {}
     for file in sorted(path.glob("rows_*/data_*")):
         if match := NUMBER.fullmatch(file.name):

@@ -519,7 +519,8 @@ class Server:
                 response = client.get(page, timeout=CONNECT_SECONDS)
         except httpx.HTTPError:
             return None
-        return str(response.text) if response.status_code == 200 else None
+        text: str = response.content.decode(errors="replace")  # whatever charset it claims
+        return text if response.status_code == 200 else None
 
     def warn_of_speculation(self) -> None:
         """Name a vLLM that verifies drafts, as far as its metrics tell."""

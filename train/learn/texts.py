@@ -142,7 +142,7 @@ class Texts:
                     tokens, start = values["tokens"], int(values["start"])
                     seconds = min(float(values["time"]), time.time())  # not of a wrong clock
                     array("i", tokens)
-                except (ValueError, TypeError, KeyError, OverflowError):
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     continue
                 yield tokens[:start], tokens[start:], seconds
 
