@@ -108,6 +108,12 @@ class DraftHead(nn.Module, ABC):
         super().__init__()
         self.choices = self.Choices()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(hidden size {self.hidden_size}, {self.tree!r})"
+
+    __str__ = nn.Module.__repr__
+    """Its layers, as of any module."""
+
     @property
     @abstractmethod
     def depth(self) -> int:

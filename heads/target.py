@@ -155,6 +155,10 @@ class Target:
         if not (self.is_skeleton or model.get_input_embeddings().weight.is_meta):
             _refuse_by_trial(self)
 
+    def __repr__(self) -> str:
+        size = f"{self.layers} layers, hidden size {self.hidden_size}"
+        return f"Target({self.title!r}, {size}, {self.precision}, {self.device})"
+
     @classmethod
     def load(
         cls,

@@ -101,7 +101,7 @@ class TokenTree:
         return TokenTree(self.tokens_BN[rows], self.topology.select(rows))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StaticTree:
     """A fixed tree, as a prefix-closed set of paths of ranks.
 
@@ -130,6 +130,9 @@ class StaticTree:
         if any(place.get(path[:-1], -1) > number for path, number in place.items()):
             paths = tuple(sorted(paths, key=_by_depth))
         object.__setattr__(self, "paths", paths)
+
+    def __repr__(self) -> str:
+        return f"StaticTree({self.draft_nodes} draft nodes, depth {self.depth})"
 
     @classmethod
     def from_widths(cls, widths: Sequence[int]) -> StaticTree:

@@ -14,10 +14,9 @@ measures.
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-from draftheads.extras import extras
+from draftheads.extras import lazy
 
 PUBLIC = {
     "Acceptance": "accept",
@@ -45,15 +44,48 @@ PUBLIC = {
     "load": "pipeline.generator",
     "speculative": "generate",
 }
-__all__ = list(PUBLIC)  # noqa: PLE0605
+__all__ = [
+    "Acceptance",
+    "Adaptive",
+    "BenchOptions",
+    "BenchReport",
+    "ChatOptions",
+    "Completion",
+    "Costs",
+    "DraftModel",
+    "EarlyExit",
+    "Greedy",
+    "Merged",
+    "NGram",
+    "Sampled",
+    "Session",
+    "SpeculativeSampling",
+    "Speculator",
+    "Statistics",
+    "Step",
+    "TextGenerator",
+    "TextStream",
+    "Typical",
+    "bench",
+    "encode_prompt",
+    "load",
+    "speculative",
+]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with extras():
-        return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if TYPE_CHECKING:
+    from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+    from draftheads.infer.chat.repl import ChatOptions
+    from draftheads.infer.drafters.adaptive import Adaptive
+    from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+    from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
+    from draftheads.infer.drafters.merged import Merged
+    from draftheads.infer.drafters.ngram import NGram
+    from draftheads.infer.engine import Session, Speculator, Statistics, Step
+    from draftheads.infer.generate import speculative
+    from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
+    from draftheads.infer.measure.costs import Costs
+    from draftheads.infer.pipeline.generator import Completion, TextGenerator, load
+    from draftheads.infer.prompt import encode_prompt
+    from draftheads.infer.text import TextStream
+else:
+    __getattr__, __dir__ = lazy(__name__, PUBLIC)

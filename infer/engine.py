@@ -299,6 +299,9 @@ class Speculator:
         if compile and (fault := fault or why_not(target)):
             self.stop_compiling(fault)
 
+    def __repr__(self) -> str:
+        return f"Speculator({self.target!r}, {self.drafts!r}, tree={self.tree!r})"
+
     def with_drafts(self, drafts: DrafterSource) -> Speculator:
         """An engine like this one with other drafts, in their own tree if this one has that of its
         own drafts. Raises as the constructor.

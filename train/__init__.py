@@ -11,10 +11,9 @@ Names are imported when they are used: `draftheads.train.entry` must be able to 
 torch is loaded.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
-from draftheads.extras import extras
+from draftheads.extras import lazy
 
 PUBLIC = {
     "DistillOptions": "data.distill",
@@ -26,15 +25,21 @@ PUBLIC = {
     "load_recipe": "recipe",
     "read_prompts": "data.prompts",
 }
-__all__ = list(PUBLIC)  # noqa: PLE0605
+__all__ = [
+    "DistillOptions",
+    "LocalAnswerer",
+    "Outcome",
+    "Recipe",
+    "distill",
+    "fit",
+    "load_recipe",
+    "read_prompts",
+]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with extras():
-        return getattr(import_module(f"{__name__}.{PUBLIC[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if TYPE_CHECKING:
+    from draftheads.train.data.distill import DistillOptions, LocalAnswerer, distill
+    from draftheads.train.data.prompts import read_prompts
+    from draftheads.train.loop import Outcome, fit
+    from draftheads.train.recipe import Recipe, load_recipe
+else:
+    __getattr__, __dir__ = lazy(__name__, PUBLIC)

@@ -176,6 +176,9 @@ class TextGenerator:
             raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
         self.engine, self.batch_size = engine, batch_size
 
+    def __repr__(self) -> str:
+        return f"TextGenerator({self.engine!r})"
+
     @property
     def target(self) -> Target:
         """The frozen model, with its `tokenizer` and `context`."""

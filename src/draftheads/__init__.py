@@ -11,26 +11,30 @@ are used: `import draftheads` loads nothing, torch least of all.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 PARTS = ("heads", "infer", "train")
 __version__: str
-__all__ = [*PARTS, "__version__", "load"]  # noqa: PLE0604
+__all__ = ["__version__", "heads", "infer", "load", "train"]
 
+if TYPE_CHECKING:
+    from draftheads import heads, infer, train
+    from draftheads.infer import load
+else:
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib import metadata  # takes longer than all else here
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib import metadata  # takes longer than all else here
 
-        try:
-            return metadata.version("draftheads")
-        except metadata.PackageNotFoundError:
-            return "not installed"  # a clone on PYTHONPATH
-    if name == "load":
-        return import_module(f"{__name__}.infer").load
-    if name not in PARTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module(f"{__name__}.{name}")
+            try:
+                return metadata.version("draftheads")
+            except metadata.PackageNotFoundError:
+                return "not installed"  # a clone on PYTHONPATH
+        if name == "load":
+            return import_module(f"{__name__}.infer").load
+        if name not in PARTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 @contextmanager
@@ -16,6 +18,23 @@ def extras() -> Iterator[None]:
         if (error.name or "").startswith("draftheads"):  # a fault of ours
             raise
         raise ModuleNotFoundError(explanation(error), name=error.name) from error
+
+
+def lazy(
+    package: str, modules: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of a package whose names are imported when they are used.
+
+    modules: the module of each name, below the package.
+    """
+
+    def attribute(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        with extras():
+            return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return attribute, lambda: sorted(modules)
 
 
 def explanation(error: ImportError) -> str:

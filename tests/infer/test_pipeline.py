@@ -12,7 +12,7 @@ import pytest
 import torch
 from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
 from tiny_chat import llama
-from tiny_heads import random_head
+from tiny_heads import new_head, random_head
 
 import draftheads
 from draftheads.heads import Target, save_head
@@ -299,3 +299,14 @@ def test_facades_show_what_they_offer():
         assert dir(part) == sorted(part.__all__)
         for name in part.__all__:
             assert getattr(part, name) is not None
+
+
+@pytest.mark.parametrize("kind", draftheads.heads.HEADS)
+def test_what_is_printed_says_target_head_and_tree_in_one_line(target, kind):
+    engine = Speculator(target, new_head(kind, target))
+    shown = repr(TextGenerator(engine))
+    assert "\n" not in shown
+    for part in ("'tiny-llama', 2 layers, hidden size 32, float32, cpu", "Head(", "Tree("):
+        assert part in shown
+    assert "8 draft nodes, depth 2" in shown or "draft_nodes=8, depth=8" in shown
+    assert "Linear(" in str(engine.drafts)  # print shows its layers, as of any module
