@@ -6,14 +6,24 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
+from os.path import commonprefix
 from typing import Any, Protocol
 
 import psutil
 from jinja2.exceptions import TemplateError
 
+from draftheads.infer.text import Marks, TextStream
+
+Message = dict[str, Any]
+OPEN, CLOSE = "<think>", "</think>"
+"""In texts, reasoning stands between them, whatever special tokens a target writes."""
+QUESTION = {"role": "user", "content": "Hello"}
+THOUGHT, ANSWER = "DRAFTHEADS-THOUGHT", "DRAFTHEADS-ANSWER"
+"""Texts that are searched for in a rendered conversation."""
 EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
 EXPRESSION_ERRORS += (MemoryError, RecursionError)
 """What the expressions of a chat template may raise, besides jinja's own errors."""
@@ -95,6 +105,40 @@ class TextSource(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Reasoning:
+    """How a chat template marks the reasoning of answers, if with special tokens: decoded texts do
+    not show these, and reasoning would run into the answer.
+
+    message: makes an answer of reasoning and text, as the template takes it; None: as texts have
+    it. is_opened: by the generation prompt.
+    """
+
+    marks: Marks
+    message: Callable[[str, str], Message] | None = None
+    is_opened: bool = False
+
+
+def _keyed(thought: str, answer: str) -> Message:
+    keys = ("reasoning_content", "reasoning", "thinking")
+    return {"role": "assistant", "content": answer, **dict.fromkeys(keys, thought)}
+
+
+def _in_parts(thought: str, answer: str) -> Message:
+    parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
+    return {"role": "assistant", "content": parts}
+
+
+CALL = {"id": "call00000", "type": "function", "function": {"name": ANSWER, "arguments": {}}}
+EXAMPLES = (
+    (_keyed, _keyed(THOUGHT, ANSWER)),
+    (_in_parts, _in_parts(THOUGHT, ANSWER)),
+    # some templates show reasoning only where a call follows
+    (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [CALL]}),
+)
+"""Answers with reasoning, and what makes such a message."""
+
+
 class PromptRenderer:
     """Turns plain texts and conversations into token ids for one target.
 
@@ -123,11 +167,87 @@ class PromptRenderer:
         try:
             with bounded():
                 rendered: str = self.tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=ask, **self.template_args
+                    [self.parsed(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=ask,
+                    **self.template_args,
                 )
         except EXPRESSION_ERRORS as error:
             raise TemplateError(str(error) or type(error).__name__) from error
         return rendered
+
+    @cached_property
+    def reasoning(self) -> Reasoning | None:
+        """Found by rendering answers; None if texts show all marks, or there are none."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return None
+        tags = {tuple(self.encode(tag)): tag for tag in (OPEN, CLOSE)}
+        if all(len(ids) == 1 and self._has_special(ids) for ids in tags):
+            return Reasoning(tags)
+        for message, example in EXAMPLES:
+            try:
+                prompt = self.text([QUESTION])
+                plain = self.text([QUESTION, {"role": "assistant", "content": ANSWER}], ask=False)
+                whole = self.text([QUESTION, example], ask=False)
+            except TemplateError:
+                continue
+            before, _, after = whole.partition(THOUGHT)
+            between, answer, _ = after.partition(ANSWER)
+            closing = self.encode(between.strip())
+            first, rest = closing[:1], closing[1:]
+            if not (answer and self._has_special(first)):
+                continue
+            if "tool_calls" in example:
+                rest = []  # of the call
+            lead = self.encode(plain.partition(ANSWER)[0])
+            opening, is_opened = self._opening(self.encode(prompt), self.encode(before), lead)
+            lead = lead[len(commonprefix([self.encode(prompt), lead])) :]
+            marks = {tuple(opening): OPEN, tuple(first): CLOSE, tuple(rest): "", tuple(lead): ""}
+            found = {ids: text for ids, text in marks.items() if self._has_special(ids)}
+            return Reasoning(found, message, is_opened)
+        return None
+
+    def _opening(
+        self, prompt: list[int], before: list[int], lead: list[int]
+    ) -> tuple[list[int], bool]:
+        """The tokens that open reasoning, those before it being given, and whether the generation
+        prompt has them. lead: tokens before an answer without reasoning.
+        """
+        shared = commonprefix([prompt, before])
+        if shared != prompt:  # which ends reasoning at once
+            shared = commonprefix([shared, lead])
+        opening = self.encode(self.tokenizer.decode(before[len(shared) :]).strip())
+        if self._has_special(opening):
+            return opening, False
+        return [token for token in before if self._has_special([token])][-1:], True
+
+    def _has_special(self, ids: Sequence[int]) -> bool:
+        """Whether decoded texts leave some of these out."""
+        decode = self.tokenizer.decode
+        return any(decode([each], skip_special_tokens=True) != decode([each]) for each in ids)
+
+    def parsed(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message as the template takes it, which marks reasoning with special tokens."""
+        content = message.get("content")
+        is_answer = message.get("role") == "assistant" and isinstance(content, str)
+        if not (is_answer and (OPEN in content or CLOSE in content)):
+            return message
+        how = self.reasoning
+        begins = content.lstrip().startswith(OPEN) or (how and how.is_opened and CLOSE in content)
+        if how is None or how.message is None or not begins:
+            return message
+        thought, _, answer = content.partition(CLOSE)
+        thought = thought.lstrip().removeprefix(OPEN)
+        return {**message, **how.message(thought.strip(), answer.lstrip())}
+
+    def answer_stream(self) -> TextStream:
+        """For the tokens of an answer to a conversation."""
+        return TextStream(self.tokenizer, marks=self.reasoning.marks if self.reasoning else {})
+
+    def answer_text(self, ids: Sequence[int]) -> str:
+        """The text of such tokens."""
+        stream = self.answer_stream()
+        return stream.feed(ids) + stream.flush()
 
     def prompt_ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a plain text, or of a conversation ({"role", "content"} messages) up to the

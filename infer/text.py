@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for a character whose bytes are incomplete."""
+Marks = Mapping[tuple[int, ...], str]
+"""Token ids, and the text that stands for them."""
 CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
 
@@ -27,25 +29,54 @@ class TextStream:
 
     after: previous tokens, such as the prompt's, which decide about the space before the first
     word. Only the last few tokens are decoded again, so that the cost per token is constant.
+    marks: tokens that are shown as another text.
     """
 
     def __init__(
-        self, tokenizer: Any, *, after: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        *,
+        after: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        marks: Marks | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._shown = list(after[-CONTEXT:])
         self._held: list[int] = []
+        self._marks = marks or {}
+        self._begun: list[int] = []  # tokens that may be the beginning of a mark
 
     def feed(self, tokens: Sequence[int]) -> str:
         """Text completed by these tokens, "" inside a character."""
-        self._held += tokens
-        text = self._held_text()
-        return "" if text.endswith(REPLACEMENT) else self._show(text)
+        if not self._marks:
+            return self._feed(tokens)
+        text = ""
+        for token in tokens:
+            self._begun.append(token)
+            while not self._may_be_mark():
+                text += self._feed([self._begun.pop(0)])
+            mark = tuple(self._begun)
+            if mark in self._marks:
+                self._begun.clear()
+                text += self.flush() + self._marks[mark]
+                self._shown = [*mark]
+        return text
 
     def flush(self) -> str:
         """The rest of the text, incomplete characters included."""
+        self._held += self._begun
+        self._begun.clear()
         return self._show(self._held_text())
+
+    def _may_be_mark(self) -> bool:
+        begun = tuple(self._begun)
+        return any(mark[: len(begun)] == begun for mark in self._marks)
+
+    def _feed(self, tokens: Sequence[int]) -> str:
+        self._held += tokens
+        text = self._held_text()
+        return "" if text.endswith(REPLACEMENT) else self._show(text)
 
     def read(self, steps: Iterable[WithTokens]) -> Iterator[str]:
         """The text of a generation's steps, piece by piece, incomplete characters at its end

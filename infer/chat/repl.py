@@ -34,7 +34,7 @@ from draftheads.infer.chat.screen import (
 )
 from draftheads.infer.engine import Session, Speculator, Statistics, Step
 from draftheads.infer.measure.costs import too_slow
-from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.text import AnswerText, TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
@@ -313,8 +313,9 @@ class _Conversation:
         if limit is not None:
             limit = min(limit, engine.target.context - len(prompt))
         steps = engine.generate(prompt, sampling=rule, max_new_tokens=limit, session=session)
-        after = () if self.history.has_template else prompt
-        stream = TextStream(engine.target.tokenizer, after=after)
+        stream = TextStream(engine.target.tokenizer, after=prompt)
+        if self.history.has_template:
+            stream = PromptRenderer(engine.target, engine.target.template_args).answer_stream()
         return answer.grow(steps, AnswerText(stream, clean=printable))
 
     def _green(self, answer: ChatAnswer) -> Sequence[bool]:

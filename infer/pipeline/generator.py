@@ -29,7 +29,7 @@ from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, seeded
 from draftheads.infer.engine import Row, Speculator, Statistics, Step, is_whole
 from draftheads.infer.pipeline.loading import Place, load_parts
-from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.text import AnswerText, TextStream
 
 NEW_TOKENS = 512
@@ -248,7 +248,7 @@ class TextGenerator:
         for start in range(0, len(ids), self.batch_size):
             part = slice(start, start + self.batch_size)
             growing = [
-                Growth(prompt, AnswerText(TextStream(self.target.tokenizer, after=after), stop))
+                Growth(prompt, AnswerText(self._stream(after), stop))
                 for prompt, (_, after) in zip(ids[part], encoded[part], strict=True)
             ]
             steps = self.engine.generate_batch(
@@ -267,6 +267,12 @@ class TextGenerator:
             return [*prompt], prompt  # type: ignore[return-value]
         ids = encode_prompt(self.target, prompt, options.get("template_args"))  # type: ignore[arg-type]
         return ids, () if is_chat else ids
+
+    def _stream(self, after: Sequence[int]) -> TextStream:
+        """For the text of an answer that continues these tokens, or answers a conversation."""
+        if after:
+            return TextStream(self.target.tokenizer, after=after)
+        return PromptRenderer(self.target, self.target.template_args).answer_stream()
 
     def _rule(self, options: GenerateOptions, limit: int) -> Acceptance:
         rule = options.get("sampling")

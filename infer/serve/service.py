@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.background import Background, Point
 from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.jobs import Account, Job
 from draftheads.infer.serve.logprobs import Scored, TokenScore, TokenTexts
@@ -30,6 +31,7 @@ from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
+from draftheads.infer.text import Marks
 
 Event = tuple[Choice, Step, Sequence[TokenScore], Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens and of the prompt, or what ends the request."""
@@ -142,11 +144,13 @@ class Service:
         if background is not None:
             self.metrics.show_learning(background)
         self._texts = TokenTexts(self.target.tokenizer)
+        reasoning = PromptRenderer(self.target, self.target.template_args).reasoning
+        self._marks: Marks = reasoning.marks if reasoning else {}
 
     async def respond(self, kind: type[GenerationRequest], http: Request) -> Response:
         """Answer a request of this kind."""
         request, prompts = await self.reader.read(kind, http)
-        reply = Reply(request, self.options.name, prompts, self._texts)
+        reply = Reply(request, self.options.name, prompts, self._texts, self._marks)
         events = Events()
         jobs = self._jobs(reply, events)
         try:

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Literal
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.prompt import CLOSE, OPEN, PromptRenderer
 from draftheads.infer.text import REPLACEMENT
 from draftheads.train.data.prompts import Message, Messages, Prompt
 
 if TYPE_CHECKING:
     from draftheads.train.data.answers import Record
 
-OPEN = "<think>"
-CLOSE = "</think>"
 PLACEHOLDER = "DRAFTHEADS-ANSWER-PLACEHOLDER"
 TOO_LONG = "prompt does not fit into the target's context"
 ONLY_REASONING = "answers consist of reasoning only, which is not learned"
@@ -116,8 +114,7 @@ class Conversation:
         if skipped < len(ids):
             self._learn.append((len(self.tokens) + skipped, len(self.tokens) + len(ids)))
         self.tokens += ids
-        text = decode(self._renderer, ids, skip_special_tokens=True)
-        self.answers.append(message or assistant(text))
+        self.answers.append(message or assistant(self._renderer.answer_text(ids)))
 
     def retokenize(self, text: str, lead_ids: Sequence[int] = ()) -> list[int] | None:
         """Token ids of the next answer's text; None if no ids decode to it there.
@@ -213,12 +210,13 @@ class Conversation:
         """Number of tokens of an answer's opening reasoning, </think> included; all if unfinished.
         The prompt may have opened it.
         """
-        opened = decode(self._renderer, self.tokens[-16:]).rstrip().endswith(OPEN)
-        if not (opened or decode(self._renderer, ids).lstrip().startswith(OPEN)):
+        text_of = self._renderer.answer_text
+        opened = text_of(self.tokens[-16:]).rstrip().endswith(OPEN)
+        if not (opened or text_of(ids).lstrip().startswith(OPEN)):
             return 0
 
         def is_closed(length: int) -> bool:
-            return CLOSE in decode(self._renderer, ids[:length])
+            return CLOSE in text_of(ids[:length])
 
         return bisect_left(range(len(ids)), True, key=is_closed)
 
@@ -242,11 +240,9 @@ def render(
     return renderer.text(messages, ask=ask)
 
 
-def decode(renderer: PromptRenderer, ids: list[int], *, skip_special_tokens: bool = False) -> str:
+def decode(renderer: PromptRenderer, ids: list[int]) -> str:
     """The text of token ids."""
-    text: str = renderer.tokenizer.decode(
-        ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
+    text: str = renderer.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return text
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.prompt import CLOSE, OPEN, PromptRenderer
 from draftheads.train.data.answers import (
     Counts,
     Record,
@@ -28,9 +28,7 @@ from draftheads.train.data.answers import (
     store_batch,
 )
 from draftheads.train.data.conversation import (
-    CLOSE,
     LOSSY,
-    OPEN,
     PLACEHOLDER,
     Conversation,
     Turn,
@@ -151,23 +149,26 @@ def rendering(
     """
     ends = {renderer.tokenizer.decode([token]): token for token in renderer.eos_ids}
     prompt = render(renderer, turns, answers)
-    if answer.get("tool_calls"):
+    if answer.get("tool_calls") or renderer.parsed(answer) != answer:
         whole = render(renderer, [*turns, []], [*answers, answer], ask=False)
-        return _rendering_of_calls(prompt, whole, answer, ends)
+        return _rendering_as_shown(prompt, whole, answer, ends)
     whole = render(renderer, [*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)
     return _rendering_of_text(prompt, whole, answer["content"], ends)
 
 
-def _rendering_of_calls(
+def _rendering_as_shown(
     prompt: str, whole: str, answer: Message, ends: Mapping[str, int]
 ) -> Rendering:
-    """Tool calls stand in the conversation in the template's own layout. ends: end tokens by their
-    text.
+    """Tool calls, and reasoning between special tokens, stand in the conversation in the template's
+    own layout. ends: end tokens by their text.
     """
     whole = whole.rstrip()
     text = whole[len(prompt) :] if whole.startswith(prompt) else ""
-    if not all(call["function"]["name"] in text for call in answer["tool_calls"]):
-        raise ValueError("expected tool calls after the generation prompt, found other text")
+    names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
+    if not text or not all(name in text for name in names):
+        raise ValueError(
+            "expected tool calls or reasoning after the generation prompt, found other text"
+        )
     block = EMPTY_REASONING.match(text)
     lead = block.group() if block else ""
     end = next((end for end in ends if text.endswith(end)), "")
