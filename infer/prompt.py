@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from os.path import commonprefix
 from typing import Any, Protocol
 
 import psutil
@@ -136,7 +135,12 @@ EXAMPLES = (
     # some templates show reasoning only where a call follows
     (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [CALL]}),
 )
-"""Answers with reasoning, and what makes such a message."""
+"""What makes a message with reasoning, and such a message."""
+
+
+def _behind(text: str, start: str) -> str:
+    """The rest of a text that begins so, without blanks; nothing of another."""
+    return text.removeprefix(start).strip() if text.startswith(start) else ""
 
 
 class PromptRenderer:
@@ -179,47 +183,37 @@ class PromptRenderer:
     @cached_property
     def reasoning(self) -> Reasoning | None:
         """Found by rendering answers; None if texts show all marks, or there are none."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            return None
         tags = {tuple(self.encode(tag)): tag for tag in (OPEN, CLOSE)}
         if all(len(ids) == 1 and self._has_special(ids) for ids in tags):
             return Reasoning(tags)
-        for message, example in EXAMPLES:
+        has_template = getattr(self.tokenizer, "chat_template", None)
+        plain = {"role": "assistant", "content": ANSWER}
+        for message, example in EXAMPLES if has_template else ():
             try:
-                prompt = self.text([QUESTION])
-                plain = self.text([QUESTION, {"role": "assistant", "content": ANSWER}], ask=False)
-                whole = self.text([QUESTION, example], ask=False)
+                asked = self.text([QUESTION])
+                header = self.text([QUESTION, plain], ask=False).partition(ANSWER)[0]
+                before, _, after = self.text([QUESTION, example], ask=False).partition(THOUGHT)
             except TemplateError:
                 continue
-            before, _, after = whole.partition(THOUGHT)
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
-            first, rest = closing[:1], closing[1:]
-            if not (answer and self._has_special(first)):
-                continue
-            if "tool_calls" in example:
-                rest = []  # of the call
-            lead = self.encode(plain.partition(ANSWER)[0])
-            opening, is_opened = self._opening(self.encode(prompt), self.encode(before), lead)
-            lead = lead[len(commonprefix([self.encode(prompt), lead])) :]
-            marks = {tuple(opening): OPEN, tuple(first): CLOSE, tuple(rest): "", tuple(lead): ""}
-            found = {ids: text for ids, text in marks.items() if self._has_special(ids)}
-            return Reasoning(found, message, is_opened)
+            if answer and self._has_special(closing[:1]):
+                if "tool_calls" in example:
+                    closing = closing[:1]  # the rest is the call's
+                opening = _behind(before, asked) or _behind(before, header)
+                ids = self.encode(opening)
+                if not ids:
+                    ids = [each for each in self.encode(before) if self._has_special([each])][-1:]
+                marks = {
+                    tuple(ids): OPEN,
+                    tuple(closing[:1]): CLOSE,
+                    # the header of the answer, after reasoning and without
+                    tuple(closing[1:]): "",
+                    tuple(self.encode(_behind(header, asked))): "",
+                }
+                shown = {ids: text for ids, text in marks.items() if self._has_special(ids)}
+                return Reasoning(shown, message, before == asked)
         return None
-
-    def _opening(
-        self, prompt: list[int], before: list[int], lead: list[int]
-    ) -> tuple[list[int], bool]:
-        """The tokens that open reasoning, those before it being given, and whether the generation
-        prompt has them. lead: tokens before an answer without reasoning.
-        """
-        shared = commonprefix([prompt, before])
-        if shared != prompt:  # which ends reasoning at once
-            shared = commonprefix([shared, lead])
-        opening = self.encode(self.tokenizer.decode(before[len(shared) :]).strip())
-        if self._has_special(opening):
-            return opening, False
-        return [token for token in before if self._has_special([token])][-1:], True
 
     def _has_special(self, ids: Sequence[int]) -> bool:
         """Whether decoded texts leave some of these out."""
@@ -229,24 +223,24 @@ class PromptRenderer:
     def parsed(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message as the template takes it, which marks reasoning with special tokens."""
         content = message.get("content")
-        is_answer = message.get("role") == "assistant" and isinstance(content, str)
-        if not (is_answer and (OPEN in content or CLOSE in content)):
+        if message.get("role") != "assistant" or not isinstance(content, str):
             return message
-        how = self.reasoning
-        begins = content.lstrip().startswith(OPEN) or (how and how.is_opened and CLOSE in content)
-        if how is None or how.message is None or not begins:
+        thought, closed, answer = content.partition(CLOSE)
+        has_open = thought.lstrip().startswith(OPEN)
+        how = self.reasoning if has_open or closed else None
+        if how is None or how.message is None or not (has_open or how.is_opened):
             return message
-        thought, _, answer = content.partition(CLOSE)
-        thought = thought.lstrip().removeprefix(OPEN)
-        return {**message, **how.message(thought.strip(), answer.lstrip())}
+        thought = thought.lstrip().removeprefix(OPEN).strip()
+        return {**message, **how.message(thought, answer.lstrip())}
 
-    def answer_stream(self) -> TextStream:
-        """For the tokens of an answer to a conversation."""
-        return TextStream(self.tokenizer, marks=self.reasoning.marks if self.reasoning else {})
+    @property
+    def marks(self) -> Marks | None:
+        """Of reasoning, for the text of answers to a conversation."""
+        return self.reasoning.marks if self.reasoning else None
 
     def answer_text(self, ids: Sequence[int]) -> str:
-        """The text of such tokens."""
-        stream = self.answer_stream()
+        """The text of an answer to a conversation."""
+        stream = TextStream(self.tokenizer, marks=self.marks)
         return stream.feed(ids) + stream.flush()
 
     def prompt_ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:

@@ -313,9 +313,9 @@ class _Conversation:
         if limit is not None:
             limit = min(limit, engine.target.context - len(prompt))
         steps = engine.generate(prompt, sampling=rule, max_new_tokens=limit, session=session)
-        stream = TextStream(engine.target.tokenizer, after=prompt)
-        if self.history.has_template:
-            stream = PromptRenderer(engine.target, engine.target.template_args).answer_stream()
+        marks = PromptRenderer(engine.target, engine.target.template_args).marks
+        after = () if self.history.has_template else prompt
+        stream = TextStream(engine.target.tokenizer, after=after, marks=marks)
         return answer.grow(steps, AnswerText(stream, clean=printable))
 
     def _green(self, answer: ChatAnswer) -> Sequence[bool]:

@@ -244,13 +244,16 @@ class TextGenerator:
         room = self.target.context
         limits = [min(NEW_TOKENS, room - len(prompt)) if limit is None else limit for prompt in ids]
         rule = self._rule(options, max(limits, default=0))
+        marks = PromptRenderer(self.target, self.target.template_args).marks
         seeds = _row_seeds(options.get("seed"), ids)
         for start in range(0, len(ids), self.batch_size):
             part = slice(start, start + self.batch_size)
-            growing = [
-                Growth(prompt, AnswerText(self._stream(after), stop))
-                for prompt, (_, after) in zip(ids[part], encoded[part], strict=True)
-            ]
+            growing = []
+            for prompt, (_, after) in zip(ids[part], encoded[part], strict=True):
+                stream = TextStream(  # what follows a text has no reasoning
+                    self.target.tokenizer, after=after, marks=None if after else marks
+                )
+                growing.append(Growth(prompt, AnswerText(stream, stop)))
             steps = self.engine.generate_batch(
                 ids[part], sampling=rule, max_new_tokens=limits[part], stop=stop, seeds=seeds[part]
             )
@@ -267,12 +270,6 @@ class TextGenerator:
             return [*prompt], prompt  # type: ignore[return-value]
         ids = encode_prompt(self.target, prompt, options.get("template_args"))  # type: ignore[arg-type]
         return ids, () if is_chat else ids
-
-    def _stream(self, after: Sequence[int]) -> TextStream:
-        """For the text of an answer that continues these tokens, or answers a conversation."""
-        if after:
-            return TextStream(self.target.tokenizer, after=after)
-        return PromptRenderer(self.target, self.target.template_args).answer_stream()
 
     def _rule(self, options: GenerateOptions, limit: int) -> Acceptance:
         rule = options.get("sampling")

@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted
 from draftheads.infer.serve.protocol import Json
-from draftheads.infer.text import REPLACEMENT
+from draftheads.infer.text import REPLACEMENT, Marks
 
 LEAST = -9999.0
 """Told in place of minus infinity, which JSON does not have."""
@@ -105,11 +105,12 @@ def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
 
 class TokenTexts:
     """The texts of single tokens, with their spaces. A token that is a part of a character has the
-    tokenizer's own name for it.
+    tokenizer's own name for it. marks: as of `TextStream`, for chats.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, marks: Marks | None = None) -> None:
         self.tokenizer = tokenizer
+        self.marks = marks
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self._cut = len(self._decode([]))
         self._read = cache(self._text_and_bytes)

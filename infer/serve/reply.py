@@ -26,24 +26,17 @@ from draftheads.infer.serve.logprobs import (
 )
 from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
-from draftheads.infer.text import AnswerText, Marks, TextStream
+from draftheads.infer.text import AnswerText, TextStream
 
 STALL_SECONDS = 60.0
 """For a client to read what it was sent."""
 
 
 class Choice:
-    """One answer in the making. texts: those of single tokens, for log-probabilities. marks: of
-    reasoning, in chats.
-    """
+    """One answer in the making. texts: those of single tokens, for log-probabilities."""
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        index: int,
-        prompt: list[int],
-        texts: TokenTexts,
-        marks: Marks,
+        self, request: GenerationRequest, index: int, prompt: list[int], texts: TokenTexts
     ) -> None:
         self.request = request
         self.index = index
@@ -57,12 +50,8 @@ class Choice:
         self._scored_characters = 0  # of the tokens whose log-probabilities were sent
         skip = request.skip_special_tokens is not False
         after = () if self.is_chat else prompt
-        stream = TextStream(
-            texts.tokenizer,
-            after=after,
-            skip_special_tokens=skip,
-            marks=marks if self.is_chat and skip else {},
-        )
+        marks = texts.marks if self.is_chat and skip else None
+        stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
         self._echo = ""
         if request.is_echoed:
@@ -168,19 +157,14 @@ class Reply:
     """
 
     def __init__(
-        self,
-        request: GenerationRequest,
-        model: str,
-        prompts: list[list[int]],
-        texts: TokenTexts,
-        marks: Marks,
+        self, request: GenerationRequest, model: str, prompts: list[list[int]], texts: TokenTexts
     ) -> None:
         self.request = request
         self.prompts = prompts
         self.choices: list[Choice] = []
         for prompt in prompts:
             for _ in range(request.count):
-                self.choices.append(Choice(request, len(self.choices), prompt, texts, marks))
+                self.choices.append(Choice(request, len(self.choices), prompt, texts))
         prefix = "cmpl"
         kind = "text_completion"
         if isinstance(request, ChatRequest):

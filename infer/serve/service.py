@@ -31,7 +31,6 @@ from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
-from draftheads.infer.text import Marks
 
 Event = tuple[Choice, Step, Sequence[TokenScore], Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens and of the prompt, or what ends the request."""
@@ -143,14 +142,13 @@ class Service:
         self.metrics = Metrics(self.scheduler)
         if background is not None:
             self.metrics.show_learning(background)
-        self._texts = TokenTexts(self.target.tokenizer)
-        reasoning = PromptRenderer(self.target, self.target.template_args).reasoning
-        self._marks: Marks = reasoning.marks if reasoning else {}
+        marks = PromptRenderer(self.target, self.target.template_args).marks
+        self._texts = TokenTexts(self.target.tokenizer, marks)
 
     async def respond(self, kind: type[GenerationRequest], http: Request) -> Response:
         """Answer a request of this kind."""
         request, prompts = await self.reader.read(kind, http)
-        reply = Reply(request, self.options.name, prompts, self._texts, self._marks)
+        reply = Reply(request, self.options.name, prompts, self._texts)
         events = Events()
         jobs = self._jobs(reply, events)
         try:

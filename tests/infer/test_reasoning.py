@@ -21,6 +21,7 @@ from draftheads.infer.chat.conversation import History
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
+from draftheads.infer.text import TextStream
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.imports import replay
 from draftheads.train.data.prompts import Prompt
@@ -54,7 +55,8 @@ CLOSED = (  # as Gemma 4: an empty block in the generation prompt, reasoning bef
     EACH + "<|{{ m.role }}|>{% if m.reasoning and m.tool_calls %}<|channel>thought\n"
     "{{ m.reasoning }}\n<channel|>{{ m.tool_calls[0].function.name }}{% endif %}{{ m.content }}"
     "<|end|>" + ASK + "<|assistant|>"
-    "{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}{% endif %}"
+    "{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}"
+    "{% endif %}"
 )
 TAGS = (  # special tokens in the content itself
     EACH + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>"
@@ -152,7 +154,7 @@ def test_the_next_turn_has_the_answer_as_the_template_writes_it(case):
 def test_a_text_grows_token_by_token(case):
     template, written, text, _ = CASES[case]
     tokenizer = stand_in(template)
-    stream = PromptRenderer(TextSide("t", tokenizer, ()), {}).answer_stream()
+    stream = TextStream(tokenizer, marks=PromptRenderer(TextSide("t", tokenizer, ()), {}).marks)
     pieces = [stream.feed([token]) for token in tokenizer(written)["input_ids"]]
     assert "".join([*pieces, stream.flush()]) == text
     assert sum(map(bool, pieces)) > 1
