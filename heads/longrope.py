@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.recurrent import KNOWN, cache_argument
 
 
 class LongRope:
@@ -35,12 +36,17 @@ class LongRope:
         for each in (parameters, *parameters.values()):
             if isinstance(each, dict) and each.get("rope_type") == "longrope":
                 self.limit = each["original_max_position_embeddings"]
-        self.crossing = self.limit if _drops_its_cache(model, self.limit) else 0
         self._ropes = [
             module
             for module in model.modules()
-            if self.limit and "longrope" in str(getattr(module, "rope_type", ""))
+            if "longrope" in str(getattr(module, "rope_type", ""))
         ]
+        if bool(self._ropes) != bool(self.limit):  # names of transformers that may change
+            raise ValueError(
+                f"{type(model).__name__}: expected LongRoPE in its config and in its modules, got "
+                f"the limit {self.limit} and {len(self._ropes)} modules; use {KNOWN}"
+            )
+        self.crossing = self.limit if self.limit and _drops_its_cache(model, self.limit) else 0
 
     @contextmanager
     def factors(self, lengths_BT: Tensor) -> Iterator[None]:
@@ -74,11 +80,18 @@ def document_lengths(positions_BT: Tensor) -> Tensor:
 
 def _drops_its_cache(model: PreTrainedModel, limit: int) -> bool:
     """Whether `generate` computes a text again when it grows beyond the limit."""
-    if not limit:
-        return False
+    name = cache_argument(GenerationMixin, "prepare_inputs_for_generation")
     cache = SlotCache(1, 1, 1, "cpu")
-    cache.table.set_lengths([limit])
-    prepared = model.prepare_inputs_for_generation(
-        torch.zeros(1, limit + 1, dtype=torch.long), past_key_values=cache, next_sequence_length=1
-    )
-    return prepared.get("past_key_values") is None
+    is_kept = []
+    for length in (limit, limit + 1):
+        cache.table.set_lengths([length - 1])
+        prepared = model.prepare_inputs_for_generation(
+            torch.zeros(1, length, dtype=torch.long), next_sequence_length=1, **{name: cache}
+        )
+        is_kept.append(any(value is cache for value in prepared.values()))
+    if not is_kept[0]:
+        raise ValueError(
+            f"{type(model).__name__}: expected prepare_inputs_for_generation to hand on the cache "
+            f"of a text of {limit} tokens as {name}, got {', '.join(prepared)}; use {KNOWN}"
+        )
+    return not is_kept[1]

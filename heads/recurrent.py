@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 ASKS = {"get_conv_state", "get_recurrent_state"}
 """Methods of transformers' caches by which a mixer asks for its states."""
-CACHE = ("cache_params", "past_key_values")
-"""Names of a mixer's argument that is the cache."""
+CACHE = ("cache", "past_key_values", "cache_params")
+"""Names that transformers gives to the argument that is the cache, in models and in mixers."""
+KNOWN = "a version of transformers that draftheads knows"
 
 SNAPSHOTS = 4
 """States that are remembered, of earlier lengths of a text."""
@@ -261,18 +262,33 @@ def asks_for_states(kind: Any) -> bool:
 
 
 @cache
+def cache_argument(kind: Any, method: str = "forward") -> str:
+    """The name of a method's argument that is the cache, or of that which a subclass hands its
+    options on to. Raises ValueError for none of CACHE: by another name, a cache could vanish among
+    options without a word.
+    """
+    codes = [vars(base)[method] for base in kind.__mro__ if method in vars(base)]
+    names = [name for code in codes for name in inspect.signature(code).parameters]
+    found = [name for name in names if name in CACHE]
+    if not found:
+        raise ValueError(
+            f"{kind.__name__}: expected {method} with an argument {' or '.join(CACHE)}, got none; "
+            f"use a causal LM that takes a cache, or {KNOWN}"
+        )
+    return found[0]
+
+
+@cache
 def tree_mixer(kind: Any) -> Any:
     """A class of mixers that hand their work to `States`. A class and no function of a module: a
     copy of the model must run its own weights.
     """
     if issubclass(kind, TreeMixer):
         return kind
-    names = tuple(inspect.signature(kind.forward).parameters)[1:]
-    cache_name = next(name for name in CACHE if name in names)
     plain = inspect.unwrap(kind.forward)
     own = {
-        "names": names,
-        "cache_name": cache_name,
+        "names": tuple(inspect.signature(kind.forward).parameters)[1:],
+        "cache_name": cache_argument(kind),
         "code": staticmethod(plain),
         "branching": can_branch(plain),
     }
@@ -292,12 +308,14 @@ class TreeMixer(nn.Module):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """That of the mixer, in parts if it is called with our cache."""
         inputs = {**dict(zip(self.names, arguments, strict=False)), **options}
-        states = getattr(inputs.get(self.cache_name), "states", None)
-        if not isinstance(states, States):
-            return super().forward(*arguments, **options)
-        hidden_BND = inputs.pop("hidden_states")
-        inputs.pop("attention_mask", None)  # there is no padding
-        return states.mix(self, hidden_BND, inputs)
+        for name, value in inputs.items():  # the caller may have another name for it
+            states = getattr(value, "states", None)
+            if isinstance(states, States):
+                del inputs[name]
+                hidden_BND = inputs.pop("hidden_states")
+                inputs.pop("attention_mask", None)  # there is no padding
+                return states.mix(self, hidden_BND, inputs)
+        return super().forward(*arguments, **options)
 
     def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
         """The output of the mixer's own code, with another cache."""

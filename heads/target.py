@@ -62,7 +62,7 @@ from draftheads.heads.pretrained import (
     slot_limit,
     usable_context,
 )
-from draftheads.heads.recurrent import States, install
+from draftheads.heads.recurrent import States, cache_argument, install
 from draftheads.heads.skeleton import load_skeleton
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import TokenTree, Topology, Tree
@@ -141,6 +141,7 @@ class Target:
         self._slots, self.context = slot_limit(self.config), usable_context(model)
         self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name)
         self.template_args = {}
+        self._cache_name = cache_argument(type(model))
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._masks = Masks(model)
         self._longrope = LongRope(model)
@@ -582,17 +583,23 @@ class Target:
             arguments["output_hidden_states"] = list(layers)
         if keep is not None and self._keeps_logits:
             arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
-        out = self.model(
-            tokens_BN,
-            attention_mask=mask,
-            position_ids=positions_BN,
-            past_key_values=cache,
-            use_cache=True,
-            **arguments,
-        )
+        out = self.forward(tokens_BN, mask, positions_BN, cache, **arguments)
         logits_BNV = out.logits if keep is None or self._keeps_logits else out.logits[:, keep]
         features = self._concatenate(out.hidden_states, layers) if layers else None
         return Decoded(logits_BNV.to(self.device), features)
+
+    def forward(
+        self, tokens_BN: Tensor, mask: Any, positions_BN: Tensor, cache: SlotCache, **options: Any
+    ) -> Any:
+        """The model's own output for tokens whose keys and values go into `cache`."""
+        return self.model(
+            tokens_BN,
+            attention_mask=mask,
+            position_ids=positions_BN,
+            use_cache=True,
+            **{self._cache_name: cache},
+            **options,
+        )
 
     def _concatenate(self, states: Sequence[Tensor], layers: Sequence[int]) -> Tensor:
         chosen = [states[layer].to(self.device) for layer in layers]

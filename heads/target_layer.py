@@ -243,7 +243,6 @@ def run_layer(
         attention_mask=None,
         position_ids=positions_BQ,
         position_embeddings=rope.embedding(hidden_BQD, positions_BQ),
-        past_key_values=None,
         use_cache=False,
         draft_memory=memory,
     )

@@ -38,6 +38,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import WEIGHTS, open_head
+from draftheads.heads.recurrent import CACHE
 from draftheads.heads.target import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Processed, check_temperature
@@ -52,8 +53,7 @@ MEMORYLESS: tuple[type, ...] = (
     processing.SuppressTokensLogitsProcessor,
     processing.InfNanRemoveLogitsProcessor,
 )
-USED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "logits_to_keep"}
-USED |= {"use_cache"}
+USED = {"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE}
 """Inputs that `generate` prepares for every model."""
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 NOT_KEPT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -262,9 +262,10 @@ def _prompts(
     is_token_BT = torch.ones_like(input_ids) == 1 if mask is None else mask != 0
     made = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **prepared)
     unknown = sorted(key for key in made.keys() - USED if not _is_void(model, key, made[key]))
-    past = made.get("past_key_values")
-    if getattr(past, "_is_user_defined", False) or (past and past.get_seq_length()):
-        unknown.append("past_key_values")
+    for name in made.keys() & CACHE:
+        past = made[name]
+        if getattr(past, "_is_user_defined", False) or (past and past.get_seq_length()):
+            unknown.append(name)
     _require(
         not unknown,
         f"input_ids and attention_mask, got {', '.join(unknown)}; pass the whole prompt as token "

@@ -199,12 +199,6 @@ class ModelDrafter:
         table.reserve(queries, after=nodes - queries)
         positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
         mask = self.masks(table.visible(seen_BQP), positions_BQ, table.positions(depths_1P))
-        out = self.model.model(
-            tokens_BQ,
-            attention_mask=mask,
-            position_ids=positions_BQ,
-            past_key_values=self.slots,
-            use_cache=True,
-        )
+        out = self.model.forward(tokens_BQ, mask, positions_BQ, self.slots)
         logits_BQV: Tensor = out.logits[:, :, : self.vocabulary].float()
         return logits_BQV

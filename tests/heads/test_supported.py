@@ -117,13 +117,13 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         "no position_ids",
     ),
     "blt": ("blt", {}, "no lm_head over hidden states"),
-}
-TRIED: dict[str, tuple[str, dict[str, Any], str]] = {
     "openai-gpt": (
         "openai-gpt",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 128},
-        "its forward fails with RuntimeError",
+        "expected forward with an argument cache or past_key_values",
     ),
+}
+TRIED: dict[str, tuple[str, dict[str, Any], str]] = {
     "xlm": (
         "xlm",
         {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": VOCABULARY, "pad_index": 0},
