@@ -17,6 +17,8 @@ a convolution, H heads, Q width of a key, V width of a value. A state is (B, H, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any, Protocol
@@ -62,21 +64,48 @@ class Mixer(Protocol):
 def can_branch(code: Any) -> bool:
     """Whether a mixer's forward can run over a tree: it calls inner functions that are known."""
     names = {*code.__code__.co_names}
-    recurs = "get_recurrent_state" in names
+    recurs = "update_recurrent_state" in names
     return CONVOLUTION in names and (not recurs or bool(names & {DELTA_RULE, MAMBA2}))
 
 
-class Window:
-    """What a mixer takes for the cache: the states of the rows that it is called with."""
+class MixerCache:
+    """What a mixer takes for the cache: states of the rows that it is called with, none of which is
+    rolled back. Older transformers ask for `layers`, and these for what follows it.
+    """
 
-    def __init__(self, states: dict[Key, Tensor]) -> None:
-        self.states = states
+    states: LayerStates
+    record_past = False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.get(("conv", state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.get(("recurrent", state_idx))
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return self.record_past
+
+    @property
+    def layers(self) -> Mapping[int, MixerCache]:
+        return defaultdict(lambda: self)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return bool(self.states)
+
+    @property
+    def conv_states(self) -> Mapping[int, Tensor]:
+        return {number: each for (kind, number), each in self.states.items() if kind == "conv"}
+
+    @property
+    def recurrent_states(self) -> Mapping[int, Tensor]:
+        return {number: each for (kind, number), each in self.states.items() if kind != "conv"}
+
+
+class Window(MixerCache):
+    """Keeps the states after tokens."""
+
+    def __init__(self, states: LayerStates) -> None:
+        self.states = states
 
     def update_conv_state(
         self,
@@ -102,10 +131,6 @@ class Window:
     ) -> Tensor:
         self.states["recurrent", state_idx] = recurrent_states
         return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """Nothing is rolled back."""
-        return False
 
 
 class TreePass(ABC):
@@ -166,7 +191,7 @@ class Levels(TreePass):
         return {key: state[rows_B, last_B + 1] for key, state in self.states.items()}
 
 
-class Branches(TreePass):
+class Branches(TreePass, MixerCache):
     """All nodes in one call of the mixer's own code, whose inner functions are replaced by those
     below. It is what the mixer takes for the cache.
     """
@@ -190,6 +215,7 @@ class Branches(TreePass):
         self._is_mamba = False  # whose states are (B, H, V, Q)
 
     def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
+        self.states = self.committed
         arguments = {**arguments, self.mixer.cache_name: self}
         out: Tensor = self._code(self.mixer, hidden_BND, **arguments)
         return out
@@ -213,12 +239,6 @@ class Branches(TreePass):
         self._paths_BCNK, self._recurrence = {}, None
         return kept(self.committed, after, last_B)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        return self.committed["conv", state_idx]
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.committed.get(("recurrent", state_idx))
-
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
@@ -231,9 +251,6 @@ class Branches(TreePass):
     ) -> Tensor:
         """`after` computes them."""
         return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
 
     def _convolve(
         self,

@@ -470,4 +470,4 @@ def _shard(model: PreTrainedModel, device: torch.device) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, ignored_params=outside)  # the root prefetches
     # transformers looks up recordable outputs by class, which fully_shard has replaced
-    _CAN_RECORD_REGISTRY[root] = root._can_record_outputs
+    _CAN_RECORD_REGISTRY.update({str(type(root)): root._can_record_outputs})

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
     from draftheads.heads.tree import Topology
 
-ASKS = {"get_conv_state", "get_recurrent_state"}
-"""Methods of transformers' caches by which a mixer asks for its states."""
+ASKS = {"update_conv_state", "update_recurrent_state"}
+"""Methods of transformers' caches by which a mixer hands in its states."""
 CACHE = ("cache", "past_key_values", "cache_params")
 """Names that transformers gives to the argument that is the cache, in models and in mixers."""
 KNOWN = "a version of transformers that draftheads knows"
@@ -248,7 +248,7 @@ def has_mixers(model: PreTrainedModel) -> bool:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module asks a cache for recurrent states."""
+    """Whether a module keeps recurrent states in a cache."""
     kind: Any = type(module)
     return asks_for_states(kind)
 

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import output_capturing
 
 from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
@@ -71,6 +72,8 @@ PIECE = 8192
 """Training tokens per forward pass of a row, unless a document is longer."""
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
+KEEPS_SOME = hasattr(output_capturing, "resolve_hidden_states_indices")
+"""Whether transformers can return some hidden states alone, by their places among all."""
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
 TRIAL_DEPTH = 32
@@ -487,7 +490,7 @@ class Target:
                 attention_mask=self._masks.packed(batch) if self._packing == "mask" else None,
                 position_ids=batch.positions_BT,
                 use_cache=False,
-                output_hidden_states=list(layers),
+                output_hidden_states=asked(layers),
                 **(document_ends(batch) if self._packing == "ends" else {}),
             )
         states_BTD = self._concatenate(out.hidden_states, layers)
@@ -580,7 +583,7 @@ class Target:
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:
-            arguments["output_hidden_states"] = list(layers)
+            arguments["output_hidden_states"] = asked(layers)
         if keep is not None and self._keeps_logits:
             arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
         out = self.forward(tokens_BN, mask, positions_BN, cache, **arguments)
@@ -630,7 +633,7 @@ class Target:
 
     def _lm_head_gives_logits(self) -> bool:
         tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        out = self.model(tokens, use_cache=False, output_hidden_states=[-1])
+        out = self.model(tokens, use_cache=False, output_hidden_states=asked([-1]))
         got = self.model.get_output_embeddings()(out.hidden_states[-1])
         return torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3)
 
@@ -639,6 +642,11 @@ class Target:
         """For an lm_head that is on another device than the features."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.to(self.device)
+
+
+def asked(layers: Sequence[int]) -> list[int] | bool:
+    """What transformers takes as `output_hidden_states`, to return at least these."""
+    return list(layers) if KEEPS_SOME else True
 
 
 def _tokenizer(path: str, how: Loading) -> Any:
@@ -713,7 +721,7 @@ def _trial(target: Target) -> str | None:
     # the same four paths as rows of plain text, padded to 7 tokens
     texts = [prompt + [drafts[node] for node in path] for prompt in prompts for path in paths]
     rows_BT = torch.tensor([text + ids[: 7 - len(text)] for text in texts], device=target.device)
-    out = target.model(rows_BT, use_cache=False, output_hidden_states=[-1])
+    out = target.model(rows_BT, use_cache=False, output_hidden_states=asked([-1]))
     plain_BTD: Tensor = out.hidden_states[-1].to(target.device)
     if plain_BTD.ndim != 3 or plain_BTD.shape[2] != target.hidden_size:
         shape = tuple(plain_BTD.shape)

@@ -425,7 +425,13 @@ def make_engine(learner: Learner, choices: OptimChoices, accelerator: Accelerato
             "matrices of the target; launch with recipes/accelerate-zero2.yaml"
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        return DeepSpeedEngine(learner, choices, accelerator)
+        try:
+            return DeepSpeedEngine(learner, choices, accelerator)
+        except AttributeError as error:  # it reads private parts, which other versions may rename
+            raise ValueError(
+                f"deepspeed: expected the parts in which ZeRO keeps weights, got {error}; install "
+                "another version, or launch with recipes/accelerate-fsdp2.yaml"
+            ) from error
     return TorchEngine(learner, choices, accelerator, sharded=sharded)
 
 

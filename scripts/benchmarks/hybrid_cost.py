@@ -24,6 +24,7 @@ from typer import Option
 
 from draftheads.heads import Target, TokenTree
 from draftheads.heads.drafting import Committed
+from draftheads.heads.recurrent import cache_argument
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.engine import DrafterSource, Speculator
 
@@ -126,7 +127,8 @@ def row(name: str, target: Target, nodes: int, repetitions: int, compiled: bool)
     """A line of the table."""
     ids = torch.randint(target.vocab_size, (TEXT,)).tolist()
     own = DynamicCache(config=target.config)
-    target.model(torch.tensor([ids]), past_key_values=own)
+    kept = {cache_argument(type(target.model)): own}
+    target.model(torch.tensor([ids]), **kept)
     one = torch.tensor([[ids[0]]])
     tree = StaticTree.from_widths((3, 1, 1)).resized(nodes)
 
@@ -138,7 +140,7 @@ def row(name: str, target: Target, nodes: int, repetitions: int, compiled: bool)
         return partial(next, decode)
 
     works = [
-        lambda: target.model(one, past_key_values=own),
+        lambda: target.model(one, **kept),
         steps(StaticTree(())),
         steps(tree),
         steps(tree, by_level=True),

@@ -180,7 +180,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
+for recent in ("lfm3", "bailing-hybrid"):  # than the oldest transformers that is supported
+    if HYBRIDS[recent][0] not in CONFIG_MAPPING:
+        del HYBRIDS[recent]
 
 _TEXT = {key: TINY[key] for key in TINY if key not in ("bos_token_id", "eos_token_id")}
 _EYES = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from draftheads.heads.medusa import MedusaHead
+from draftheads.heads.recurrent import cache_argument
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
@@ -596,11 +597,12 @@ class Operators(TorchDispatchMode):
 def test_plain_decoding_adds_few_operators_to_the_shortest_loop(target):
     """The rival of every head is the best plain decoding, not a slow one of our own."""
     prompt, steps = some_prompts(9)[0], 20
+    name = cache_argument(type(target.model))
 
     def loop(new: int) -> None:
         cache, ids = DynamicCache(), torch.tensor([prompt])
         for _ in range(new):
-            logits = target.model(ids, past_key_values=cache, logits_to_keep=1).logits
+            logits = target.model(ids, **{name: cache}, logits_to_keep=1).logits
             ids = logits[:, -1].argmax(-1, keepdim=True)
             ids.tolist()
 

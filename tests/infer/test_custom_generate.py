@@ -48,6 +48,7 @@ from transformers.generation.streamers import BaseStreamer
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.card import install_command
 from draftheads.heads.formats.hub import HEADS, save_head
+from draftheads.heads.recurrent import cache_argument
 from draftheads.heads.target import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Processed, Sampled, Typical
@@ -331,7 +332,7 @@ def test_return_dict_says_how_many_drafts_were_kept():
     got = model.generate(**asked, return_dict_in_generate=True, custom_generate=speculative(head))
     assert torch.equal(got.sequences, model.generate(**asked))
     assert len(got.tokens_per_step) == 3 and 1 < got.tokens_per_step[0] <= 5
-    assert got.past_key_values is None and got.scores is None
+    assert getattr(got, cache_argument(type(model))) is None and got.scores is None
 
 
 REFUSED = {
@@ -395,7 +396,7 @@ LEARNED: dict[str, tuple[Any, str]] = {
         PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8),
         "got inputs_emb",
     ),
-    "prefix tuning": (PrefixTuningConfig(num_virtual_tokens=4), "got past_key_values"),
+    "prefix tuning": (PrefixTuningConfig(num_virtual_tokens=4), "got (cache|past_key_values)"),
 }
 
 
@@ -447,9 +448,10 @@ def test_prompts_that_are_not_whole_rows_of_tokens_are_refused():
     with pytest.raises(ValueError, match="got inputs_embeds"):
         model.generate(inputs_embeds=torch.zeros(1, 4, 32), **asked)
     tokens = torch.tensor([[3, 4, 5, 6]])
-    cache = model(tokens[:, :3]).past_key_values
-    with pytest.raises(ValueError, match="got past_key_values"):
-        model.generate(tokens, past_key_values=cache, **asked)
+    name = cache_argument(type(model))
+    read = {name: getattr(model(tokens[:, :3]), name)}
+    with pytest.raises(ValueError, match=f"got {name}"):
+        model.generate(tokens, **read, **asked)
 
 
 def test_an_assistant_is_refused_though_transformers_hides_it():
