@@ -65,13 +65,13 @@ UNLIKE = ("llama", CAPPED, "gpt2")
 """Targets that differ most: in positions, windows, logits."""
 
 
-def is_slow(name: str, kind: str, tree: str) -> bool:
-    """Left to the full suite, for time: chains, and three kinds but where targets differ most."""
+def is_thorough(name: str, kind: str, tree: str) -> bool:
+    """Left to thorough runs: chains, and three kinds but where targets differ most."""
     return tree == "chain" or (kind not in ("medusa", "eagle3") and name not in UNLIKE)
 
 
 CASES = [
-    pytest.param(*pair, tree, rows, marks=[pytest.mark.slow] * is_slow(*pair, tree))
+    pytest.param(*pair, tree, rows, marks=[pytest.mark.thorough] * is_thorough(*pair, tree))
     for pair in [*PAIRS, *(("llama", kind) for kind in BLOCKS)]
     for tree in TREES
     if tree != "chain" or pair[1].startswith("block")

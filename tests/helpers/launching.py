@@ -73,13 +73,20 @@ ENGINES = {"ddp": CPU, "fsdp2": CPU | FSDP} | {
 """What `accelerate launch` tells each process of the engine."""
 
 
-def become_one_of_two(rank: int, port: int, output: Path, told: dict[str, str]) -> None:
-    """In a fork: a process of a launch, whose standard output and error go to one file."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+def place(rank: int, port: int, processes: int = 2) -> dict[str, str]:
+    """What a launcher tells each of several processes on this machine."""
+    if processes == 1:
+        return {}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    numbers |= {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(each) for name, each in numbers.items()}
+
+
+def become_one_of_a_launch(told: dict[str, str], output: Path) -> None:
+    """In a fork, whose standard output and error then go to one file."""
     environment = launch_environment(cpu=False)
     os.environ.clear()
-    os.environ.update(environment | {k: str(v) for k, v in place.items()} | told)
+    os.environ.update(environment | told)
     AcceleratorState._reset_state(reset_partial_state=True)
     file = output.open("wb")
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -89,32 +96,37 @@ def become_one_of_two(rank: int, port: int, output: Path, told: dict[str, str]) 
     warnings.resetwarnings()  # those of libraries are errors in this process alone
 
 
-def run_script(
-    rank: int, port: int, output: Path, told: dict[str, str], script: str, *words: str
-) -> None:
-    become_one_of_two(rank, port, output, told)
+def run_script(told: dict[str, str], output: Path, script: str, *words: str) -> None:
+    become_one_of_a_launch(told, output)
     os.chdir(ROOT)
     sys.argv = [script, *words]
     runpy.run_path(script, run_name="__main__")
 
 
+def forks(
+    folder: Path, script: str, *arguments: str, told: dict[str, str], processes: int
+) -> list[tuple[int | None, str]]:
+    """Exit code and output of a script in each process of a launch, with nothing to load and
+    without a launcher. told: their environment, as by ENGINES.
+    """
+    port = free_port()
+    files = [folder / f"output-{rank}" for rank in range(processes)]
+    started = [
+        fork(run_script, place(rank, port, processes) | told, file, script, *arguments)
+        for rank, file in enumerate(files)
+    ]
+    for process in started:
+        process.join(timeout=240)
+    return [
+        (process.exitcode, file.read_text()) for process, file in zip(started, files, strict=True)
+    ]
+
+
 def two_forks(
     folder: Path, script: str, *arguments: str, told: dict[str, str] = CPU
 ) -> list[tuple[int | None, str]]:
-    """Exit code and output of a script in each of two processes that form a launch, with nothing
-    to load and without a launcher. told: their environment, as by ENGINES.
-    """
-    port = free_port()
-    files = [folder / f"output-{rank}" for rank in (0, 1)]
-    processes = [
-        fork(run_script, rank, port, file, told, script, *arguments)
-        for rank, file in enumerate(files)
-    ]
-    for process in processes:
-        process.join(timeout=240)
-    return [
-        (process.exitcode, file.read_text()) for process, file in zip(processes, files, strict=True)
-    ]
+    """Those of two processes."""
+    return forks(folder, script, *arguments, told=told, processes=2)
 
 
 def outputs_of_two_forks(

@@ -331,6 +331,8 @@ def test_a_manifest_damaged_anywhere_is_one_line(
         lambda: distill(target, prompts(4), options(out)),
     ]
     refused = 0
+    # each entry with all junk, and a reader for each of these: they take turns
+    turns = itertools.cycle(readers)
     for at, junk in itertools.product(places(manifest), (*JUNK, MISSING)):
         damaged = json.loads(json.dumps(manifest))
         inner = damaged
@@ -341,17 +343,16 @@ def test_a_manifest_damaged_anywhere_is_one_line(
         else:
             inner[at[-1]] = junk
         (out / "manifest.json").write_text(json.dumps(damaged))
-        for read in readers:
-            try:
-                read()
-            except ValueError as error:
-                assert "\n" not in str(error)
-                refused += 1
+        try:
+            next(turns)()
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
         for path in set(out.iterdir()) - files.keys():
             path.unlink()
         for path, content in files.items():
             path.write_bytes(content)
-    assert refused > 1000
+    assert refused > 200
 
 
 # ---------------------------------------------------------------- what is not ours

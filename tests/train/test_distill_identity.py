@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import CPU, become_one_of_two, fork, free_port
+from launching import CPU, become_one_of_a_launch, fork, free_port, launch_environment, place
 from tiny_chat import files, on_call, options, prompts, records
 
 from draftheads.heads import files as files_module
@@ -195,37 +196,40 @@ def test_full_disk_leaves_no_half_written_manifest(
 # ---------------------------------------------------------------- several processes
 
 
-@pytest.fixture
-def launch(
-    shared_target: Target, tmp_path: Path
-) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a launcher on `distill` of ten prompts into tmp_path / "o"."""
-    shared_target.model.save_pretrained(tmp_path / "t")
-    shared_target.tokenizer.save_pretrained(tmp_path / "t")
-    path = tmp_path / "p.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in BEFORE))
-    words = ["-m", "draftheads.scripts.cli", "distill", "--target", "t", "--prompts", "p.jsonl"]
-    words += ["--out", "o", "--max-new-tokens", "12", "--batch-size", "4", "--temperature", "1.0"]
+WORDS = ["distill", "--target", "t", "--prompts", "p.jsonl", "--out", "o"]
+WORDS += ["--max-new-tokens", "12", "--temperature", "1.0", "--batch-size"]
 
-    def run(*launcher: str) -> subprocess.CompletedProcess[str]:
-        environ = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", *launcher, *words]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300
-        )
 
-    return run
+def ask_in(folder: Path, target: Target, texts: Texts) -> None:
+    """Write what `WORDS` name into a folder."""
+    target.model.save_pretrained(folder / "t")
+    target.tokenizer.save_pretrained(folder / "t")
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "p.jsonl").write_text("".join(lines))
+
+
+def distill_in_a_fork(folder: Path, rank: int, port: int, batch_size: int) -> None:
+    os.chdir(folder)
+    become_one_of_a_launch(place(rank, port) | CPU, folder / f"output-{rank}")
+    sys.argv = ["draftheads", *WORDS, str(batch_size)]
+    cli.main()
+
+
+def two_forks(folder: Path, batch_size: int) -> list[ForkProcess]:
+    port = free_port()
+    return [fork(distill_in_a_fork, folder, rank, port, batch_size) for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_torchrun_divides_the_work_and_one_process_reports(
-    launch: Callable[..., subprocess.CompletedProcess[str]], target: Target, tmp_path: Path
-) -> None:
-    done = launch("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the last one reports") == 1  # the first process to end
-    assert done.stdout.count(f"{len(BEFORE)} prompts = {len(BEFORE)} done") == 1
-    assert done.stderr.count("next: draftheads init") == 1
+def test_two_processes_divide_the_work_and_one_reports(target: Target, tmp_path: Path) -> None:
+    ask_in(tmp_path, target, BEFORE)
+    for process in two_forks(tmp_path, 4):
+        process.join(timeout=120)
+        assert process.exitcode == 0
+    said = "".join((tmp_path / f"output-{rank}").read_text() for rank in (0, 1))
+    assert said.count("the last one reports") == 1  # the first process to end
+    assert said.count(f"{len(BEFORE)} prompts = {len(BEFORE)} done") == 1
+    assert said.count("next: draftheads init") == 1
     distill(target, asked(BEFORE), options(tmp_path / "whole"))
     assert records(tmp_path / "o") == records(tmp_path / "whole")
     assert read_manifest(tmp_path / "o")["complete"]
@@ -233,21 +237,18 @@ def test_torchrun_divides_the_work_and_one_process_reports(
 
 
 @pytest.mark.slow
-def test_launcher_that_starts_one_process_is_refused(
-    launch: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    done = launch("accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m")
+def test_launcher_that_starts_one_process_is_refused(target: Target, tmp_path: Path) -> None:
+    ask_in(tmp_path, target, BEFORE)
+    launcher = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "draftheads.scripts.cli", *WORDS, "4"],
+        **{"cwd": tmp_path, "env": launch_environment(cpu=True), "timeout": 300},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode and "Traceback" not in done.stderr.split("error:")[0]
     assert "accelerate launch started only one of the --num_processes" in done.stderr
     assert not (tmp_path / "o").exists()
-
-
-def distill_in_a_fork(folder: Path, rank: int, port: int) -> None:
-    os.chdir(folder)
-    become_one_of_two(rank, port, folder / f"output-{rank}", CPU)
-    words = ["--target", "t", "--prompts", "p.jsonl", "--out", "o", "--max-new-tokens", "12"]
-    sys.argv = ["draftheads", "distill", *words, "--batch-size", "1", "--temperature", "1.0"]
-    cli.main()
 
 
 @pytest.mark.slow
@@ -259,12 +260,8 @@ def test_a_process_that_is_killed_is_not_waited_for(
     has all answers.
     """
     texts = [f"question {n}" for n in range(400)]
-    shared_target.model.save_pretrained(tmp_path / "t")
-    shared_target.tokenizer.save_pretrained(tmp_path / "t")
-    content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    (tmp_path / "p.jsonl").write_text(content)
-    port = free_port()
-    processes = [fork(distill_in_a_fork, tmp_path, rank, port) for rank in range(2)]
+    ask_in(tmp_path, shared_target, texts)
+    processes = two_forks(tmp_path, 1)
     try:
         journal = tmp_path / "o" / f"answers-0000{killed}-of-00002.jsonl"
         while not (journal.is_file() and journal.stat().st_size):

@@ -8,9 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,6 +16,7 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from launching import outputs_of_two_forks
 from tiny_heads import overfitted, random_head, written_by
 from tiny_training import (
     assert_same,
@@ -346,20 +344,7 @@ def test_two_processes_judge_as_one(made, tmp_path):
     values["eval"] = {"prompts": 3, "new_tokens": 12}
     values["data"]["rows_per_batch"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = ["torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    own = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
-    result = subprocess.run(
-        [sys.executable, "-m", *launch, "train/medusa.py", str(tmp_path / "recipe.yaml")],
-        env={**own, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        cwd=ROOT,
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    outputs_of_two_forks(tmp_path, "train/medusa.py", str(tmp_path / "recipe.yaml"))
     saved = read_state(tmp_path / "run" / "step-000002").measured
     target = Target.load(made / "target")
     evaluator = evaluator_of(made, target, prompts=3, new_tokens=12)

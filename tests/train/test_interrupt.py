@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import waiting_worker
 import yaml
 from accelerate.state import AcceleratorState
-from launching import ROOT, exit_code_of_a_fork
+from launching import exit_code_of_a_fork, fork
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_training import (
@@ -48,7 +49,6 @@ from draftheads.train.medusa import main
 from draftheads.train.metrics import Progress, read_metrics
 
 pytestmark = pytest.mark.slow
-WAITING = ROOT / "tests" / "helpers" / "waiting_worker.py"
 
 
 @pytest.fixture(scope="module")
@@ -119,37 +119,35 @@ def test_a_signal_that_the_process_was_started_to_ignore_is_ignored(
     assert signal.getsignal(number) is signal.SIG_IGN
 
 
-def in_a_terminal() -> tuple[dict, list[int]]:
-    """How to start a process in a terminal of its own, and what to close to end the terminal."""
-    ours, theirs = os.openpty()
-    os.set_blocking(ours, False)
-    streams = {name: theirs for name in ("stdin", "stdout", "stderr")}
-    take = {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), "start_new_session": True}
-    return streams | take, [ours, theirs]
-
-
-def in_a_pipe() -> tuple[dict, list[int]]:
-    """The same, in front of a program that reads what it prints."""
-    ours, theirs = os.pipe()
-    return {"stdout": theirs, "stderr": theirs}, [ours, theirs]
+def wait_in_a_fork(ours: int, theirs: int, made: Path, output: Path) -> None:
+    """Train in a terminal of its own, or in front of a program that reads what it prints."""
+    os.close(ours)
+    if os.isatty(theirs):
+        os.setsid()
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+    for number in (1, 2):
+        os.dup2(theirs, number)
+    os.close(theirs)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.exit(waiting_worker.main(made, output))
 
 
 @pytest.mark.usefixtures("hang_ups_are_heeded")
-@pytest.mark.parametrize("place", [in_a_terminal, in_a_pipe])
+@pytest.mark.parametrize("place", [os.openpty, os.pipe])
 def test_a_run_whose_connection_drops_is_saved(made, whole, tmp_path, place):
     """SIGHUP, and nobody left to read: each line printed after it would be an OSError."""
     output = tmp_path / "run"
-    streams, ends = place()
-    command = [sys.executable, str(WAITING), str(made), str(output)]
-    process = subprocess.Popen(command, **streams)
-    os.close(ends.pop())
+    ours, theirs = place()
+    process = fork(wait_in_a_fork, ours, theirs, made, output)
+    os.close(theirs)
     while not (output / "waiting").exists():
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.01)
-    os.close(ends.pop())
-    process.send_signal(signal.SIGHUP)  # by the shell
+    os.close(ours)
+    os.kill(process.pid, signal.SIGHUP)  # by the shell
     (output / "go-on").touch()
-    assert process.wait(timeout=60) == 130
+    process.join(timeout=60)
+    assert process.exitcode == 130
     assert steps(output) == ["step-000002"]
     assert run(made, output, "run.save_every=3") == 0
     assert_like_uninterrupted(whole, output)

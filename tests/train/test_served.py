@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, exit_code_of_a_fork, torchrun
+from launching import ROOT, exit_code_of_a_fork, outputs_of_two_forks, two_forks
 from placement_worker import random_batch
 from states_server import StatesServer
 from tiny_training import (
@@ -422,12 +422,11 @@ def test_a_fault_of_one_process_ends_all_with_a_checkpoint(made, server, tmp_pat
     script, recipe = str(ROOT / "train" / "medusa.py"), str(tmp_path / "recipe.yaml")
     two = [script, recipe, *options(server, "run.save_every=6"), f"run.output={tmp_path / 'two'}"]
     server.fault = lambda number, request: 404 if number == refused else None
-    done = torchrun(*two)
-    assert done.returncode != 0 and "HTTP 404" in done.stderr
+    ended = two_forks(tmp_path, *two)
+    assert [code for code, _ in ended] == [2, 2]
+    assert any("HTTP 404" in output for _, output in ended)
     server.fault = lambda number, request: None
-    resumed = torchrun(*two)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resuming" in resumed.stdout
+    assert "resuming" in outputs_of_two_forks(tmp_path, *two)[0]
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 
@@ -551,8 +550,7 @@ def test_each_process_asks_for_its_own_rows(made, server, tmp_path):
     server.asked.clear()
     script = str(ROOT / "train" / "medusa.py")
     recipe = str(tmp_path / "recipe.yaml")
-    done = torchrun(script, recipe, *whole, f"run.output={tmp_path / 'two'}")
-    assert done.returncode == 0, done.stderr
+    outputs_of_two_forks(tmp_path, script, recipe, *whole, f"run.output={tmp_path / 'two'}")
     both = Counter(tuple(each["prompt"]) for each in server.asked)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert sum(both.values()) <= sum(alone.values()) + 8, "each document once, and the probes"

@@ -7,11 +7,7 @@ TensorBoard comes with the project; the others are tried where they are installe
 from __future__ import annotations
 
 import json
-import os
-import socket
 import struct
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,13 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
+from launching import CPU, ROOT, forks
 from tiny_training import run, tiny_recipe
 
 from draftheads.train.metrics import RECORD, read_metrics
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 CHOICES = {"head/kind": "medusa", "head/depth": "3", "optim/betas/2": "0.95"}
 
 
@@ -151,39 +147,16 @@ def said(output: Path) -> dict[tuple[str, int], Any]:
 
 def launch(made: Path, output: Path, *overrides: str, processes: int = 1) -> tuple[int, str]:
     """Exit status and last line of a training script in processes of its own: trackers keep
-    threads, and warn.
+    threads.
     """
     recipe = tiny_recipe(made, output=str(output), save_every=2)
     recipe["eval"] = {"every": 2, "prompts": 2, "new_tokens": 12}
     recipe["optim"]["schedule"] = "constant"
     (output.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    several = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "WANDB_"))}
-    result = subprocess.run(
-        [
-            sys.executable,
-            *(several if processes > 1 else []),
-            str(ROOT / "train" / "medusa.py"),
-            str(output.parent / "recipe.yaml"),
-            *overrides,
-        ],
-        cwd=output.parent,
-        env={
-            **own,
-            "OMP_NUM_THREADS": "1",
-            "ACCELERATE_USE_CPU": "true",
-            "WANDB_MODE": "offline",
-        },
-        timeout=300,
-        capture_output=True,
-        text=True,
-    )
-    return result.returncode, (result.stderr if result.returncode else result.stdout).split("\n")[
-        -2
-    ]
+    told = CPU | {"WANDB_MODE": "offline"}
+    words = [str(ROOT / "train" / "medusa.py"), str(output.parent / "recipe.yaml"), *overrides]
+    [(status, says), *_] = forks(output.parent, *words, told=told, processes=processes)
+    return int(status or 0), says.strip().split("\n")[-1]
 
 
 @pytest.fixture(params=READERS)
