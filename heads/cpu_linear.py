@@ -66,6 +66,10 @@ class PackedWeight:
             product_RO = self.product(x_RI)
         return product_RO.view(*x.shape[:-1], self.shape[0])
 
+    def __deepcopy__(self, memo: Any) -> PackedWeight:
+        """The same, as it is frozen, and torch cannot copy what it holds."""
+        return self
+
     @property
     def nbytes(self) -> int:
         """Memory that a product reads."""

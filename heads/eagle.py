@@ -474,7 +474,7 @@ class Eagle3Head(Vocabulary, DesignedHead):
             "num_aux_hidden_states": len(layers),
             "eagle_config": {
                 "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers if layer >= 0],
             },
         }
 

@@ -91,6 +91,11 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     whole = with_sections(config)
     if str(config.get("model_type")).startswith("llama4"):
         whole["use_qk_norm"] = None  # of its target; engines make Llama's layer
+    norm_D = tensors.get("layers.0.hidden_norm.weight")
+    is_alone = whole.get("use_aux_hidden_state") is False and "fc.weight" not in tensors
+    if is_alone and norm_D is not None:  # it reads the last state, after the final norm, as it is
+        tensors["fc.weight"] = torch.eye(len(norm_D), dtype=norm_D.dtype)
+        config, whole = {**config, AUX_LAYERS: [-1]}, {**whole, "use_aux_hidden_state": None}
     check_values(whole, {**DESIGN, "target_hidden_size": (None, len(matrix(tensors, "fc.weight")))})
     for architecture in config.get("architectures") or []:
         if not LLAMA_LIKE.fullmatch(architecture):

@@ -177,7 +177,9 @@ class ModelDrafter:
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""
-        tokens_BC, counts = committed.tokens_BC, committed.counts
+        known = self.model.model.get_input_embeddings().weight.shape[0]
+        # larger ids are those of a target's padding, of which the model may have less
+        tokens_BC, counts = committed.tokens_BC.clamp(max=known - 1), committed.counts
         rows, length = tokens_BC.shape
         if self.slots is None:
             self.slots = self.model.new_cache(rows, length + ROOM)

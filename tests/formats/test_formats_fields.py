@@ -20,7 +20,9 @@ from tiny_targets import some_prompts, tiny_target
 from trained_heads import FEW, trained
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import load_head
+from draftheads.heads.formats.eagle import AUX_LAYERS
+from draftheads.heads.formats.hub import load_head, save_head
+from draftheads.scripts.convert import converted
 
 
 def written(path: Path, config: dict[str, Any], head: DraftHead | None = None) -> Path:
@@ -280,3 +282,23 @@ def test_a_scaling_is_read_without_a_warning(tmp_path, caplog):
     config = {"rope_scaling": {"rope_type": "yarn", **YARN, "factor": 40.0}}
     load_head(written(tmp_path, config))
     assert not [each.message for each in caplog.records if "rope" in each.message.lower()]
+
+
+def test_an_eagle3_head_may_read_the_last_state_alone(tmp_path):
+    """As a published one for gpt-oss, whose file has no matrix fc; it was called incomplete."""
+    head = eagle3()
+    head.fc = torch.nn.Linear(32, 32, bias=False)
+    torch.nn.init.eye_(head.fc.weight)
+    head.feature_layers = (-1,)
+    tensors = {name: tensor for name, tensor in head.state_dict().items() if name != "fc.weight"}
+    said = {"eagle_config": {"use_aux_hidden_state": False, "layer_ids": [], AUX_LAYERS: []}}
+    target, prompts = tiny_target(), some_prompts(9, 14)
+    folder = folder_of(tmp_path / "head", "model.safetensors", tensors, {**LLAMA, **said})
+    expected = drafts_of(head, target, prompts, 8, head.tree)
+    loaded = load_head(folder, target=target)
+    assert drafts_of(loaded, target, prompts, 8, head.tree) == expected
+    save_head(loaded, tmp_path / "ours", target=target)
+    ours = load_head(tmp_path / "ours", target=target)
+    assert drafts_of(ours, target, prompts, 8, head.tree) == expected
+    with pytest.raises(ValueError, match="the last state as a feature"):
+        converted(tmp_path / "ours", tmp_path / "vllm", "vllm", target)

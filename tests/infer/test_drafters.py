@@ -408,6 +408,18 @@ def test_what_cannot_draft_is_refused(refused, message):
         refused()
 
 
+def test_a_draft_model_may_have_fewer_rows_of_padding():
+    """Ids past its own, which a target writes if it was padded further, are unknown to it."""
+    model = with_tokenizer().model
+    model.resize_token_embeddings(272, mean_resizing=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[265:] = 2 * model.get_output_embeddings().weight[:7]
+    target, prompts = Target(model, byte_tokenizer(), name="padded"), [[3, 270, 4], [5, 6, 7, 8]]
+    expected = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert max(map(max, expected)) >= 259
+    assert decode(target, DraftModel(with_tokenizer()), prompts, max_new_tokens=NEW)[0] == expected
+
+
 def test_texts_that_fill_the_context_are_drafted_for_to_the_end():
     target, prompts = tiny_target(), some_prompts(CONTEXT - 40, CONTEXT - 50)
     for drafts in (SHORT, EarlyExit(2)):
