@@ -102,6 +102,18 @@ def test_texts_are_deleted_in_time_and_within_their_room(tmp_path, monkeypatch):
         texts_in(tmp_path, most_bytes=1000)
 
 
+def test_texts_of_a_clock_that_was_ahead_are_deleted_in_time(tmp_path, monkeypatch):
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 365 * 86400)
+    texts_in(tmp_path).add([1], [2])
+    monkeypatch.setattr(time, "time", lambda: now)
+    texts = texts_in(tmp_path)
+    texts.add([3], [4])
+    assert [talk.tokens[0] for talk in texts_in(tmp_path).conversations] == [1, 3]
+    monkeypatch.setattr(time, "time", lambda: now + 31 * 86400)
+    assert not texts_in(tmp_path).conversations and not list(tmp_path.iterdir())
+
+
 def point(version: int) -> Point:
     return Point(time.time(), version, 2.0, 100, adopted=True)
 

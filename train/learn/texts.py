@@ -66,6 +66,10 @@ class Texts:
         self.folder, self.most_bytes, self.keep_seconds = folder, most_bytes, keep_days * 86400
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.conversations: list[Conversation] = []
+        now = time.time()
+        for number, path in enumerate(self.files):  # of a clock that was ahead
+            if begin_of(path) > now:
+                path.rename(folder / f"{int(now * 1000) + number}{SUFFIX}")
         self.tidy()
         for prompt, answer, seconds in self._read():
             self._append(prompt, answer, seconds)
