@@ -12,7 +12,6 @@ from typing import Any
 from draftheads.heads.formats.card import is_hub_id
 from draftheads.heads.kinds import HEADS
 from draftheads.recipes import packaged
-from draftheads.train.recipe import SERVER_KEYS, recipe_keys
 
 PLACE = re.compile(r"[a-zA-Z][\w+.-]*://|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)")
 """The beginning of a URL or of a local path."""
@@ -25,8 +24,16 @@ versions hardware merged_adapter continued difference tokens_per_step
 documents learned_tokens digest sampling prompts seed
 temperature top_p top_k max_new_tokens max_turns reasoning template_args
 source count sha256
+
+target_dtype target_revision target_adapter target_placement target_bits
+features head optim eval run
+path sequence_length rows_per_batch pack cache_gb heldout mode disk_gb
+lr betas weight_decay warmup schedule clip start heads_weight agreement
+every new_tokens best patience
+output epochs minutes save_every keep precision trackers log_every max_skipped
+gradient_checkpointing compile
 """
-"""Keys that leave, besides those of recipes."""
+"""Keys that leave, those of recipes last, besides those of the recipes' section `head`."""
 WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
 WHOLE |= {"versions", "template_args", "rope_scaling"}
 """Of them, those below which all keys leave."""
@@ -66,9 +73,9 @@ def recorded(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_keys() -> set[str]:
-    """Those of facts, and those of all kinds' recipes but for servers'."""
-    recipe = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
-    return {*FACTS.split(), *recipe} - SERVER_KEYS
+    """All that leave."""
+    fields = [each for kind in HEADS.values() for each in kind.Choices.model_fields.items()]
+    return {*FACTS.split(), *(field.alias or name for name, field in fields)}
 
 
 def is_local(name: str | None) -> bool:

@@ -5,6 +5,7 @@ recipe leaves it open.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -260,3 +261,24 @@ def test_a_very_long_value_is_cut_out_of_its_error_line():
     line = one_line(ValueError(f"--out: expected a folder, got {'a' * 5000}; choose another one"))
     assert line.startswith("--out: expected a folder, got aaa") and len(line) < 1000
     assert line.endswith("aaa; choose another one")
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (["distill", "--target", "demo-target"], "pyarrow"),
+        (["train", "demo-medusa"], "ruamel.yaml"),
+        (["convert", "me/heads", "head.gguf", "--to", "gguf"], "gguf"),
+        (["bench", "--plot", "a.png"], "matplotlib"),
+    ],
+)
+def test_a_missing_extra_is_named_before_torch_is_loaded(run, monkeypatch, words, package):
+    def loads(*_: object) -> None:
+        raise AssertionError("the command has begun")
+
+    monkeypatch.setattr("draftheads.scripts.cli.app", loads)
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, [line] = run(*words)
+    assert code == 2 and re.search(r"; pip install 'draftheads\[\w+\]'$", line)
+    monkeypatch.setattr("draftheads.scripts.cli.app", lambda *_, **__: 0)
+    assert run(*words, "--help")[0] == 0

@@ -260,7 +260,7 @@ NEEDS = {
     "keys": "train",
     "merge HEAD out/merged": "no adapter",
     "plan RECIPE": "train",
-    "publish HEAD a/b": "train",
+    "publish HEAD a/b --dry-run": None,
     "serve --target TARGET": "serve",
     "train RECIPE": "train",
     "tune --target TARGET": "train",

@@ -32,10 +32,10 @@ from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.public import public_facts
+from draftheads.scripts.public import known_keys, public_facts
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.server import ServedTarget
-from draftheads.train.recipe import SERVER_KEYS, FeatureChoices
+from draftheads.train.recipe import SERVER_KEYS, FeatureChoices, recipe_keys
 
 FILES = {
     "config.json", "model.safetensors", "README.md",
@@ -329,6 +329,12 @@ def test_facts_that_readers_need_are_published_as_they_are(hub, tmp_path, made):
     of_servers = {f"draftheads.training.recipe.features.{key}" for key in SERVER_KEYS}
     assert before.keys() - after.keys() <= of_servers
     assert {key for key in after if before[key] != after[key]} <= private
+
+
+def test_every_key_of_a_recipe_is_published_or_a_servers():
+    """A new one stays here until it is in the list."""
+    keys = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
+    assert keys - known_keys() == SERVER_KEYS
 
 
 def test_publish_follows_no_link_out_of_the_folder(hub, folder, run, tmp_path):
