@@ -4,8 +4,8 @@ of their texts words and names on the Hub. Of local paths the last part leaves, 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,24 +85,15 @@ def is_local(name: str | None) -> bool:
     return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))
 
 
-def texts_of(value: Any, public: Any) -> Iterator[tuple[str, str]]:
-    """Every text in a head's metadata, and what leaves of it. public: of `public_facts`."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from texts_of(each, public.get(key) if isinstance(public, dict) else None)
-            yield from [(key, "")] if PLACE.search(key) else []
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from texts_of(each, public[number] if public else None)
-    elif isinstance(value, str) and value:
-        yield value, public or ""
+def texts_of(facts: dict[str, Any]) -> set[str]:
+    """The texts in a head's metadata, and the keys that are URLs."""
+    written = re.findall(r'("(?:[^"\\]|\\.)+")(:?)', json.dumps(facts))
+    return {json.loads(text) for text, colon in written if not colon or "://" in text}
 
 
 def without_private(text: str, facts: dict[str, Any]) -> str:
-    """A text with what may not leave of a head's metadata cut out, wherever it is whole words."""
-    texts = list(texts_of(facts, public_facts(facts)))
-    public = {old for old, new in texts if old == new}
-    private = {old: new for old, new in texts if old not in public}
-    for old in sorted(private, key=len, reverse=True):  # paths before their parents
-        text = private[old].join(re.split(rf"(?<!\w){re.escape(old)}(?!\w)", text))
+    """A text without what may not leave of a head's metadata, wherever it is whole words."""
+    private = texts_of(facts) - texts_of(public_facts(facts))
+    for each in sorted(private, key=len, reverse=True):  # paths before their parents
+        text = re.sub(rf"(?<!\w){re.escape(each)}(?!\w)", "", text)
     return text

@@ -24,7 +24,6 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import check_sizes
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import staged, write_text
-from draftheads.heads.formats import table
 from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
@@ -38,7 +37,7 @@ from draftheads.heads.formats.stored import (
     shards,
     target_name,
 )
-from draftheads.heads.formats.table import as_ours, translated
+from draftheads.heads.formats.table import WRITERS, as_ours, loss, translated
 from draftheads.heads.kinds import HEADS as HEADS
 from draftheads.heads.online import download
 from draftheads.heads.pretrained import same_weights
@@ -116,7 +115,12 @@ def refusals(head: DraftHead, target: Target) -> str:
     """Which programs `convert` would not write this head for, and why; "" for none."""
     about = {"architecture": type(target.model).__name__, "layers": target.layers}
     facts = {"kind": head.kind, "target": about, "feature_layers": list(head.feature_layers)}
-    return table.refusals(Stored(head_config(head, torch.float32, facts), {}))
+    stored = Stored({**head.config(), "draftheads": facts}, {})
+    reasons: dict[str, list[str]] = {}
+    for to in WRITERS:
+        if reason := loss(to, stored):
+            reasons.setdefault(reason, []).append(to)
+    return "; ".join(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())
 
 
 def about_target(target: Target) -> dict[str, Any]:

@@ -303,15 +303,6 @@ def loss(to: str, stored: Stored) -> str | None:
     return ", ".join(name for name in unsupported if traits[name]) or None
 
 
-def refusals(stored: Stored) -> str:
-    """What destinations of its kind do not support of a head of ours, in one line."""
-    reasons: dict[str, list[str]] = {}
-    for to in WRITERS:
-        if reason := loss(to, stored):
-            reasons.setdefault(reason, []).append(to)
-    return "; ".join(f"{', '.join(each)}: {reason}" for reason, each in reasons.items())
-
-
 def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
     config = block.flat(config)
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")

@@ -24,7 +24,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
 from trained_heads import trained
 
-from draftheads.heads.formats.card import install_command
+from draftheads.heads.formats.card import install_command, render_card
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
 from draftheads.heads.tables import flat
 from draftheads.heads.target import Target
@@ -329,6 +329,14 @@ def test_facts_that_readers_need_are_published_as_they_are(hub, tmp_path, made):
     of_servers = {f"draftheads.training.recipe.features.{key}" for key in SERVER_KEYS}
     assert before.keys() - after.keys() <= of_servers
     assert {key for key in after if before[key] != after[key]} <= private
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_card_that_nobody_edited_is_rendered_again(tmp_path, kind):
+    folder = save_head(
+        trained(kind), tmp_path / "head", target=tiny_target(), training={"steps": 9}
+    )
+    assert (folder / "README.md").read_text() == render_card(open_head(folder).config) + "\n"
 
 
 def test_every_key_of_a_recipe_is_published_or_a_servers():

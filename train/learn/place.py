@@ -45,8 +45,7 @@ def place_of(folder: HeadFolder, root: Path) -> Path:
         if path.suffix in WEIGHTS:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-    name = Path(folder.name).expanduser().absolute().name
-    return root / f"{name}-{digest.hexdigest()[:8]}"
+    return root / f"{Path(address(folder)).name}-{digest.hexdigest()[:8]}"
 
 
 def address(folder: HeadFolder) -> str:
