@@ -371,7 +371,12 @@ class Rehearsal:
 
 
 def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
-    """Train a few steps on a random target and random rows. Raises what `fit` raises."""
+    """Train a few steps on a random target and random rows. Raises what `fit` raises, and
+    ValueError for a batch that memory cannot hold.
+    """
+    states = shapes.feature_bytes(recipe.data.rows_per_batch * work.length)
+    if states > device_memory():
+        raise ValueError(f"states of one batch take {states / 1e9:,.0f} GB; use fewer rows")
     rehearsal = Rehearsal(recipe, shapes, work)
     sweep(Path(tempfile.gettempdir()), f"{TRIAL}*")
     owner = own_name(Path(TRIAL)).name.removeprefix(f".{TRIAL}")

@@ -53,7 +53,9 @@ STRANGE = (
 """Values for any option."""
 JUNK: tuple[Any, ...] = (
     *(None, True, "", "x", -1, 0, 1.5, 1e308, 10**30, [], {}, [[]], {"a": 1}, "\x1b[31m"),
-    *(["a"], [-1], [None], "9" * 400),
+    *(["a"], [-1], [None], "9" * 400, 2**31, 30_000, 10**9, [10**9], {"__float__": "Infinity"}),
+    *("((.*)*)*x", ["((.*)*)*x"], {"((.*)*)*x": 4}, "a/b", "[" * 500, float("inf"), float("nan")),
+    *("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",),
 )
 """Values for anything in a JSON file."""
 OVERRIDES = (
@@ -114,6 +116,7 @@ class Workshop:
         (self.base / "README.md").write_text("not ours\n")
         for kind in ("medusa", "sequential", "eagle3", "block"):
             shutil.copy(RECIPES / f"demo-{kind}.yaml", self.base / f"{kind}.yaml")
+        write_lora(self.base / "target", self.base / "lora")
         made = [[*good("distill"), "--limit", "8"]]
         made += [["train", f"{kind}.yaml", *SMALL, f"run.output={kind}"] for kind in KINDS]
         for arguments in made:
@@ -124,6 +127,16 @@ class Workshop:
         """All inputs; large files are hard links."""
         shutil.copytree(self.base, folder, copy_function=_copy, symlinks=True)
         return folder
+
+
+def write_lora(target: Path, folder: Path) -> None:
+    """A LoRA that changes nothing."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(folder)
 
 
 def _copy(source: str, destination: str) -> None:
@@ -161,7 +174,7 @@ def good_calls() -> dict[str, list[str]]:
         "prompts": [],
         "bench": [*decode, *ask, "--head", "sequential", "--repetitions", "1", "--nodes", "4"],
         "tune": [*ask, "--head", "medusa", "--nodes", "4", "--repetitions", "1", "--limit", "2"],
-        "chat": ["--head", "eagle3", "--max-new-tokens", "8", "--nodes", "4"],
+        "chat": [*decode[:4], "--head", "eagle3", "--nodes", "4", "--adapter", "lora"],
         "serve": ["--head", "sequential", "--port", "0", "--nodes", "4"],
         "doctor": ["--target", "target", "--head", "sequential", *ask],
         "merge": ["sequential", "merged"],

@@ -269,6 +269,13 @@ def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_batch_that_no_memory_holds_is_not_tried(made, tmp_path):
+    values = tiny_recipe(made, output=str(tmp_path / "run"))
+    values["data"] |= {"rows_per_batch": 10**9, "path": str(tmp_path / "none")}
+    plan = make_plan(recipe_of(values))
+    assert plan.trial is None and re.match("a trial failed: states of one batch take", plan.reason)
+
+
 @pytest.mark.skipif(not planning.CLEAR.exists(), reason="this system counts no peak")
 def test_memory_that_was_freed_is_in_the_peak():
     planning.forget_peak()
