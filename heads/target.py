@@ -668,7 +668,7 @@ def template_variables(given: Any) -> dict[str, Any]:
     """The same, as `Target.template_args`. Raises ValueError unless these are variables of a chat
     template, by name, without those that rendering sets itself.
     """
-    if not isinstance(given, dict):
+    if not isinstance(given, Mapping):
         raise ValueError(
             f"expected a JSON object, got {given!r:.80}; write it as in "
             '{"enable_thinking": false}'
@@ -680,7 +680,7 @@ def template_variables(given: Any) -> dict[str, Any]:
             f"expected variables of the chat template, got {', '.join(taken)}, which is always "
             "set; leave it out"
         )
-    return given
+    return {**given}
 
 
 def _refuse_by_trial(target: Target) -> None:

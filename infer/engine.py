@@ -6,9 +6,8 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -320,7 +319,7 @@ class Speculator:
         stop: Collection[str] = (),
         session: Session | None = None,
         prefill_chunk: int | None = None,
-    ) -> Iterator[Step]:
+    ) -> Generator[Step]:
         """Continue one prompt (token ids), one Step per forward. session: computes again only what
         differs from its text. prefill_chunk: read so many tokens of the prompt per forward, and
         yield a Step without tokens after each but the last, so that others can take turns.
@@ -334,7 +333,7 @@ class Speculator:
             raise ValueError(f"prefill_chunk: expected 1 token or more, got {prefill_chunk!r}")
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
         batch = self._decode(rows, rule_of(sampling), session, prefill_chunk)
-        return filter(None, chain.from_iterable(batch))
+        return (step for [step] in batch if step is not None)
 
     def generate_batch(
         self,
@@ -362,8 +361,19 @@ class Speculator:
         ]
         return self._decode(rows, rule_of(sampling))
 
-    @torch.inference_mode()
-    def _decode(
+    def _decode(self, *arguments: Any) -> Generator[list[Step | None]]:
+        """The steps of `_steps`. Inference mode ends before each is yielded: the caller has its
+        own, and a program may end, and torch with it, while a generation waits here.
+        """
+        steps = self._steps(*arguments)
+        while True:
+            with torch.inference_mode():
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
+
+    def _steps(
         self,
         rows: list[Row],
         accept: Acceptance,

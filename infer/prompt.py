@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import psutil
 from jinja2.exceptions import TemplateError
 
+from draftheads.heads.target import template_variables
 from draftheads.infer.text import Marks, TextStream
 
 Message = dict[str, Any]
@@ -169,12 +170,10 @@ class PromptRenderer:
         if not getattr(self.tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in messages)
         try:
+            given = [self.parsed(message) for message in messages]
             with bounded():
                 rendered: str = self.tokenizer.apply_chat_template(
-                    [self.parsed(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=ask,
-                    **self.template_args,
+                    given, tokenize=False, add_generation_prompt=ask, **self.template_args
                 )
         except EXPRESSION_ERRORS as error:
             raise TemplateError(str(error) or type(error).__name__) from error
@@ -274,7 +273,8 @@ def encode_prompt(
     template_args: variables for this prompt, in addition to `target.template_args`. Raises
     ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
     """
-    renderer = PromptRenderer(target, {**target.template_args, **(template_args or {})})
+    variables = template_variables(template_args or {})
+    renderer = PromptRenderer(target, {**target.template_args, **variables})
     try:  # errors of jinja and tokenizers do not mention the prompt
         ids = renderer.prompt_ids(prompt)
     except (TemplateError, TypeError, UnicodeError) as error:

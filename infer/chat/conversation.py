@@ -193,7 +193,7 @@ class History:
         old = self.system
         self.system = system
         try:  # some templates reject the role, or what another one took
-            self._encode(messages, "Hello")
+            self.fit(messages, "Hello")
         except ValueError:
             self.system = old
             raise

@@ -236,7 +236,9 @@ class TextGenerator:
                 raise ValueError(f"{key}: expected {expected}, got {value!r:.40}; or leave it out")
         encoded = [self._encoded(prompt, options) for prompt in prompts]
         stop = options.get("stop", ())
-        if isinstance(stop, str):
+        if stop is None:
+            stop = ()
+        elif isinstance(stop, str):
             stop = (stop,)
         limit = options.get("max_new_tokens")
         # a mistake in the last prompt is one before the first answer
@@ -284,7 +286,7 @@ class TextGenerator:
             if not self.engine.compile:
                 return seeded(temperature, top_p, top_k, limit)
             rule = Sampled(temperature, top_p, top_k) if temperature else Greedy()
-        if "seed" in options:
+        if options.get("seed") is not None:
             rule.seed(options["seed"])
         return rule
 
