@@ -46,7 +46,6 @@ PUBLIC = {
 }
 __all__ = [
     "Acceptance",
-    "Adaptive",
     "BenchOptions",
     "BenchReport",
     "ChatOptions",
@@ -75,7 +74,6 @@ __all__ = [
 if TYPE_CHECKING:
     from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
     from draftheads.infer.chat.repl import ChatOptions
-    from draftheads.infer.drafters.adaptive import Adaptive
     from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
     from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
     from draftheads.infer.drafters.merged import Merged

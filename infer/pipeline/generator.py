@@ -230,15 +230,14 @@ class TextGenerator:
                 f"expected {', '.join(GenerateOptions.__annotations__)}, got "
                 f"{', '.join(sorted(unknown))}; leave it out"
             )
+        options = {key: value for key, value in options.items() if value is not None}  # type: ignore[assignment]
         for key, (kind, expected) in NUMBERS.items():
-            value = options.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            value = options.get(key, 0)
+            if isinstance(value, bool) or not isinstance(value, kind):
                 raise ValueError(f"{key}: expected {expected}, got {value!r:.40}; or leave it out")
         encoded = [self._encoded(prompt, options) for prompt in prompts]
         stop = options.get("stop", ())
-        if stop is None:
-            stop = ()
-        elif isinstance(stop, str):
+        if isinstance(stop, str):
             stop = (stop,)
         limit = options.get("max_new_tokens")
         # a mistake in the last prompt is one before the first answer
@@ -286,7 +285,7 @@ class TextGenerator:
             if not self.engine.compile:
                 return seeded(temperature, top_p, top_k, limit)
             rule = Sampled(temperature, top_p, top_k) if temperature else Greedy()
-        if options.get("seed") is not None:
+        if "seed" in options:
             rule.seed(options["seed"])
         return rule
 

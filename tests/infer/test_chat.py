@@ -511,6 +511,17 @@ def test_short_answers_leave_more_room_for_old_turns(target):
         assert ("turns dropped" in talk(speculator, setting, "Hi", "And?")) is dropped
 
 
+def test_a_system_prompt_that_leaves_no_room_is_refused_at_once(target):
+    """Not with each message, which would be called too long."""
+    said = "expected a message shorter than the context"
+    with pytest.raises(ValueError, match=said):
+        History(target, "x" * 1000, None)
+    history = History(target, "Be brief.", None)
+    with pytest.raises(ValueError, match=said):
+        history.instruct("x" * 1000)
+    assert history.system == "Be brief."
+
+
 def test_a_message_that_cannot_fit_is_refused_and_nothing_is_forgotten(target):
     speculator = Scripted(target, done(target, "Yes."), done(target, "Still here."))
     printed = talk(speculator, "Hi", "z" * 300, "And?")

@@ -78,6 +78,18 @@ def test_rows_end_independently():
     assert finishes == {row: "eos" if t[-1] == end else "length" for row, t in enumerate(expected)}
 
 
+def test_a_generation_that_waits_at_the_end_of_a_program_asks_nothing_of_torch(monkeypatch):
+    """By then its modules are gone; Python would print a traceback."""
+    steps = Speculator(tiny_target()).generate([1, 2], max_new_tokens=9)
+    next(steps)
+
+    def gone(*_: object) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'is_scripting'")
+
+    monkeypatch.setattr(torch.autograd.grad_mode.inference_mode, "__init__", gone)
+    steps.close()
+
+
 def test_stop_string_across_tokens():
     model = random_model("llama")
     model.resize_token_embeddings(259, mean_resizing=False)

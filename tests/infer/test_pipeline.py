@@ -291,6 +291,15 @@ def test_a_dtype_may_be_torchs_and_a_model_is_no_head(folder):
         load(folder / "target")
 
 
+def test_options_that_are_none_are_left_out(model):
+    options = ("stop", "seed", "temperature", "sampling", "template_args", "max_new_tokens")
+    answer = model.generate("Why?", **dict.fromkeys(options))
+    assert answer.token_ids == model.generate("Why?").token_ids
+    for variables in ([1], {"tokenize": True}, {"messages": []}):
+        with pytest.raises(ValueError, match="expected (a JSON object|variables of the chat)"):
+            model.generate("Why?", template_args=variables)
+
+
 def test_facades_show_what_they_offer():
     """dir() and help() begin with an example."""
     assert {"load", "heads", "infer", "train"} <= {*dir(draftheads)}
