@@ -144,6 +144,18 @@ def _behind(text: str, start: str) -> str:
     return text.removeprefix(start).strip() if text.startswith(start) else ""
 
 
+def _check_is_shown(message: Mapping[str, Any], text: str) -> None:
+    """Raise TemplateError for a question that is not in the text: templates leave out roles that
+    they do not know. Blanks may differ.
+    """
+    question = message.get("content")
+    is_question = message.get("role") not in ("assistant", "tool") and isinstance(question, str)
+    if is_question and "".join(question.split()) not in "".join(text.split()):
+        raise TemplateError(
+            "the template leaves out the last message; its role is expected to be user"
+        )
+
+
 class PromptRenderer:
     """Turns plain texts and conversations into token ids for one target.
 
@@ -220,8 +232,12 @@ class PromptRenderer:
         return any(decode([each], skip_special_tokens=True) != decode([each]) for each in ids)
 
     def parsed(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message as the template takes it, which marks reasoning with special tokens."""
+        """The message as the template takes it, which marks reasoning with special tokens, and
+        often leaves out what has OpenAI's newer name of the system's role.
+        """
         content = message.get("content")
+        if message.get("role") == "developer":
+            return {**message, "role": "system"}
         if message.get("role") != "assistant" or not isinstance(content, str):
             return message
         thought, closed, answer = content.partition(CLOSE)
@@ -250,6 +266,8 @@ class PromptRenderer:
         append to every text: a prompt goes on. Raises TemplateError.
         """
         text = prompt if isinstance(prompt, str) else self.text(prompt)
+        if not isinstance(prompt, str) and prompt:
+            _check_is_shown(prompt[-1], text)
         bare = self.encode(text)
         if not isinstance(prompt, str) and getattr(self.tokenizer, "chat_template", None):
             return bare

@@ -185,6 +185,8 @@ def fit(
             ends.callback(accelerator.end_training)
             if accelerator.distributed_type is not DistributedType.NO:
                 ends.callback(gc.collect)  # FSDP2 must release the process group first
+        devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+        ends.enter_context(torch.random.fork_rng(devices))  # the caller's stream goes on
         checkpoint = _resume_point(recipe, accelerator)
         if checkpoint and _is_over(checkpoint.state, recipe, main_process_log(accelerator)):
             # what a process that was killed after it did not come to: `best`, removal of old ones

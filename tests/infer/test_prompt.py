@@ -298,3 +298,29 @@ def test_without_template_messages_are_joined_and_text_is_taken_as_it_is():
 def test_prompts_that_cannot_be_encoded(tokenizer, prompt, message):
     with pytest.raises(ValueError, match=message):
         encode_prompt(Side(tokenizer), prompt)
+
+
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+)
+"""As Qwen's and DeepSeek's: what has another role is left out."""
+
+
+def test_a_developers_message_is_the_systems():
+    """OpenAI's newer name, which most templates leave out."""
+    side = Side(byte_tokenizer(KNOWN_ROLES))
+    developer = [{**MESSAGES[0], "role": "developer"}, MESSAGES[1]]
+    assert encode_prompt(side, developer) == encode_prompt(side, MESSAGES)
+    assert developer[0]["role"] == "developer"
+
+
+def test_a_question_that_the_template_leaves_out_is_refused():
+    side = Side(byte_tokenizer(KNOWN_ROLES))
+    for role in ("human", "User", ""):
+        with pytest.raises(ValueError, match="leaves out the last message; its role is expected"):
+            encode_prompt(side, [MESSAGES[0], {"role": role, "content": "Hi"}])
+    collapsed = Side(
+        byte_tokenizer("{% for m in messages %}{{ m.content.split() | join(' ') }}{% endfor %}")
+    )
+    assert encode_prompt(collapsed, [{"role": "user", "content": " a\n\n\nb "}])

@@ -111,9 +111,7 @@ def test_steps_and_usage_come_on_request(client):
     assert len(steps) == last["usage"]["steps"]
     assert [step["prefill"] for step in steps] == [True] + [False] * (len(steps) - 1)
     assert all(chunk["usage"] is None for chunk in stream)
-    assert math.isclose(
-        sum(step["seconds"] for step in steps), last["usage"]["seconds"], rel_tol=0.5
-    )
+    assert 0 < sum(step["seconds"] for step in steps) <= last["usage"]["seconds"] + 1e-3
 
 
 def test_completions_continue_text_or_token_ids(client, engine):

@@ -334,6 +334,16 @@ def test_a_callback_sees_each_evaluation_and_may_end_the_run(made, tmp_path):
     assert_same(weights(tmp_path / "ended", 6), weights(tmp_path / "whole", 6))
 
 
+def test_training_leaves_the_callers_random_numbers_alone(made, tmp_path):
+    values = tiny_recipe(made, steps=1)
+    values["run"]["output"] = str(tmp_path)
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    assert fit(recipe_of(values)).finished
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_adamw_in_one_pass_is_adamw():
     """On a CPU it is torch's fused one; matrices decay, vectors do not."""
     head = make_head(MedusaHead, tiny_target(), depth=2)
