@@ -85,7 +85,8 @@ class ChatAnswer:
 
 def rate(steps: Iterable[Step]) -> float:
     """Tokens per second of these steps but the prefill; 0.0 if there are none. The one definition
-    of speed in a chat: of the plain model at the start, of answers, and of both sides of /compare.
+    of speed in a chat: of the plain model at the start, of answers, and of both sides of /compare,
+    by `fair_clock`.
     """
     total = Statistics.of(steps)
     seconds = total.draft_seconds + total.verify_seconds

@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from tiny_chat import END, llama
 from tiny_heads import random_head
@@ -23,6 +25,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import printable
 from draftheads.heads.tree import StaticTree
+from draftheads.infer import threads
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.chat import conversation, repl
 from draftheads.infer.chat.conversation import ChatAnswer, History
@@ -38,6 +41,16 @@ REFUSES_SYSTEM = (
 GREEN = "\x1b[32m"
 CTRL_C = object()
 ROOT = Path(__file__).parents[2]
+
+
+def test_other_processes_do_not_change_what_drafts_gain(target, monkeypatch):
+    """Ten seconds of the wall go by at each look at it: a rate counts those of the CPU."""
+    wall = count(0, 10)
+    monkeypatch.setattr(threads.time, "perf_counter", lambda: next(wall))
+    monkeypatch.setattr("draftheads.infer.engine.perf_counter", lambda: next(wall), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert repl.plain_rate(Speculator(target)) > 1.0
+    assert conversation.rate(Speculator(target).generate([5, 6], max_new_tokens=9)) > 1.0
 
 
 @pytest.fixture
