@@ -25,6 +25,11 @@ def contestants(
     too, where it writes the same tokens.
     """
     entries = with_trees(drafts, trees)
+    if options.nodes and not entries.keys() & drafts.keys():
+        raise ValueError(
+            "--nodes: expected a head without a --tree, whose own tree is resized, got none; leave "
+            "out one of the two"
+        )
     if isinstance(options.sampling, Greedy) and options.batch == 1:
         entries |= rivals(target, drafts)
     return entries

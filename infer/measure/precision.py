@@ -60,7 +60,7 @@ class Pace:
     def break_even(self, dtype: str) -> float:
         """Tokens per step at which drafts pay if drafting them costs nothing."""
         plain, drafted = self.seconds[dtype]
-        return drafted / plain
+        return max(drafted / plain, 1.0)  # noise only adds, and more tokens take no less
 
     def _faster(self, dtype: str, than: str) -> float:
         return sum(self.seconds[than]) / sum(self.seconds[dtype])

@@ -98,6 +98,8 @@ def test_bad_drafters(run, target, heads):
     failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
     failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
+    both = ["--tree", "2,1", "--nodes", "4"]
+    failed(run(*bench, heads / "medusa", *both), "--nodes: expected a head without a --tree")
 
 
 def test_prompts_are_taken_evenly_from_all_categories(tmp_path):

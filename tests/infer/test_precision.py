@@ -6,6 +6,7 @@ keeps a fixed dtype, so that no result depends on timing.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def test_the_faster_dtype_is_chosen_and_named(pace, other, dtype, line):
     still = {BFLOAT16: other, "float32": 1.0}[dtype] / 0.25
     assert str(found).endswith(f"; --bits 8 (int8 weights): {still:.1f}x faster still")
     assert found.break_even("float32") == pytest.approx(3.0)
+    assert replace(found, seconds={"float32": (1.0, 0.8)}).break_even("float32") == 1.0
 
 
 def test_a_checkpoint_in_float32_or_quantised_has_no_choice():
@@ -104,7 +106,7 @@ def test_products_are_those_of_the_target_and_few():
 
 
 def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, monkeypatch):
-    pace(1.0, 0.4)
+    asked = pace(1.0, 0.4)
     target, head = stored
     prompts = questions(tmp_path, 4)
     seen: list[torch.dtype] = []
@@ -120,16 +122,18 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     report = json.loads(figures.read_text())
     assert code == 0 and report["machine"]["dtype"] == BFLOAT16
     assert report["plain"]["lossless"] is None and "--dtype float32" in " ".join(out.split())
+    doctor = ["doctor", "--target", target, "--head", head, "--prompts", prompts]
+    asked.clear()
+    assert run(*doctor, "--max-new-tokens", 4)[0] < 2 and asked, "it prices steps as bench does"
 
 
 def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):
     asked = pace(1.0, 0.1)
-    target, head = stored
+    target, _ = stored
     prompts = questions(tmp_path, 2)
     few = ["--max-new-tokens", 4]
     out = tmp_path / "answers"
     assert run("distill", "--target", target, "--prompts", prompts, "--out", out, *few)[0] == 0
-    assert run("doctor", "--target", target, "--head", head, "--prompts", prompts, *few)[0] < 2
     assert json.loads((out / "manifest.json").read_text())["target"]["dtype"] == "float32"
     assert asked == []
 
