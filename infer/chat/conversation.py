@@ -85,8 +85,7 @@ class ChatAnswer:
 
 def rate(steps: Iterable[Step]) -> float:
     """Tokens per second of these steps but the prefill; 0.0 if there are none. The one definition
-    of speed in a chat: of the plain model at the start, of answers, and of both sides of /compare,
-    by `fair_clock`.
+    of speed in a chat: of the plain model at the start, and of answers, by `fair_clock`.
     """
     total = Statistics.of(steps)
     seconds = total.draft_seconds + total.verify_seconds
@@ -121,17 +120,11 @@ class History:
 
         Raises ValueError, and drops nothing, if the question alone does not fit.
         """
-        tokens, start = self.fit(self.messages, question)
-        del self.messages[:start]
-        return tokens, start // 2
-
-    def fit(self, messages: Sequence[Message], question: str) -> tuple[list[int], int]:
-        """Token ids of these messages with `question`, and how many had to be left out."""
         context = self.target.context
         reserve = min(self.max_new_tokens or RESERVE, RESERVE, context // 4)
-        turns = len(messages) // 2 if self.has_template else 0
+        turns = len(self.messages) // 2 if self.has_template else 0
         for start in range(0, 2 * turns + 1, 2):
-            tokens = self._encode(messages[start:], question)
+            tokens = self._encode(self.messages[start:], question)
             if len(tokens) + reserve <= context:
                 break
         if len(tokens) >= context:
@@ -139,7 +132,8 @@ class History:
                 f"expected a message shorter than the context of {self.target.name} ({context} "
                 f"tokens), got {len(tokens)} with the template; send a shorter one"
             )
-        return tokens, start
+        del self.messages[:start]
+        return tokens, start // 2
 
     def add(self, question: str, answer: str) -> None:
         """Remember a turn; without a chat template, that one alone, and no prompt has it."""

@@ -8,27 +8,24 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import Acceptance, Greedy, RandomStream, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
 from draftheads.infer.chat.screen import (
     NOTE,
-    Frame,
     MarkdownScreen,
-    MarkdownText,
     PlainScreen,
     tree_drawing,
 )
@@ -184,8 +181,9 @@ class _Conversation:
         self.reused = 0
         self.is_warned = not speculator.tree.draft_nodes
         self.is_rich = console.is_interactive and not options.is_plain
-        self.without_drafts = Speculator(speculator.target, compile=speculator.compile)
-        self.plain = plain_rate(self.without_drafts) if self.is_rich else 0.0
+        self.plain = 0.0
+        if self.is_rich:
+            self.plain = plain_rate(Speculator(speculator.target, compile=speculator.compile))
 
     def note(self, text: str) -> None:
         """Print a message of the program."""
@@ -422,67 +420,6 @@ class _Conversation:
     def _quit(self, _: str) -> None:
         self.is_over = True
 
-    def _compare(self, text: str) -> None:
-        """Answer without and with drafts. The side that used less time is next, so that both run at
-        their own speed. The history stays as it is.
-        """
-        messages, question = self.history.messages, text
-        if not text:
-            messages, question = self.history.before_last()
-        prompt, _ = self.history.fit(messages, question)
-        plain = ChatAnswer()
-        drafted = ChatAnswer()
-        running = [
-            (plain, self._generate(plain, self.without_drafts, prompt, self._fresh_rule())),
-            (drafted, self._generate(drafted, self.speculator, prompt, self._fresh_rule())),
-        ]
-        frame = Frame(self.console) if self.is_rich else None
-        height = max(self.console.height - 6, 1)
-        with interruptible() as stopped, frame or nullcontext():
-            while running and not stopped.is_set():
-                side = min(running, key=lambda side: side[0].seconds)
-                if next(side[1], self) is self:  # it has ended
-                    running.remove(side)
-                if frame is not None:
-                    frame.draw(lambda: (None, self._columns(plain, drafted, height)))
-        for _, steps in running:
-            steps.close()
-        self.console.print(self._columns(plain, drafted))
-        if not running:
-            self.plain = plain.rate or self.plain
-            self._judge(plain, drafted)
-
-    def _fresh_rule(self) -> Acceptance:
-        """The current rule, with a random stream of its own from the seed on."""
-        rule = replace(self.options.sampling, draws=RandomStream())
-        rule.seed(self.options.seed)
-        return rule
-
-    def _judge(self, plain: ChatAnswer, drafted: ChatAnswer) -> None:
-        """Print how much faster the drafts were, and whether they changed the text."""
-        verdict = "equal"
-        if plain.text != drafted.text:
-            is_greedy = isinstance(self.options.sampling, Greedy)
-            verdict = "not equal" if is_greedy else "not equal, as draws differ"
-        line = f"the texts are {verdict}."
-        if plain.rate and drafted.rate:
-            line = f"{drafted.rate / plain.rate:.1f}x plain; {line}"
-        self.note(line)
-
-    def _columns(self, plain: ChatAnswer, drafted: ChatAnswer, height: int = 0) -> Table:
-        """Both answers side by side; height: draw at most as many lines of each; 0: all."""
-        table = Table("plain", "with drafts", box=None, expand=True)
-        for column in table.columns:
-            column.ratio = 1
-        bodies: list[RenderableType] = []
-        for answer in (plain, drafted):
-            body: RenderableType = Text(answer.text)
-            if self.is_rich:
-                body = MarkdownText(answer.text, self._green(answer), height)
-            bodies.append(Group(body, Text(answer.summary(), NOTE)))
-        table.add_row(*bodies)
-        return table
-
 
 COMMANDS: dict[str, tuple[Callable[[_Conversation, str], ChatAnswer | None], str, str]] = {
     "/system": (
@@ -492,11 +429,6 @@ COMMANDS: dict[str, tuple[Callable[[_Conversation, str], ChatAnswer | None], str
     ),
     "/reset": (_Conversation._reset, "", "forget the conversation"),
     "/regen": (_Conversation._regen, "", "answer the last question again"),
-    "/compare": (
-        _Conversation._compare,
-        "[PROMPT]",
-        "answer without and with drafts; default: the last question",
-    ),
     "/save": (_Conversation._save, "FILE", "write the conversation as JSON"),
     "/load": (_Conversation._load, "FILE", "continue a conversation that was saved"),
     "/set": (
