@@ -225,6 +225,8 @@ class LayerRope:
             return None
         if any(buffer.device != positions_BQ.device for buffer in self.rotary.buffers()):
             self.rotary.to(positions_BQ.device)
+        if hasattr(self.rotary, "mrope_section"):  # of time, height and width
+            positions_BQ = positions_BQ.expand(3, -1, -1)
         return self.rotary(hidden_BQD, position_ids=positions_BQ, **self._options)
 
 

@@ -188,7 +188,7 @@ def generate_from_repository(
 def _argument_of_generate(name: str) -> Any:
     """An argument of the running call of `generate`, or None.
 
-    transformers 5.23 does not pass streamer and assistant to a callable, nor the source to a
+    transformers does not pass streamer and assistant to a callable, nor the source to a
     repository's function, so they are read from its frame.
     """
     code = inspect.unwrap(GenerationMixin.generate).__code__

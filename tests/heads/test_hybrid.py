@@ -61,7 +61,9 @@ def written(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    "tree", ["chain", pytest.param("fixed", marks=pytest.mark.inside), "dynamic"]
+)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_text_is_that_of_generate(name, tree):
     decode = engine(name, tree)
@@ -195,6 +197,7 @@ def test_recorded_steps_write_the_same(monkeypatch, name, tree):
         assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_known_layers_take_a_tree_in_one_call(name):
     """A fault in these would only make decoding slow, as a trial falls back to levels."""
@@ -318,6 +321,7 @@ def test_a_hybrid_cannot_draft():
             list(Speculator(target, source).generate(PROMPTS[0], max_new_tokens=2))
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_documents_of_a_row_do_not_see_each_other(name):
     target = hybrid(name)

@@ -73,6 +73,7 @@ def test_a_text_grows_over_the_limit_as_in_generate(monkeypatch, kind, length, c
     assert statistics.steps <= -(-(NEW - 1) // 5) + 1, "one step may be cut at the limit, no more"
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("chunk", [1024, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_cross_at_times_of_their_own(monkeypatch, kind, chunk):
@@ -93,6 +94,7 @@ def test_a_row_that_has_ended_at_the_limit_stays_as_it_is(monkeypatch):
     assert decode(target, oracle(truth), prompts, max_new_tokens=NEW)[0] == expected
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("kind", KINDS)
 def test_custom_generate_crosses_as_well(kind):
     target, (prompt,) = long_target(kind), some_prompts(28)
@@ -104,6 +106,7 @@ def test_custom_generate_crosses_as_well(kind):
     )
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_have_the_features_that_they_have_alone(kind):
     target, documents = long_target(kind), some_prompts(12, 40, 9)

@@ -140,6 +140,7 @@ def test_grouped_attention_is_attention(shared, masked):
 
 
 @needs_packing
+@pytest.mark.inside
 @pytest.mark.parametrize("name", ["llama", "gemma3-window", "gemma2-window", "mixtral", *UNEVEN])
 def test_a_packed_target_writes_what_it_wrote(name, all_sizes):
     """Chains after rows of one length and of several, trees, and `generate`; what uses attention of

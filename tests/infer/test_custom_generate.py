@@ -98,6 +98,7 @@ def test_greedy_output_equals_generate_with_padding_of_finished_rows(kind, rows,
         assert PAD in expected[:, LENGTHS[0] :], "a row must end before the others"
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mistral-window", "gemma3-window"])
 def test_other_architectures_with_padded_prompts(name):
     """Learned positions, sliding windows: the config-built cache would roll."""
@@ -122,6 +123,7 @@ class Listener(BaseStreamer):
         self.heard.append("end")
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_streamer_hears_the_same(rows):
     model, head = random_model("llama"), taught("medusa", "llama")
@@ -144,6 +146,7 @@ class ByRow(StoppingCriteria):
         return input_ids[:, -1] == torch.tensor([16, 12, 11])
 
 
+@pytest.mark.inside
 @pytest.mark.parametrize("eos", [[4], None], ids=["eos", "no-eos"])
 def test_stopping_criteria_see_the_same_and_end_the_same(eos):
     model, head = random_model("llama"), taught("eagle3", "llama")
@@ -326,6 +329,7 @@ def test_another_acceptance_and_tree():
     assert 1 <= got.tokens_per_step[0] <= 2, "one draft node"
 
 
+@pytest.mark.inside
 def test_return_dict_says_how_many_drafts_were_kept():
     model, head = random_model("llama"), taught("medusa", "llama")
     asked = {**inputs(), **GREEDY, "eos_token_id": ENDS}
@@ -365,6 +369,7 @@ SEE = sorted(MULTIMODAL.keys() - {"paligemma"})
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen2_vl": "mm_token_type_ids"}
 
 
+@pytest.mark.inside
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEE)
 def test_multimodal_models_decode_text_as_generate_does(name):
@@ -400,6 +405,7 @@ LEARNED: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.inside
 @pytest.mark.filterwarnings("ignore:`is_gradient", "ignore:Position ids are not supported")
 @pytest.mark.parametrize("name", LEARNED)
 def test_prompts_that_peft_learned_are_refused(name):
@@ -410,6 +416,7 @@ def test_prompts_that_peft_learned_are_refused(name):
         model.generate(**inputs(1), **GREEDY, custom_generate=speculative(head))
 
 
+@pytest.mark.inside
 @pytest.mark.filterwarnings("ignore:`is_gradient")
 def test_adapters_of_peft_are_decoded_as_generate_does():
     lora = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
@@ -442,6 +449,7 @@ def test_models_that_do_not_read_the_prompt_as_it_is_are_refused(kind):
         model.generate(**inputs(1), **GREEDY, custom_generate=speculative(head))
 
 
+@pytest.mark.inside
 def test_prompts_that_are_not_whole_rows_of_tokens_are_refused():
     model = random_model("llama")
     asked = {"max_new_tokens": 5, "custom_generate": speculative(taught("medusa", "llama"))}
@@ -454,6 +462,7 @@ def test_prompts_that_are_not_whole_rows_of_tokens_are_refused():
         model.generate(tokens, **read, **asked)
 
 
+@pytest.mark.inside
 def test_an_assistant_is_refused_though_transformers_hides_it():
     model, head = random_model("llama"), random_head("medusa", Target(random_model("llama")))
     with pytest.raises(ValueError, match="assisted_generation"):
@@ -542,6 +551,7 @@ def saved(tmp_path):
     )
 
 
+@pytest.mark.inside
 def test_a_folder_by_name(saved, modules_cache):
     model, asked = random_model("llama"), {**inputs(), **GREEDY, "eos_token_id": ENDS}
     expected, ours = model.generate(**asked), Listener()

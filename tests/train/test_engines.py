@@ -43,6 +43,7 @@ LAUNCHERS = {
     ],
 }
 """The real ones, once each: the other engines are told the same, in forks of this process."""
+INSIDE = ("fsdp2", "zero2", "zero3")
 JOINT = "joint"
 """In the place of a kind: Medusa heads and an adapter of the target."""
 KINDS = {
@@ -96,7 +97,12 @@ def launched(folder: Path, engine: str, *arguments: str) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(engine, marks=[pytest.mark.inside] * (engine in INSIDE)) for engine in ENGINES
+    ],
+)
 def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
     """An engine, and a folder for each kind: what two processes made with it."""
     engine = request.param
