@@ -76,10 +76,10 @@ def known_packing(batch: Batch) -> Iterator[None]:
     """A context in which transformers does not ask the device whether rows hold several documents:
     the host knows. Other threads are answered as ever.
     """
-    answer = getattr(masking_utils, ASKED, None)  # None: this version does not ask
+    answer = getattr(masking_utils, ASKED)
 
     def known(positions_BT: Tensor) -> Tensor | None:
-        if positions_BT is batch.positions_BT or answer is None:
+        if positions_BT is batch.positions_BT:
             return numbers_BT
         other: Tensor | None = answer(positions_BT)
         return other
@@ -88,5 +88,5 @@ def known_packing(batch: Batch) -> Iterator[None]:
     numbers_BT = None
     if resets_BT.numpy().any():
         numbers_BT = F.pad(batch.positions_BT.diff() != 1, (1, 0)).cumsum(1)
-    with mock.patch.object(masking_utils, ASKED, known, create=True):
+    with mock.patch.object(masking_utils, ASKED, known):
         yield

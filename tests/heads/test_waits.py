@@ -138,13 +138,6 @@ def test_a_long_row_has_the_features_of_a_short_one(name, size, monkeypatch):
     torch.testing.assert_close(found[paired_BT], expected[paired_BT], rtol=1e-3, atol=1e-4)
 
 
-def test_a_version_of_transformers_that_does_not_ask_is_not_told(monkeypatch):
-    target, batch = tiny_target(), rows((20, 31), (40,))
-    expected = target.features(batch, [-1])
-    monkeypatch.setattr("draftheads.heads.masks.ASKED", "renamed")
-    assert torch.equal(target.features(batch, [-1]), expected)
-
-
 def test_pieces_end_with_documents():
     batch = rows((20, 31), (40,), (7, 30, 12))
     assert batch.pieces(45) == [[0, 20, 51], [0, 40], [0, 37, 49]]
