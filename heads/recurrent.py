@@ -261,7 +261,6 @@ def asks_for_states(kind: Any) -> bool:
     return any(ASKS & {*code.co_names} for code in codes if code is not None)
 
 
-@cache
 def cache_argument(kind: Any, method: str = "forward") -> str:
     """The name of a method's argument that is the cache, or of that which a subclass hands its
     options on to. Raises ValueError for none of CACHE: by another name, a cache could vanish among

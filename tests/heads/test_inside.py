@@ -82,10 +82,7 @@ def test_a_mixer_may_call_its_cache_by_another_name_than_its_layer_does(family, 
 @pytest.fixture
 def unknown_names(monkeypatch):
     """As if transformers gave the cache a name that nobody knew."""
-    cache_argument.cache_clear()
     monkeypatch.setattr(recurrent, "CACHE", ("slots", "memory"))
-    yield
-    cache_argument.cache_clear()
 
 
 def test_a_cache_by_an_unknown_name_is_refused_in_one_line(unknown_names):
