@@ -27,7 +27,7 @@ from draftheads.heads.terminal import printable
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import threads
 from draftheads.infer.accept import Greedy, Sampled, Typical
-from draftheads.infer.chat import repl
+from draftheads.infer.chat import conversation, repl
 from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.repl import COMMANDS, ChatOptions, chat, sample_chat
 from draftheads.infer.drafters.ngram import NGram
