@@ -215,6 +215,7 @@ def test_extras_are_complete():
     }
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_in_python_too(tmp_path):
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'draftheads\[medusa2\]'"), extras():
         raise ModuleNotFoundError("No module named 'peft'", name="peft")

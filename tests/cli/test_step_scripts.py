@@ -18,6 +18,7 @@ TINY = "--shape tiny --context 20 --rounds 3 --nodes 4 8 --kinds medusa eagle3"
 KINDS = ["medusa", "eagle3"]
 
 
+@pytest.mark.slow
 def test_every_contestant_has_a_row(tmp_path, capsys):
     if not has_int8():
         pytest.skip("torch has no int8 products for this CPU")

@@ -82,6 +82,7 @@ with entry.mistakes_in_one_line():
 """
 
 
+@pytest.mark.slow
 def test_error_lines_warnings_and_log_records_of_all_libraries_are_harmless():
     line = f"EVIL = {EVIL!r}{SAYING}"
     shown = subprocess.run([sys.executable, "-c", line], capture_output=True, timeout=120)

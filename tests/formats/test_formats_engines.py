@@ -157,6 +157,7 @@ CHAINS = [(name, to) for name, to in EXPORTS if name.startswith("block")]
 
 @pytest.mark.parametrize(("name", "to"), CHAINS)
 @torch.no_grad()
+@pytest.mark.slow
 def test_an_engine_drafts_our_chain_from_what_it_reads(tmp_path, name, to):
     target = tiny_target()
     head = awake(trained("block", **CHOICES[name][0])).eval()

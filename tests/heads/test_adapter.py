@@ -255,6 +255,7 @@ def test_heads_read_the_target_as_it_is_when_a_longer_run_begins_again(made, lea
     assert not learned or loss > expected
 
 
+@pytest.mark.slow
 def test_heads_learn_alone_at_first(made, joint, tmp_path):
     assert run(made, tmp_path / "joint", *JOINT, "adapter.start=0.5") == 0
     assert run(made, tmp_path / "alone", "run.save_every=3") == 0

@@ -101,6 +101,7 @@ def test_a_prompt_is_read_in_parts(name):
     assert written(steps) == expected(name, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_in_bfloat16_it_decodes_within_rounding(name):
     """The trial of a new target compares its tree with plain text; a text goes to its end."""
@@ -165,6 +166,7 @@ QUICK = ("qwen3.5", "lfm2", "bamba")
 """One for each kind of mixer that runs over a tree in one call."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_compiled_steps_write_the_same(monkeypatch, name):
     """They are traced whole, once for a tree, and leave a session its states."""

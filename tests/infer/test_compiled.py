@@ -189,6 +189,7 @@ def test_every_architecture_writes_the_same(traced, name, recwarn):
     assert len(traced) == 1 or "without compilation" in str(recwarn[0].message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 8])
 def test_packed_weights_are_multiplied_in_compiled_steps(traced, bits, monkeypatch):
     """By an operator that the compiler does not look into."""
@@ -256,6 +257,7 @@ def test_generated_code_writes_the_same(kind):
     assert written(Speculator(target, head, tree=tree, compile=True), prompts) == expected
 
 
+@pytest.mark.slow
 def test_generate_can_be_sped_up_by_compiled_heads(traced):
     """Two calls, one compilation; sampling arguments become a rule whose values are compiled in."""
     model = random_model("llama")

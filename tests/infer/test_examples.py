@@ -63,6 +63,7 @@ ELSEWHERE = ("openvino_genai", "openai")
 WITH_CODE = [page for page in sorted(DOCS.glob("*.md")) if "```python" in page.read_text()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     """Block after block, in one process; names of the Hub stand for a tiny target and its heads."""

@@ -171,6 +171,7 @@ def test_grace_ends(schedulers):
         asked.answer()
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
     """Another rule takes a minute to compile, in which nobody would be answered."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")

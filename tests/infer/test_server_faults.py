@@ -276,6 +276,7 @@ def test_clients_that_send_slowly_are_cut_off(client, says, place, monkeypatch):
     assert (b"408" in got) == (place == "body") or reset, got
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_nothing_holds_up_nobody(client, says, monkeypatch):
     monkeypatch.setattr(reply, "STALL_SECONDS", 0.5)
     says[0].text = "word " * 40_000

@@ -106,6 +106,7 @@ def test_training_ends_when_it_stops_paying(made, tmp_path, capsys):
     assert "ended at step 3 of 40, after" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes", "matrices"),
     [

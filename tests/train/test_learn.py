@@ -184,6 +184,7 @@ def rounds(learner: UseLearner, engine: Speculator) -> Speculator:
     raise AssertionError("it does not end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bits"), [("medusa", None), ("eagle3", None), ("block", None), ("eagle3", 8)]
 )

@@ -35,6 +35,7 @@ def assert_same_run(left: Path, right: Path, steps: int) -> None:
     assert_same(*map(load_optimizer_state, folders))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_trial_leaves_no_trace(made, tmp_path, capsys, kind, cache):

@@ -134,6 +134,7 @@ def plan_for(model: Any, made: Path, folder: Path, dtype: str = "float32") -> pl
     return make_plan(recipe_of(values), probe=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_row_of_a_hybrid_takes_what_its_cache_holds(made, tmp_path, name, dtype):

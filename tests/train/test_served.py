@@ -511,6 +511,7 @@ def killed_at_document(made: Path, folder: Path, output: Path, number: int) -> N
     run(made, output, *options(server, "features.in_flight=2", "run.save_every=1"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 20, 45])
 def test_a_killed_trainer_resumes(made, server, tmp_path, number):
     assert run(made, tmp_path / "whole", *options(server)) == 0

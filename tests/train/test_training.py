@@ -69,6 +69,7 @@ def interrupt_at(monkeypatch, step: int) -> None:
     monkeypatch.setattr(Progress, "step", step_and_interrupt)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, kind):
     assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", kind=kind) == 0
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
