@@ -27,13 +27,21 @@ transformers.logging.disable_progress_bar()
 DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
+LONGEST = (
+    *("test_engines", "test_compiled", "test_lossless", "test_page", "test_training"),
+    *("test_hybrid", "test_launch", "test_served", "test_mtp", "test_minutes", "test_evaluate"),
+    *("test_contract", "test_acceptance", "test_interrupt", "test_doctor", "test_install"),
+    *("test_damaged", "test_distill_server", "test_entry", "test_continuous", "test_convert"),
+)
+"""Modules that begin first, so that no process works alone at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A module's tests run in one process, so that what they share is made once; but for a test
-    whose group is marked.
-    """
+    """A module's tests run in one process, so that what they share is made once."""
+    order = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for item in items:
-        if not any(item.iter_markers("xdist_group")):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish() -> None:

@@ -62,7 +62,12 @@ def written(steps: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "tree", ["chain", pytest.param("fixed", marks=pytest.mark.inside), "dynamic"]
+    "tree",
+    [
+        pytest.param("fixed", marks=pytest.mark.inside),
+        pytest.param("chain", marks=pytest.mark.slow),
+        pytest.param("dynamic", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_text_is_that_of_generate(name, tree):
