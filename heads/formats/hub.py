@@ -23,7 +23,7 @@ from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import check_sizes
 from draftheads.heads.files import CONFIG as CONFIG
-from draftheads.heads.files import staged, write_text
+from draftheads.heads.files import read_json, staged, write_text
 from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
@@ -60,10 +60,24 @@ def save_head(
     """Write a head folder atomically, replacing an older one.
 
     training: metadata of the run, as JSON. measured: rows of `bench --json` for the model card.
+    Raises FileExistsError for a folder with anything else in it.
     """
+    _check_replaced(Path(folder))
     with staged(Path(folder)) as staging:
         write_head(head, staging, target=target, training=training, measured=measured)
     return Path(folder)
+
+
+def _check_replaced(folder: Path) -> None:
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    others = names - {CONFIG, WEIGHTS, CARD, ADAPTER, "custom_generate"}
+    if CONFIG in names and "draftheads" not in read_json(folder / CONFIG):
+        others.add(CONFIG)  # of a model
+    if others:
+        raise FileExistsError(
+            f"{folder}: expected a new folder or one with a head alone, which is replaced; got one "
+            f"with {', '.join(sorted(others)[:3])}; choose another"
+        )
 
 
 def write_head(

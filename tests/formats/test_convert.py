@@ -160,7 +160,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
     head = trained("medusa", depth=2)
     head.state_dict()["blocks.1.layers.0.weight"][3, 4] = 1e5
     ours = save_head(head, tmp_path / "ours", target=tiny_target())
-    with pytest.raises(ValueError, match=r"--dtype float16: expected numbers .* layers.0.wei"):
+    with pytest.raises(ValueError, match=r"--dtype float16: expected numbers .*layers.0.wei"):
         converted(ours, tmp_path / "theirs", "vllm", dtype="float16")
     assert not (tmp_path / "theirs").exists()
 
