@@ -163,6 +163,18 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("there", ["photo.png", "trainer/optimizer.pt", "config.json"])
+def test_a_folder_with_anything_but_a_head_is_not_replaced(tmp_path, there):
+    path = tmp_path / "mine" / there
+    path.parent.mkdir(parents=True)
+    path.write_text("{}")
+    with pytest.raises(
+        FileExistsError, match=f"mine: expected a new .* with {there.split('/')[0]};"
+    ):
+        save_head(trained(), tmp_path / "mine", target=tiny_target())
+    assert path.read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
     for step in (20, 100):
         save_head(trained(), tmp_path / f"step-{step:06d}", target=tiny_target())

@@ -257,7 +257,7 @@ def test_card_and_conversions_name_both(base, lora, head, tmp_path):
     folder = converted(head, tmp_path / "tgi", "tgi")
     config = json.loads((folder / "config.json").read_text())
     assert config["base_model_name_or_path"] == "adapted"
-    assert open_head(folder).facts.target.lora == str(lora)
+    assert open_head(folder).facts.target.lora == lora.name
     assert f"with the LoRA `{lora}`" in (folder / "README.md").read_text()
     upload = prepare(head, "me/heads")
     facts = json.loads(upload.files["config.json"])["draftheads"]["target"]
