@@ -4,6 +4,7 @@ transformers decodes with the folder.
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,17 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         measured=markdown_table(
             MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.measured]
         ),
+    )
+
+
+def updated(edited: str, old: str, new: str) -> str:
+    """A card with the sections of a new one in place of those that are as they were in an old one;
+    what people wrote stays.
+    """
+    before, after, now = (re.split("^(?=## )", card, flags=re.M) for card in (old, new, edited))
+    sections = {each.partition("\n")[0]: each for each in after}
+    return "".join(
+        sections.get(each.partition("\n")[0], "") if each in before else each for each in now
     )
 
 

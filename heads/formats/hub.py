@@ -24,7 +24,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import check_sizes
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import read_json, staged, write_text
-from draftheads.heads.formats.card import render_card, write_remote_code
+from draftheads.heads.formats.card import render_card, updated, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
@@ -171,8 +171,10 @@ def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
 
 
 def _rewrite(folder: Path, config: dict[str, Any]) -> None:
-    """Replace a head's card and config.json."""
-    write_text(folder / CARD, render_card(config) + "\n")
+    """Replace config.json, and in the card what nobody has edited."""
+    old, card = render_card(read_config(folder)) + "\n", folder / CARD
+    edited = card.read_text(encoding="utf-8") if card.is_file() else old
+    write_text(card, updated(edited, old, render_card(config) + "\n"))
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 

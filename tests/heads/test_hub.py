@@ -163,6 +163,19 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
 
 
+def test_figures_are_written_into_a_card_without_what_people_wrote_being_lost(tmp_path):
+    folder = save_head(trained(), tmp_path / "head", target=tiny_target())
+    card = folder / "README.md"
+    mine = card.read_text().replace("## Shape", "## Thanks\n\nTo all.\n\n## Shape")
+    card.write_text(mine.replace("## Training\n", "## Training\n\nOn my desk.\n"))
+    for speedup in (2.5, 3.5):
+        record_measured(folder, [{"nodes": 4, "speedup": speedup}])
+        text = card.read_text()
+        assert "## Thanks\n\nTo all." in text and "On my desk." in text
+        assert f"| {speedup} |" in text and "Not measured yet" not in text
+    assert "2.5" not in text
+
+
 @pytest.mark.parametrize("there", ["photo.png", "trainer/optimizer.pt", "config.json"])
 def test_a_folder_with_anything_but_a_head_is_not_replaced(tmp_path, there):
     path = tmp_path / "mine" / there

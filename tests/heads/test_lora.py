@@ -258,7 +258,7 @@ def test_card_and_conversions_name_both(base, lora, head, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["base_model_name_or_path"] == "adapted"
     assert open_head(folder).facts.target.lora == lora.name
-    assert f"with the LoRA `{lora}`" in (folder / "README.md").read_text()
+    assert f"with the LoRA `{lora.name}`" in (folder / "README.md").read_text()
     upload = prepare(head, "me/heads")
     facts = json.loads(upload.files["config.json"])["draftheads"]["target"]
     assert facts["lora"] == lora.name and str(lora) not in upload.card
