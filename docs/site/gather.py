@@ -33,6 +33,8 @@ LINK = re.compile(r"\]\((?!\w+:)([\w./-]+)(#[^)]*)?\)")
 
 def gather(folder: Path) -> None:
     """Write settings and pages; what was gathered earlier is replaced."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "mkdocs.yml").is_file():
+        raise SystemExit(f"{folder}: expected a new folder or an earlier site, got another one")
     shutil.rmtree(folder, ignore_errors=True)
     pages = folder / "pages"
     shutil.copytree(ROOT / "docs", pages, ignore=shutil.ignore_patterns("site", "*.json"))

@@ -58,3 +58,10 @@ def test_references_have_every_command_key_and_recipe(pages):
     for recipe in (ROOT / "recipes").glob("*.yaml"):
         assert f"## {recipe.stem} " in reference["recipes"]
     assert "::: draftheads.infer.engine.Speculator" in reference["python"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="expected a new folder or an earlier site"):
+        gather_script().gather(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
