@@ -26,10 +26,7 @@ def contestants(
     """
     entries = with_trees(drafts, trees)
     if options.nodes and not entries.keys() & drafts.keys():
-        raise ValueError(
-            "--nodes: expected a head without a --tree, whose own tree is resized, got none; leave "
-            "out one of the two"
-        )
+        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
     if isinstance(options.sampling, Greedy) and options.batch == 1:
         entries |= rivals(target, drafts)
     return entries

@@ -65,8 +65,6 @@ def demo(out: Path) -> BenchReport:
         with _stage(console, f"{number} of 7: train - {what}"):
             heads[kind] = trained(kind, target, out, threads)
     target.pack()
-    for head in heads.values():
-        head.pack(target)
     with _stage(console, "5 of 7: bench - held-out prompts, against transformers' generate"):
         ids = opening_ids(target, HELDOUT, None, BENCH_PROMPTS)
         report = bench(target, heads, ids, BenchOptions(nodes=NODES))
@@ -102,7 +100,7 @@ def trained(kind: str, target: Target, out: Path, threads: int) -> DraftHead:
     torch.set_num_threads(decoding)
     if not outcome.finished:  # Ctrl-C or SIGTERM; the run is saved
         raise SystemExit(INTERRUPTED)
-    return load_head(out / kind, target=target)
+    return load_head(out / kind, target=target).pack(target)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from draftheads.scripts.options import (
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.heads.placement import Placement
     from draftheads.heads.target import Target
     from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
@@ -96,8 +95,9 @@ def doctor(
         exchange=exchange,
         layers=layers and layers.split(","),
     )
-    placement: Placement = "skeleton" if server else "whole"
-    place = models.Place(dtype, device, threads, lora=adapter, placement=placement)
+    place = models.Place(
+        dtype, device, threads, lora=adapter, placement="skeleton" if server else "whole"
+    )
     model, drafter = _load(target, folder, place, template_args)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     documents, manifest = _read_data(data or data_of(folder.path, recorded), model)
@@ -128,8 +128,8 @@ def doctor(
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if not server:
-        words = target_options(target, adapter)
-        after_doctor(words, head, [finding.check for finding in diagnosis.findings])
+        checks = [finding.check for finding in diagnosis.findings]
+        after_doctor(target_options(target, adapter), head, checks)
     elif not diagnosis.findings:
         say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
     raise Exit(1 if diagnosis.findings else 0)
@@ -156,7 +156,7 @@ def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
     choices = {key: value for key, value in options.items() if value}
     recorded = training.get("recipe", {}).get("features", {})
     kept = {key: recorded[key] for key in ("layers", "exchange") if key in recorded}
-    return FeatureChoices(mode="served" if choices else "online", **{**kept, **choices})
+    return FeatureChoices(mode="served" if choices else "online", **(kept | choices))
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:

@@ -121,7 +121,7 @@ def fitted_costs(runs: TreeRuns) -> Costs:
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
-    if not verify[0] > 0:
+    if verify[0] <= 0:
         raise ValueError(
             "expected times that add up, got steps that took less than no time besides their "
             "prompts; nothing was written: leave the machine alone and tune again"
@@ -190,17 +190,15 @@ def _least_squares(
     work_N4 = torch.tensor([(1, *work(tree)) for tree in whole], dtype=torch.float64)
     scaled_N4 = work_N4 / steps_N[:, None]
     share_N1 = (1.0 - verify_N / steps_N)[:, None]
-    best, least = torch.zeros(4, dtype=torch.float64), float("inf")
-    for chosen in chain.from_iterable(combinations(range(4), count) for count in range(5)):
+    best, least = [0.0] * 4, float(share_N1.norm())
+    for chosen in chain.from_iterable(combinations(range(4), count) for count in range(1, 5)):
         columns = list(chosen)  # the best of all that are not negative is that of some columns
-        coefficients_4 = torch.zeros(4, dtype=torch.float64)
-        if columns:
-            solved = torch.linalg.lstsq(scaled_N4[:, columns], share_N1, driver="gelsd")
-            coefficients_4[columns] = solved.solution[:, 0]
-        error = float((scaled_N4 @ coefficients_4 - share_N1[:, 0]).norm())
-        if coefficients_4.min() >= 0 and error < least:
-            best, least = coefficients_4, error
-    return tuple(best.tolist())
+        solved = torch.linalg.lstsq(scaled_N4[:, columns], share_N1, driver="gelsd").solution
+        error = float((scaled_N4[:, columns] @ solved - share_N1).norm())
+        if solved.min() >= 0 and error < least:
+            found = dict(zip(columns, solved[:, 0].tolist(), strict=True))
+            best, least = [found.get(number, 0.0) for number in range(4)], error
+    return tuple(best)
 
 
 def search(

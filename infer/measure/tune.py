@@ -211,8 +211,13 @@ class Track:
         }
         if options.compile:
             self.compile([*candidates.values()], prompts[0])
-        clock = fair_clock(self.target.device)
-        runs = race([*candidates.values()], prompts, settings, self.console, clock)
+        runs = race(
+            [*candidates.values()],
+            prompts,
+            settings,
+            self.console,
+            fair_clock(self.target.device),
+        )
         return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
     def compile(self, candidates: Sequence[Candidate], prompt: BenchPrompt) -> None:
