@@ -132,12 +132,11 @@ def _bound(config: Any, model: PreTrainedModel, file: Path, renames: dict[str, s
     rank = max([config.r, *config.rank_pattern.values()])
     if rank > most:
         raise ValueError(f"expected a rank of at most {most}, as its matrices have, got {rank}")
-    layers = config.layers_pattern or ()
-    layers = [layers] if isinstance(layers, str) else layers
-    patterns = {*config.rank_pattern, *config.alpha_pattern, *layers}
-    for pattern in patterns.union(config.modules_to_save or ()):
-        if not NAME.fullmatch(pattern):
-            raise ValueError(f"expected names of modules, got the expression {pattern!r:.60}")
+    for key in ("rank_pattern", "alpha_pattern", "layers_pattern", "modules_to_save"):
+        given = getattr(config, key) or ()
+        for pattern in [given] if isinstance(given, str) else given:
+            if not NAME.fullmatch(pattern):
+                raise ValueError(f"expected names of modules, got the expression {pattern!r:.60}")
     if isinstance(config.target_modules, str) or isinstance(config.exclude_modules, str):
         names = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in shapes}
         for old, new in renames.items():

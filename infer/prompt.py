@@ -24,8 +24,10 @@ OPEN, CLOSE = "<think>", "</think>"
 QUESTION = {"role": "user", "content": "Hello"}
 THOUGHT, ANSWER = "DRAFTHEADS-THOUGHT", "DRAFTHEADS-ANSWER"
 """Texts that are searched for in a rendered conversation."""
-EXPRESSION_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-EXPRESSION_ERRORS += (MemoryError, RecursionError)
+EXPRESSION_ERRORS = (
+    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+    *(MemoryError, RecursionError),
+)
 """What the expressions of a chat template may raise, besides jinja's own errors."""
 LOOK_S, LOOKS, MOST_BYTES = 0.1, 100, 1 << 30
 """Seconds between two looks at running templates; how many looks, and how much memory, one may

@@ -177,6 +177,8 @@ def distill(
         raise ValueError(
             "--head, --tree, --max-batch-tokens, --adapter: omit these, the server decodes"
         )
+    if not server and (server_model or api_key_env):
+        raise ValueError("--server-model, --api-key-env: expected --server, too, got none; pass it")
     options = distillation.DistillOptions(
         temperature=temperature,
         top_p=top_p,
@@ -201,9 +203,9 @@ def distill(
     )
     texts = StoredPrompts(records)  # not in memory
     answerer: distillation.Answerer
-    if server or server_model or api_key_env:
+    if server:
         servers = ServerOptions(
-            urls=server or [""],
+            urls=server,
             model=server_model,
             api_key_env=api_key_env,
             concurrency=concurrency,

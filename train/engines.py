@@ -210,13 +210,6 @@ def _checkpointed(target: Target, enabled: bool) -> Iterator[None]:
             layer.forward = forward
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    """The same on the meta device."""
-    empty = torch.empty_like(tensor, device="meta")
-    is_trained = tensor.requires_grad
-    return nn.Parameter(empty, is_trained) if isinstance(tensor, nn.Parameter) else empty
-
-
 class Engine(ABC):
     """Trains on all processes; every process calls the same methods in the same order."""
 
@@ -230,8 +223,10 @@ class Engine(ABC):
         tensors = learner.head.state_dict()
         self._constant = {name: each for name, each in tensors.items() if name not in self._named}
         # before an engine shards the head or adds hooks; its tensors are not copied
-        places = {id(x): _empty(x) for x in [*learner.head.parameters(), *learner.head.buffers()]}
-        self._blank = copy.deepcopy(learner.head, places)
+        meta: dict[int, Any] = {id(x): x.to("meta") for x in learner.head.buffers()}
+        for x in learner.head.parameters():
+            meta[id(x)] = nn.Parameter(x.detach().to("meta"), x.requires_grad)
+        self._blank = copy.deepcopy(learner.head, meta)
 
     @abstractmethod
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
