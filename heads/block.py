@@ -596,7 +596,8 @@ class BlockHead(Vocabulary, DraftHead):
         """The blocks of some of the roots. masks: `Batch.root_masks`."""
         places_BN, real_BN = packed(chosen_BT)
         anchors_BN = batch.upload(places_BN)
-        context_BTD = self.context(features_BTD[..., : self.fc.in_features])
+        width = len(self.feature_layers) * self.hidden_size
+        context_BTD = self.context(features_BTD[..., :width])
         slots = torch.arange(self.design.block_size, device=anchors_BN.device)
         positions_BQ = (batch.positions_BT.gather(1, anchors_BN)[:, :, None] + slots).flatten(1)
         mask_B1QT = self._mask(batch, anchors_BN, positions_BQ)

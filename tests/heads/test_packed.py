@@ -171,11 +171,15 @@ def test_packed_heads_draft_what_they_drafted(name, int8, all_sizes, monkeypatch
     target, prompts = tiny_target(), some_prompts(13, 13)
     head = random_head(name, target)
     before = drafts_of(head, target, prompts, NEW, TREE)
+    batch = written_by(target, prompts, NEW)
+    ranks_MK = head.token_ranks(batch, target.features(batch, head.training_layers), target)
     head.pack(target)
     packed_layers = [m for m in head.modules() if isinstance(m, PackedLinear)]
     assert packed_layers and {layer.packed.bits for layer in packed_layers} == {8 if int8 else None}
     if not int8:
         assert drafts_of(head, target, prompts, NEW, TREE) == before
+        features_BTD = target.features(batch, head.training_layers)
+        assert torch.equal(head.token_ranks(batch, features_BTD, target), ranks_MK), "as tune asks"
     expected = [generated(target, prompt, NEW) for prompt in prompts]
     assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == expected
 
