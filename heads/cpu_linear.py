@@ -137,7 +137,7 @@ class PackedLinear(nn.Module):
                 f"packed weights: expected to stay on the CPU in {dtype}, got {moved.device} and "
                 f"{moved.dtype}; load the target there, and pack it last"
             )
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         product = self.packed(x)

@@ -351,9 +351,11 @@ class Speculator:
         prompts = list(prompts)
         if not prompts:
             raise ValueError("prompts: expected at least one, got none")
-        limits = max_new_tokens
-        if not isinstance(limits, Sequence):
-            limits = [limits] * len(prompts)
+        limits: Sequence[int | None] = (
+            max_new_tokens
+            if isinstance(max_new_tokens, Sequence)
+            else [max_new_tokens] * len(prompts)
+        )
         seeds = seeds or [""] * len(prompts)
         rows = [
             Row(self.target, prompt, limit, stop, seed)
