@@ -235,11 +235,12 @@ def test_each_document_is_checked_at_all_of_its_places(made, server, tmp_path, c
 
 
 def other_model() -> LlamaForCausalLM:
-    """With the same embeddings, lm_head and norm, but other layers."""
+    """With the same embeddings, lm_head and norms, but other layers."""
     model = tiny_model()
     torch.manual_seed(1)
     for parameter in model.model.layers.parameters():
-        parameter.data = 8 * torch.randn_like(parameter) * parameter.std().nan_to_num(0.1)
+        if parameter.ndim == 2:
+            parameter.data = parameter.std() * torch.randn_like(parameter)
     return model
 
 
@@ -250,7 +251,7 @@ def test_a_server_that_is_started_again_with_another_model(made, server, tmp_pat
 
     server.fault = restart
     line = refused(made, server, tmp_path / "run", capsys, is_learned=True)
-    assert "use one model for all documents" in line or "predict the learned tokens" in line
+    assert re.search("use one model for all|predict the learned tokens|serve the same", line)
 
 
 def test_one_of_two_servers_with_another_model_is_named(made, server, tmp_path, capsys):
