@@ -225,16 +225,14 @@ def plan(
     recipe: Recipe,
     overrides: Overrides = None,
     no_probe: Annotated[
-        bool, Option("--no-probe", help="count from shapes; train nothing")
+        bool, Option("--no-probe", help="count from shapes; load and try nothing")
     ] = False,
     processes: Annotated[int | None, Option(min=1, help="default: WORLD_SIZE, else 1")] = None,
     engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
     threads: Threads = None,
     json_out: Json = None,
 ) -> None:
-    """Predict memory, disk and time of a recipe from shapes and a few training steps on a shallow
-    random target.
-    """
+    """Predict memory, disk and time of a recipe from shapes and a trial of its steps."""
     import transformers
 
     from draftheads.scripts.printing import next_command, print_plan, remedy
@@ -244,7 +242,7 @@ def plan(
     set_threads(threads)
     transformers.logging.disable_progress_bar()
     if not no_probe:
-        say("training a few steps to measure memory and time; --no-probe skips this")
+        say("trying a few steps to measure memory and time; --no-probe skips this")
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
     if not remedy(made):

@@ -147,7 +147,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
     source = f"from shapes alone ({plan.reason}): activations are not measured"
     if plan.trial:
-        source = f"measured with {plan.trial.layers} of {shapes.layers} layers"
+        source = "measured by a trial of the run's own steps"
     console.print(
         f"{plan.recipe.head.kind} head on {plan.recipe.target}: {shapes.head:,} parameters"
         f"{adapter if shapes.adapted else ''} trained, {shapes.frozen:,} frozen; "

@@ -1,9 +1,8 @@
-"""What a run needs, before anything is loaded: memory, disk and time.
+"""What a run needs, before it is started: memory, disk and time.
 
 Weights, gradients and optimizer state are counted from shapes on the meta device, rows and steps
-from the data. Activations and seconds are measured: `fit` trains a few steps in this process, on
-a random target of the same widths. A target with more than DEEPEST layers is cut to SHALLOW, and
-what depends on depth is scaled by the number of layers.
+from the data. Then activations and seconds are measured by the run's own trial, where the answers
+are there and memory can hold the run.
 """
 
 from __future__ import annotations
@@ -12,32 +11,26 @@ import gc
 import logging
 import math
 import os
-import random
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 from accelerate import Accelerator
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
-from transformers.utils import SAFE_WEIGHTS_NAME
 
 from draftheads.arguments import check_path, nearest
 from draftheads.heads.adapter import Adapter
+from draftheads.heads.batch import Batch
 from draftheads.heads.files import own_name, sweep
 from draftheads.heads.formats.hub import refusals
 from draftheads.heads.kinds import HEADS
@@ -47,20 +40,19 @@ from draftheads.heads.placement import (
     read_config,
     reading,
 )
-from draftheads.heads.pretrained import decoder_layers, outside
+from draftheads.heads.pretrained import decoder_layers
 from draftheads.heads.target import Target
 from draftheads.infer.measure.precision import Pace, measured_pace
-from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, Rows, release
-from draftheads.train.data.answers import has_answers, has_shards, new_manifest, store_batch
-from draftheads.train.data.shards import rows_of, to_batch
+from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
+from draftheads.train.data.answers import has_answers, has_shards
 from draftheads.train.entry import one_line
-from draftheads.train.features import OnlineFeatures, stored_features, write_missing
-from draftheads.train.launch import use_huge_pages
-from draftheads.train.loop import AHEAD, fit
+from draftheads.train.features import OnlineFeatures, SharedFaults
+from draftheads.train.launch import make_accelerator, use_huge_pages
+from draftheads.train.loop import AHEAD, start, trial_seconds
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
 from draftheads.train.served import captured_states, measured_rate, serve_command
-from draftheads.train.setup import create_head, excess, load_data, load_target
+from draftheads.train.setup import excess, load_data, load_target
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "ddp": (),
@@ -70,13 +62,6 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "fsdp2": ("optimizer", "gradients", "weights"),
 }
 """What each engine divides over the processes of a launch."""
-DEEPEST, SHALLOW = 8, 4
-SMALL = 0.02
-"""Deviation of random weights."""
-BACKWARD = 2
-"""Cost of a layer's backward pass, in forward passes."""
-FEWEST, MOST, TRIAL_TOKENS = 4, 16, 1 << 15
-"""Steps of each kind in a trial: enough to read TRIAL_TOKENS, within these limits."""
 BYTES_PER_DOCUMENT = 90
 """Of a process that has the data open: scripts/benchmarks/answers_scale.py."""
 LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
@@ -262,13 +247,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a few steps predict for the run. layers: of the target that was tried. base,
-    activations: bytes. load, save: seconds per run and per save. features: the target's seconds of
-    a step; rest: the others. An adapter is tried as it learns: steps that train heads alone are
-    faster.
+    """What a few steps predict for the run. base, activations: bytes. load, save: seconds per run
+    and per save. features: the target's seconds of a step; rest: the others.
     """
 
-    layers: int
     base: int
     activations: int
     load: float
@@ -277,119 +259,73 @@ class Trial:
     rest: float
 
 
-class Rehearsal:
-    """A short run like the recipe's, on a random target of `layers` layers, `adapted` of them with
-    an adapter, and on random rows.
-
-    It has `steps` steps on new rows, and as many on the same rows again. micro_batches: per step.
-    sizes: (tokens, learned tokens) of each row. cached: whether known features are kept, so that
-    the two differ by the target's time.
-    """
-
-    def __init__(self, recipe: Recipe, shapes: Shapes, work: Workload) -> None:
-        self.shapes = shapes
-        self.work = work
-        self.layers = shapes.layers
-        if shapes.layers > DEEPEST and not shapes.is_served:
-            self.layers = max(SHALLOW, shapes.states)
-        self.adapted = min(self.layers, shapes.adapted)
-        self.cached = (
-            bool(recipe.data.cache_gb)
-            or recipe.features.mode != "online"
-            or self.layers < shapes.layers  # only the target's time is scaled
-        )
-        self.batch = recipe.data.rows_per_batch
-        self.micro_batches = min(2, work.micro_batches)  # the first makes gradients, others add
-        steps = TRIAL_TOKENS // int(self.micro_batches * self.batch * work.row_tokens)
-        self.steps = min(MOST, max(FEWEST, steps))
-        rows = self.micro_batches * self.batch * self.steps + self.batch  # the last are held out
-        numbers = random.Random(0).choices(range(len(work.sizes)), k=rows)
-        self.sizes = [(work.sizes[number], work.learned[number]) for number in numbers]
-
-    def recipe(self, recipe: Recipe, folder: Path) -> Recipe:
-        """The recipe, with all paths in this folder."""
-        steps = 2 * self.steps
-        values = recipe.model_dump(mode="json")
-        values |= {
-            "target": str(folder / "target"),
-            "target_revision": None,
-            "target_adapter": None,
-            "target_placement": "whole",
-            "features": {},
-            "eval": {"every": 0},
-        }
-        values["data"] |= {
-            "path": str(folder / "data"),
-            "pack": False,
-            "heldout": self.batch / len(self.sizes),
-            "cache_gb": 1e6 if self.cached else 0,
-        }
-        if self.shapes.is_served:
-            values["features"] = {"mode": "cached", "server": ["http://none"]}
-        values["run"] |= {
-            "output": str(folder / "run"),
-            "steps": steps,
-            "save_every": steps,
-            "epochs": None,
-            "minutes": None,
-            "tokens_per_step": self.micro_batches * self.batch * self.work.length,
-            "trackers": [],
-        }
-        if "feature_layers" in values["head"] and self.layers < self.shapes.layers:
-            values["head"]["feature_layers"] = list(range(self.shapes.features))
-        if recipe.adapter:
-            values["adapter"] |= {"layers": self.adapted, "start": 0}
-        return Recipe.model_validate(values)
-
-    def trial(self, log: Log) -> Trial:
-        """What a log of this run predicts."""
-        shapes, work = self.shapes, self.work
-        *seconds, save = log.seconds
-        new = median(seconds[1 : self.steps])  # the first step includes loading
-        again = median(seconds[self.steps :])
-        features = max(0.0, new - again) if self.cached else 0.0
-        of_layer = features / self.layers
-        deeper = shapes.layers - self.layers
-        if shapes.adapted:  # whose layers the rest passes, too
-            again += of_layer * (deeper + BACKWARD * (shapes.adapted - self.adapted))
-        batches = max(0, work.heldout / (self.batch * work.row_tokens) - 1)  # the log has one
-        # the target's forward pass and the head's, a third of its step
-        of_batch = (features + of_layer * deeper + again / 3) / self.micro_batches
-        times = work.micro_batches / self.micro_batches
-        rest = log.base + shapes.target_bytes(self.layers) + 4 * shapes.trained
-        if self.cached and _device() == "cpu":
-            rest += shapes.feature_bytes(sum(tokens for tokens, _ in self.sizes))
-        return Trial(
-            layers=self.layers,
-            base=log.base,
-            activations=max(0, log.peak - rest),
-            load=seconds[0] - new,
-            save=save + batches * of_batch,
-            features=of_layer * shapes.layers * times,
-            rest=again * times,
-        )
-
-
 def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
-    """Train a few steps on a random target and random rows. Raises what `fit` raises, and
-    ValueError for a batch that memory cannot hold.
+    """Start the run, in another folder, and take the steps of its trial, which change nothing, with
+    one or two micro batches each. Raises what training raises.
     """
-    states = shapes.feature_bytes(recipe.data.rows_per_batch * work.length)
-    if states > device_memory():
-        raise ValueError(f"states of one batch take {states / 1e9:,.0f} GB; use fewer rows")
-    rehearsal = Rehearsal(recipe, shapes, work)
     sweep(Path(tempfile.gettempdir()), f"{TRIAL}*")
     owner = own_name(Path(TRIAL)).name.removeprefix(f".{TRIAL}")
-    with tempfile.TemporaryDirectory(owner, f".{TRIAL}") as name, _apart():
-        short = rehearsal.recipe(recipe, Path(name))
-        write_rows(short.data.path, rehearsal.sizes, shapes.vocabulary)
-        if shapes.is_served:
-            write_outside(recipe, Path(short.target))
-            write_features(short)
-        else:
-            write_target(recipe, rehearsal.layers, Path(short.target))
-        log = watch(short)
-    return rehearsal.trial(log)
+    gc.collect()
+    release()
+    forget_peak()
+    base = _resident() if _device() == "cpu" else 0
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(owner, f".{TRIAL}") as folder, _apart():
+        short = _short(recipe, shapes, work, Path(folder))
+        run = start(short, make_accelerator(short), None)
+        load = time.perf_counter() - began
+        try:
+            if shapes.is_served:
+                source = RandomFeatures(run.target, run.head.training_layers)
+                run.features = SharedFaults(source, run.target, len(source.layers))
+            first, again = trial_seconds(run)
+        finally:
+            run.features.close()
+            run.checkpoints.close()
+    rows = _micro_batches(work) * recipe.data.rows_per_batch
+    known = base + shapes.target_bytes(shapes.layers) + 2 * shapes.trained  # weights and gradients
+    if short.data.cache_gb and _device() == "cpu":
+        known += shapes.feature_bytes(2 * rows * work.row_tokens)  # of two steps
+    # the target's forward pass and the head's, a third of its step, for each held-out row
+    of_row = (max(0.0, first - again) + again / 3) / rows
+    times = work.micro_batches / _micro_batches(work)
+    return Trial(
+        base=base,
+        activations=max(0, peak_memory() - known),
+        load=load,
+        save=of_row * work.heldout / work.row_tokens,
+        features=max(0.0, first - again) * times,
+        rest=again * times,
+    )
+
+
+def _short(recipe: Recipe, shapes: Shapes, work: Workload, output: Path) -> Recipe:
+    """The recipe of a trial, which writes no features and keeps those that the run keeps."""
+    features, data = recipe.features, recipe.data
+    if shapes.is_served or work.stores:
+        mode = "served" if shapes.is_served else "online"
+        features = features.model_copy(update={"mode": mode})
+    is_known = bool(data.cache_gb) or recipe.features.mode != "online"
+    data = data.model_copy(update={"cache_gb": 1e6 if is_known else 0.0})
+    tokens = _micro_batches(work) * data.rows_per_batch * work.length
+    steps = {"tokens_per_step": tokens, "steps": 2, "epochs": None, "minutes": None}
+    run = recipe.run.model_copy(update={"output": output, "trackers": [], **steps})
+    parts = {"features": features, "data": data, "run": run, "target_placement": "whole"}
+    return recipe.model_copy(update=parts)
+
+
+def _micro_batches(work: Workload) -> int:
+    """Of a trial's step: the first makes gradients, others add to them."""
+    return min(2, work.micro_batches)
+
+
+class RandomFeatures(OnlineFeatures):
+    """In place of those that a server gives."""
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """A `FeatureSource`."""
+        shape = (*batch.tokens_BT.shape, len(self.layers) * self.target.hidden_size)
+        return torch.randn(shape, dtype=self.target.dtype, device=self.target.device)
 
 
 @contextmanager
@@ -403,41 +339,6 @@ def _apart() -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         os.environ.update(launch)
-
-
-class Log(NamedTuple):
-    """A run that was watched. seconds: of each step, the first with all that loads, and of the end
-    with its checkpoint. base, peak: bytes before the run and at most, without that checkpoint.
-    """
-
-    seconds: list[float]
-    base: int
-    peak: int
-
-
-def watch(recipe: Recipe) -> Log:
-    """Train, and note time and memory."""
-    gc.collect()
-    release()
-    forget_peak()
-    base = _resident() if _device() == "cpu" else 0
-    peak = base
-    times = [time.perf_counter()]
-
-    def note(*_: object) -> None:
-        nonlocal peak
-        times.append(time.perf_counter())
-        peak = peak_memory()
-
-    hook = register_optimizer_step_post_hook(note)
-    try:
-        outcome = fit(recipe)
-    finally:
-        hook.remove()
-    if outcome.stopped_by:  # `fit` has heeded the signal, which was meant for this command
-        signal.raise_signal(signal.Signals[outcome.stopped_by])
-    times.append(time.perf_counter())
-    return Log([after - before for before, after in pairwise(times)], base, peak)
 
 
 def forget_peak() -> None:
@@ -461,76 +362,6 @@ def peak_memory() -> int:
 
 def _resident() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-def write_target(recipe: Recipe, layers: int, folder: Path) -> None:
-    """Save a random target like the recipe's, cut to this many layers. No weights are read."""
-    config = read_config(recipe.target, recipe.target_revision)
-    text = config.get_text_config(decoder=True)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # layer_types etc.
-            setattr(text, name, value[:layers])
-    text.num_hidden_layers = layers
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=config.dtype or torch.float32, trust_remote_code=False
-    )
-    model.save_pretrained(folder)
-
-
-def write_outside(recipe: Recipe, folder: Path) -> None:
-    """Save what surrounds the layers of a random target like the recipe's."""
-    config = read_config(recipe.target, recipe.target_revision)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    saved = {
-        names[id(each)]: torch.randn(each.shape, dtype=torch.bfloat16) * SMALL
-        for module in outside(model)
-        for each in module.parameters()
-    }
-    folder.mkdir()
-    config.save_pretrained(folder)
-    save_file(saved, folder / SAFE_WEIGHTS_NAME)
-
-
-class RandomFeatures(OnlineFeatures):
-    """In place of a target's."""
-
-    def row(self, rows: Rows, number: int) -> Tensor:
-        """Random numbers."""
-        width = len(self.layers) * self.target.hidden_size
-        return torch.randn(rows.sizes[number], width, dtype=self.target.dtype)
-
-
-def write_features(recipe: Recipe) -> None:
-    """Store random features of a recipe's rows."""
-    accelerator = Accelerator()
-    target = load_target(recipe, accelerator)
-    data = load_data(recipe, target, log=_silent)
-    layers = create_head(recipe, target, data.documents).training_layers
-    source = RandomFeatures(target, layers)
-    rows = (data.train, data.heldout)
-    write_missing(stored_features(recipe, rows, source, source), 1 << 60, accelerator)
-
-
-def write_rows(folder: Path, sizes: list[tuple[int, int]], vocabulary: int) -> None:
-    """Write random documents of these sizes: (tokens, learned tokens at the end)."""
-    rows = []
-    for number, (size, learned) in enumerate(sizes):
-        tokens = random.Random(number).choices(range(vocabulary), k=size)
-        rows += rows_of(
-            {
-                "id": number,
-                "tokens": tokens,
-                "learn": [(size - learned, size)],
-                "turns": 1,
-                "finish": "eos",
-            }
-        )
-    folder.mkdir()
-    prompts = {"count": len(sizes), "sha256": "0" * 12}
-    manifest = new_manifest({"name": "random"}, {}, prompts)
-    store_batch(folder, manifest, to_batch(rows))
 
 
 @dataclass(frozen=True)
@@ -684,7 +515,6 @@ class Plan:
             "break_even": self.break_even,
             "served": self.served,
             "decoding": shapes.row._asdict() if shapes.row else None,
-            "probed": [self.trial.layers] if self.trial else [],
             "reason": self.reason,
             "recipe": self.recipe.model_dump(mode="json"),
         }
@@ -697,7 +527,7 @@ def make_plan(
     *,
     probe: bool = True,
 ) -> Plan:
-    """Count shapes and, with `probe`, train a few steps.
+    """Count shapes and, with `probe`, try a few steps.
 
     processes: default WORLD_SIZE, else one. engine: a key of ENGINES. Raises the ValueError or
     OSError that training would raise for target, head, adapter, data and launch.
@@ -718,20 +548,30 @@ def make_plan(
     batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
-    trial = None
-    reason = "--no-probe was given"
-    pace = None
-    rate: float | str = reason
-    if probe:
-        rate = served_rate(recipe, shapes) if shapes.is_served else ""
-        if _device() == "cpu" and not shapes.is_served:
-            pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
+    skipped = "--no-probe was given"
+    plan = Plan(recipe, processes, engine, shapes, work, None, skipped, rate=skipped)
+    return _measured(plan) if probe else plan
+
+
+def _measured(plan: Plan) -> Plan:
+    """The plan with what a trial, products and servers show on this machine."""
+    recipe, shapes, work = plan.recipe, plan.shapes, plan.work
+    alone = replace(plan, processes=1, engine="ddp")  # as it is tried
+    trial = pace = None
+    rate: float | str = served_rate(recipe, shapes) if shapes.is_served else ""
+    if _device() == "cpu" and not shapes.is_served:
+        pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
+    reason = ""
+    if work.rows is None:
+        reason = f"no answers in {recipe.data.path} to try a step with"
+    elif alone.peak > alone.limit:
+        reason = "memory cannot hold the run of one process"
+    else:
         try:
             trial = try_steps(recipe, shapes, work)
-            reason = ""
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing
-    return Plan(recipe, processes, engine, shapes, work, trial, reason, pace, rate)
+    return replace(plan, trial=trial, reason=reason, pace=pace, rate=rate)
 
 
 def served_rate(recipe: Recipe, shapes: Shapes) -> float | str:

@@ -3,7 +3,7 @@ r"""Training at the shape of Qwen3-0.6B: tokens per second of each recipe's head
     cd recipes; python ../scripts/benchmarks/training_shapes.py \
         qwen3-0.6b-{medusa,sequential,eagle3}.yaml qwen3-0.6b-eagle3.yaml,head.kind=eagle \
         qwen3-0.6b-block.yaml,head.anchors=64 \
-        [--old CHECKOUT] [--rounds 3] [--repetitions 3] [--profile] [--json OUT] [--plan]
+        [--old CHECKOUT] [--rounds 3] [--repetitions 3] [--profile] [--json OUT]
 
 Weights, tokens and features are random; the features are in memory, as `data.cache_gb` and
 `features.mode=cached` have them. A step is what the trainer does: the head's forward and backward
@@ -12,9 +12,7 @@ for each micro batch, then clipping and AdamW. Micro batches and updates are tim
 
 Share: floating-point operations of matrix products that torch counts, over time and the rate at
 which this machine multiplies 1024 x 1024 bfloat16 matrices, measured between the micro batches.
-Memory: the peak of a process less what it had before the head was made. --plan: instead, what
-`draftheads plan` says of the head (weights, gradients, optimizer, activations), by a trial of
-fewer steps.
+Memory: the peak of a process less what it had before the head was made.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -181,25 +178,6 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def planned(name: str) -> dict[str, int | None]:
-    """MB of a run, by part, as `draftheads plan` predicts them."""
-    from transformers import Qwen3Config
-
-    from draftheads.train import plan
-    from draftheads.train.recipe import load_recipe
-
-    plan.FEWEST = plan.MOST = 2
-    path, *changes = name.split(",")
-    with tempfile.TemporaryDirectory() as folder:
-        config = Qwen3Config(
-            **SHAPE, num_hidden_layers=LAYERS, dtype="bfloat16", architectures=["Qwen3ForCausalLM"]
-        )
-        config.save_pretrained(folder)
-        memory = plan.make_plan(load_recipe(path, (*CPU, *changes, f"target={folder}"))).memory
-    parts = {part: memory[part] for part in ("weights", "gradients", "optimizer", "activations")}
-    return {part: size and size // 10**6 for part, size in parts.items()}
-
-
 def row(results: Sequence[dict[str, Any]], tokens_per_step: int) -> dict[str, float]:
     """The figures of one head in one checkout, medians over rounds."""
     middle = {
@@ -239,16 +217,11 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3, help="of a step; %(default)s")
     parser.add_argument("--profile", action="store_true", help="operators by their own time")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
-    parser.add_argument("--plan", action="store_true", help="memory by draftheads plan, instead")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     options = ["--repetitions", str(chosen.repetitions)]
     if chosen.profile:
         options.insert(0, "--profile")
-    if chosen.plan:
-        for name in chosen.recipes:
-            print(name, planned(name), flush=True)
-        return
     from draftheads.train.recipe import load_recipe
 
     loaded = {}
