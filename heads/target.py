@@ -332,11 +332,10 @@ class Target:
         cache: SlotCache,
         layers: Sequence[int],
         chunk: int | None = None,
-        all_logits: bool = False,
     ) -> Iterator[tuple[int, Decoded]]:
         """`prefill` in passes over `chunk` tokens (default: PREFILL_CHUNK). Yields, after each,
         how many tokens are read, and the features of its own. The last logits are those of
-        `prefill`. all_logits: instead those after each token of the only row.
+        `prefill`.
         """
         chunk = chunk or PREFILL_CHUNK
         lengths = [len(prompt) for prompt in prompts]
@@ -356,15 +355,13 @@ class Target:
             if cache.states is not None:
                 cache.states.read(counts)
             with self._longrope.factors(lengths_B1):
-                kept = None if all_logits else keep
-                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=kept)
+                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
             cache.advance(counts)
-            if not all_logits:
-                for row, end in ends.items():
-                    logits[row] = out.logits_BNV[row, keep.index(end)]
-                if len(logits) == len(prompts):
-                    logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
-                    out = Decoded(logits_BV[:, None], out.features_BND)
+            for row, end in ends.items():
+                logits[row] = out.logits_BNV[row, keep.index(end)]
+            if len(logits) == len(prompts):
+                logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
+                out = Decoded(logits_BV[:, None], out.features_BND)
             yield start + width, out
 
     def verify(self, tree: TokenTree, cache: SlotCache, layers: Sequence[int]) -> Decoded:

@@ -194,16 +194,6 @@ class Acceptance(ABC):
     def _fields(self) -> Iterator[Any]:
         return ((name, value) for name, value in vars(self).items() if name != "draws")
 
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether `read` is to be called."""
-        return False
-
-    def read(self, logits_NV: Tensor, tokens: Sequence[int]) -> None:  # noqa: B027  # as above
-        """Called for each part of a prompt. tokens: those that follow each of its tokens, but for
-        the one after the prompt.
-        """
-
     def seed(self, seed: int) -> None:
         """Restart the random draws."""
         self.draws.seed(seed)

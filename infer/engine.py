@@ -488,11 +488,7 @@ class Decoding:
         end, longest = 0, max(map(len, prompts))
         unread = Unread(prompts, known=min(session.reused, 1))
         layers, drafts = caches.drafter.feature_layers, caches.drafter.cache
-        whole = accept.reads_prompt
-        for end, out in engine.target.prefill_chunks(prompts, caches.cache, layers, chunk, whole):
-            if whole:
-                logits_NV = out.logits_BNV[0]
-                accept.read(logits_NV, prompts[0][end + 1 - len(logits_NV) : end + 1])
+        for end, out in engine.target.prefill_chunks(prompts, caches.cache, layers, chunk):
             unread.add(out)
             if end == longest:
                 break

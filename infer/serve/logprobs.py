@@ -37,24 +37,14 @@ class TokenScore:
     top: list[tuple[int, float]]
 
 
-ScoredToken = tuple[int, TokenScore | None]
-"""A token with its score; None for the first one of a prompt."""
-
-
 @dataclass(frozen=True)
 class Scored(Acceptance):
-    """A rule for one row that notes the scores of what it chooses.
-
-    top: likeliest tokens to note. reads_prompt: note the prompt's own tokens, too.
-    """
+    """A rule for one row that notes the scores of its choices. top: likeliest tokens to note."""
 
     rule: Acceptance
     top: int
-    reads_prompt: bool = False
     newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
     """Of the newest step, before it is cut at the end of the answer."""
-    prompt: list[TokenScore] = field(default_factory=list, init=False, repr=False)
-    """Of a prompt's tokens from the second on."""
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
@@ -78,11 +68,6 @@ class Scored(Acceptance):
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
         """Prepare the rule."""
         self.rule.prepare(rows)
-
-    def read(self, logits_NV: Tensor, tokens: Sequence[int]) -> None:
-        """Note the scores of a part of the prompt."""
-        tokens_N = torch.tensor(tokens, device=logits_NV.device, dtype=torch.long)
-        self.prompt.extend(scores(logits_NV[: len(tokens)], tokens_N, self.top))
 
     def seed(self, seed: int) -> None:
         """Restart the rule's random stream."""
@@ -161,14 +146,11 @@ def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(scored: Sequence[ScoredToken], texts: TokenTexts, offset: int) -> Json:
+def completion_logprobs(scored: Sequence[TokenScore], texts: TokenTexts, offset: int) -> Json:
     """As choices of completions have them. offset: characters of the choice before these tokens."""
-    tokens = [texts(token) for token, _ in scored]
-    top: list[dict[str, float] | None] = []
-    for _, score in scored:
-        if score is None:
-            top.append(None)
-            continue
+    tokens = [texts(score.token) for score in scored]
+    top = []
+    for score in scored:
         named: dict[str, float] = {}
         for token, logprob in [*score.top, (score.token, score.logprob)]:
             named.setdefault(texts(token), logprob)  # several tokens may have the same text
@@ -176,7 +158,7 @@ def completion_logprobs(scored: Sequence[ScoredToken], texts: TokenTexts, offset
     ends = accumulate(map(len, tokens), initial=offset)
     return {
         "tokens": tokens,
-        "token_logprobs": [None if score is None else score.logprob for _, score in scored],
+        "token_logprobs": [score.logprob for score in scored],
         "top_logprobs": top,
         "text_offset": list(ends)[:-1],
     }

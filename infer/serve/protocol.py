@@ -165,11 +165,6 @@ class GenerationRequest(BaseModel):
         return None
 
     @property
-    def is_echoed(self) -> bool:
-        """Whether the prompt is a part of the answer."""
-        return False
-
-    @property
     def includes_steps(self) -> bool:
         """Whether a stream tells what each step brought."""
         return bool(self.stream_options and self.stream_options.include_steps)
@@ -253,7 +248,6 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[TokenIds], SeveralPrompts]
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    echo: bool | None = False
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -278,11 +272,6 @@ class CompletionRequest(GenerationRequest):
     def scores(self) -> int | None:
         """As OpenAI's: 0 is for those of the answer's own tokens."""
         return self.logprobs
-
-    @property
-    def is_echoed(self) -> bool:
-        """As asked."""
-        return bool(self.echo)
 
 
 def _start(value: Any) -> str:

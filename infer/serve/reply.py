@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,7 +18,6 @@ from starlette.types import Receive, Scope, Send
 from draftheads.infer.engine import Step
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import (
-    ScoredToken,
     TokenScore,
     TokenTexts,
     chat_logprobs,
@@ -44,7 +43,7 @@ class Choice:
         self.is_chat = isinstance(request, ChatRequest)
         self.tokens: list[int] = []
         self.steps: list[Step] = []
-        self.scored: list[ScoredToken] = []
+        self.scored: list[TokenScore] = []
         self.finish: str | None = None
         self._texts = texts
         self._scored_characters = 0  # of the tokens whose log-probabilities were sent
@@ -53,16 +52,9 @@ class Choice:
         marks = texts.marks if self.is_chat and skip else None
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
-        self._echo = ""
-        if request.is_echoed:
-            self._echo = texts.tokenizer.decode(prompt, skip_special_tokens=skip)
 
-    def add(
-        self, step: Step, scores: Iterable[TokenScore] = (), before: Iterable[TokenScore] = ()
-    ) -> Piece:
-        """Take a step up to its end token. scores: of its tokens, if the request asks for them.
-        before: those of the prompt from its second token on.
-        """
+    def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
+        """Take a step up to its end token. scores: of its tokens, if the request asks for them."""
         ends = self.request.stop_token_ids or ()
         tokens = step.tokens
         place = next((place for place, token in enumerate(tokens) if token in ends), None)
@@ -74,23 +66,16 @@ class Choice:
         elif step.finish:
             self.finish = "length" if step.finish == "length" else "stop"
         visible = tokens[:-1] if has_end_token else tokens
-        is_first = not self.steps
         self.tokens += tokens
         self.steps.append(step)
         text, drafted = self._grow(visible, step.accepted)
-        scored = list[ScoredToken](zip(tokens, scores, strict=False))
-        if is_first and self.request.is_echoed:
-            text = self._echo + text
-            if self.request.scores is not None:
-                scored_prompt = zip(self.prompt[1:], before, strict=True)
-                scored = [(self.prompt[0], None), *scored_prompt, *scored]
+        scored = list(scores[: len(tokens)])
         self.scored += scored
         return Piece(self, text, tokens, scored, facts(step, drafted))
 
     def whole(self) -> Json:
         """The finished choice."""
-        text = self._echo + self._text.text
-        return self.entry(Piece(self, text, self.tokens, self.scored, {}))
+        return self.entry(Piece(self, self._text.text, self.tokens, self.scored, {}))
 
     def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
@@ -132,9 +117,9 @@ class Choice:
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
 
-    def _logprobs(self, scored: Sequence[ScoredToken]) -> Json:
+    def _logprobs(self, scored: Sequence[TokenScore]) -> Json:
         if self.is_chat:
-            return chat_logprobs([score for _, score in scored if score], self._texts)
+            return chat_logprobs(scored, self._texts)
         logprobs = completion_logprobs(scored, self._texts, self._scored_characters)
         self._scored_characters += sum(map(len, logprobs["tokens"]))
         return logprobs
@@ -147,7 +132,7 @@ class Piece:
     choice: Choice
     text: str
     tokens: list[int]
-    scored: list[ScoredToken]
+    scored: list[TokenScore]
     facts: Json  # for `include_steps`
 
 

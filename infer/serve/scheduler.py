@@ -220,7 +220,7 @@ class Scheduler:
         has; else the one that was not used for the longest time.
         """
         engine = self._batch(job).engine
-        if job.draft and not job.sampling.reads_prompt:
+        if job.draft:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
             if 2 * session.shared(job.prompt) < session.length:
                 session = self._idle[0]

@@ -32,8 +32,8 @@ from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
 
-Event = tuple[Choice, Step, Sequence[TokenScore], Sequence[TokenScore]] | Exception
-"""A step with the scores of its tokens and of the prompt, or what ends the request."""
+Event = tuple[Choice, Step, Sequence[TokenScore]] | Exception
+"""A step with the scores of its tokens, or what ends the request."""
 Events = asyncio.Queue[Event]
 
 
@@ -178,7 +178,7 @@ class Service:
         for choice in reply.choices:
             rule = self.rule(request, choice.index % request.count)
             if request.scores is not None:
-                rule = Scored(rule, request.scores, request.is_echoed)
+                rule = Scored(rule, request.scores)
             room = self.target.context - len(choice.prompt)
             job = Job(
                 choice.prompt,
@@ -229,13 +229,13 @@ class Service:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise as_api_error(event)
-                choice, step, scores, before = event
+                choice, step, scores = event
                 if choice.finish:  # by a stop token; its job is being cancelled
                     continue
                 if is_first:
                     self.metrics.first.observe(perf_counter() - start)
                     is_first = False
-                piece = choice.add(step, scores, before)
+                piece = choice.add(step, scores)
                 if choice.finish:
                     self.scheduler.cancel(jobs[choice.index])
                 yield piece
@@ -268,9 +268,9 @@ def delivery(
         if isinstance(outcome, Exception):
             event = outcome
         elif isinstance(rule, Scored):
-            event = (choice, outcome, list(rule.newest), rule.prompt)
+            event = (choice, outcome, list(rule.newest))
         else:
-            event = (choice, outcome, (), ())
+            event = (choice, outcome, ())
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(events.put_nowait, event)
 
