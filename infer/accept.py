@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, ClassVar, Self
 
 import torch
@@ -247,10 +248,10 @@ class Sampled(Acceptance):
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature)
-        if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p}: expected 0 to 1; 1 keeps all tokens")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k {self.top_k}: expected a whole number; 0 keeps all tokens")
+        if not (isinstance(self.top_p, Real) and 0 <= self.top_p <= 1):
+            raise ValueError(f"top_p {self.top_p!r}: expected 0 to 1; 1 keeps all tokens")
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
+            raise ValueError(f"top_k {self.top_k!r}: expected a whole number; 0 keeps all tokens")
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow one draw at each node."""
@@ -472,9 +473,9 @@ def row_rules(rules: Sequence[Acceptance]) -> Acceptance:
 
 def check_temperature(temperature: float) -> None:
     """Raise ValueError unless logits can be divided by it."""
-    if not LEAST_TEMPERATURE <= temperature < math.inf:
+    if not (isinstance(temperature, Real) and LEAST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(
-            f"temperature {temperature}: expected above 0 ({LEAST_TEMPERATURE} or more); "
+            f"temperature {temperature!r}: expected above 0 ({LEAST_TEMPERATURE} or more); "
             "greedy decoding is temperature 0 in commands and the rule Greedy in Python"
         )
 

@@ -274,6 +274,8 @@ class Speculator:
         self.target, self.drafts, self.profile = target, drafts, profile
         source = NoDraft() if drafts is None else drafts
         check_is_target(target)
+        if not isinstance(tree, Tree | None):
+            raise TypeError(f"tree: expected one of parse_tree or none, got {tree!r:.80}")
         if is_source(source):
             self.tree: Tree = tree or source.tree
             self._has_own_tree = self.tree == source.tree

@@ -47,6 +47,12 @@ class RaceOptions:
     seed: int = 0  # of sampling
     batch: int = 1  # at least 1; prompts decoded together
 
+    def __post_init__(self) -> None:
+        for name in ("repetitions", "batch"):
+            number = getattr(self, name)
+            if number < 1:
+                raise ValueError(f"{name}: expected 1 or more, got {number}")
+
 
 @dataclass(frozen=True)
 class BenchPrompt:

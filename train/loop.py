@@ -177,6 +177,8 @@ def fit(
     recipe, data or launch that cannot work, and if the loss stays non-finite; OSError if a
     checkpoint cannot be written.
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"expected a Recipe, as of load_recipe, got {recipe!r:.80}")
     use_huge_pages()
     check_trackers(recipe.run.trackers)
     with lost_processes(), memory_errors(_less_memory(recipe)), ExitStack() as ends:

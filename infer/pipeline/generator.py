@@ -167,13 +167,18 @@ class TextGenerator:
     """
 
     def __init__(self, engine: Speculator, *, batch_size: int = 8) -> None:
+        if not isinstance(engine, Speculator):
+            raise TypeError(
+                f"expected a Speculator, got {engine!r:.80}; TextGenerator(Speculator(target, "
+                "head)), or load by name"
+            )
         if engine.target.tokenizer is None:
             raise ValueError(
                 f"{engine.target.name}: expected a tokenizer next to the model, found none; add "
                 "its files, or decode token ids with Speculator"
             )
-        if batch_size < 1:
-            raise ValueError(f"batch_size: expected 1 or more, got {batch_size}")
+        if not (is_whole(batch_size) and batch_size >= 1):
+            raise ValueError(f"batch_size: expected 1 or more, got {batch_size!r}")
         self.engine, self.batch_size = engine, batch_size
 
     def __repr__(self) -> str:

@@ -16,7 +16,16 @@ from tiny_heads import new_head, random_head
 
 import draftheads
 from draftheads.heads import Target, save_head
-from draftheads.infer import NGram, Sampled, Speculator, TextGenerator, encode_prompt, load
+from draftheads.infer import (
+    BenchOptions,
+    NGram,
+    Sampled,
+    Speculator,
+    TextGenerator,
+    encode_prompt,
+    load,
+)
+from draftheads.train import DistillOptions, distill, fit
 
 QUESTIONS = ["What is it?", "Why?", "And how does one do that?"]
 NEW_TOKENS = 40
@@ -289,6 +298,34 @@ def test_a_dtype_may_be_torchs_and_a_model_is_no_head(folder):
     assert Target.load(folder / "target", dtype=torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="pass it \\(target=NAME, .*; if this is a model, it is"):
         load(folder / "target")
+
+
+def test_what_is_made_by_another_call_is_named(target, tmp_path):
+    """What people pass first: a target, a name, text."""
+    mistakes = {
+        "expected a Speculator, got Target.*TextGenerator.Speculator": lambda: TextGenerator(
+            target
+        ),
+        "batch_size: expected 1 or more, got '2'": lambda: TextGenerator(
+            Speculator(target), batch_size="2"
+        ),
+        "tree: expected one of parse_tree or none, got '4,2'": lambda: Speculator(
+            target, NGram(), tree="4,2"
+        ),
+        "expected a Recipe, as of load_recipe, got 'recipe.yaml'": lambda: fit("recipe.yaml"),
+        "expected prompts, as of read_prompts, got 'Why.'": lambda: distill(
+            target, ["Why?"], DistillOptions(out=tmp_path)
+        ),
+        "repetitions: expected 1 or more, got 0": lambda: BenchOptions(repetitions=0),
+        "batch: expected 1 or more, got -1": lambda: BenchOptions(batch=-1),
+        "temperature '1': expected above 0": lambda: Sampled("1"),
+        "top_p None: expected 0 to 1": lambda: Sampled(1.0, None),
+    }
+    for message, mistake in mistakes.items():
+        with pytest.raises((TypeError, ValueError), match=f"^{message}") as refusal:
+            mistake()
+        assert "\n" not in str(refusal.value)
+    assert Sampled(torch.tensor(1.0).item(), 1, np.int64(3)).top_k == 3
 
 
 def test_options_that_are_none_are_left_out(model):

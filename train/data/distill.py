@@ -357,6 +357,8 @@ def distill(
     a KeyboardInterrupt everything answered so far is kept.
     """
     started = time.monotonic()
+    if prompts and not isinstance(prompts[0], Prompt):
+        raise TypeError(f"expected prompts, as of read_prompts, got {prompts[0]!r:.80}")
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
     answerer = target
     if not isinstance(answerer, Answerer):
