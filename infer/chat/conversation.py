@@ -120,11 +120,17 @@ class History:
 
         Raises ValueError, and drops nothing, if the question alone does not fit.
         """
+        tokens, start = self._fit(self.messages, question)
+        del self.messages[:start]
+        return tokens, start // 2
+
+    def _fit(self, messages: Sequence[Message], question: str) -> tuple[list[int], int]:
+        """Token ids of these messages with `question`, and how many had to be left out."""
         context = self.target.context
         reserve = min(self.max_new_tokens or RESERVE, RESERVE, context // 4)
-        turns = len(self.messages) // 2 if self.has_template else 0
+        turns = len(messages) // 2 if self.has_template else 0
         for start in range(0, 2 * turns + 1, 2):
-            tokens = self._encode(self.messages[start:], question)
+            tokens = self._encode(messages[start:], question)
             if len(tokens) + reserve <= context:
                 break
         if len(tokens) >= context:
@@ -132,8 +138,7 @@ class History:
                 f"expected a message shorter than the context of {self.target.name} ({context} "
                 f"tokens), got {len(tokens)} with the template; send a shorter one"
             )
-        del self.messages[:start]
-        return tokens, start // 2
+        return tokens, start
 
     def add(self, question: str, answer: str) -> None:
         """Remember a turn; without a chat template, that one alone, and no prompt has it."""
@@ -188,7 +193,7 @@ class History:
         old = self.system
         self.system = system
         try:  # some templates reject the role, or what another one took
-            self.fit(messages, "Hello")
+            self._fit(messages, "Hello")
         except ValueError:
             self.system = old
             raise
