@@ -245,6 +245,7 @@ def test_deepspeed_has_the_functions_that_gather_a_parameter():
         (transformers.PreTrainedModel, "def _initialize_weights"),
         (GenerationMixin, "_is_user_defined = True"),  # a cache that the caller has given
         (GenerationMixin, "_pad_token_tensor ="),
+        (GenerationMixin, "_compile_all_devices"),  # bench's rival on a CPU
         (GenerationMixin.generate, "streamer:"),
         (GenerationMixin.generate, "assistant_model:"),
         (GenerationMixin.generate, "custom_generate:"),
