@@ -340,7 +340,7 @@ def test_documents_of_a_row_do_not_see_each_other(name):
     batch = Batch(tokens, documents >= 0, positions, documents)
     got = target.features(batch, (1, -1))
     for row, start, part in [(0, 0, 0), (0, 7, 1), (1, 0, 2), (1, 6, 3)]:
-        out = target.model(torch.tensor([parts[part]]), output_hidden_states=[1, -1])
+        out = target.model(torch.tensor([parts[part]]), output_hidden_states=True)
         alone = torch.cat([out.hidden_states[1], out.hidden_states[-1]], dim=-1)[0, :-1]
         length = len(parts[part])
         assert torch.allclose(got[row, start + 1 : start + length], alone, atol=1e-4)

@@ -5,13 +5,14 @@ writes, over the limit too, and training sees each document with the factors tha
 from __future__ import annotations
 
 from functools import cache
+from inspect import getsource
 from typing import Any
 
 import pytest
 import torch
 from tiny_heads import Oracle, decode, random_head
-from tiny_targets import VOCABULARY, greedy, scaled_up, some_prompts, tiny_target
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tiny_targets import VOCABULARY, generated, scaled_up, some_prompts, tiny_target
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3ForCausalLM
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
@@ -39,6 +40,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": ROPE},  # this one does not
 }
 TREE = StaticTree.from_widths((2, 1, 1, 1))
+OLD = "next_sequence_length" not in getsource(Phi3ForCausalLM.prepare_inputs_for_generation)
+"""Whether `generate` drops a cache and reads the newest token alone, which is a fault of its own."""
 
 
 @cache
@@ -50,6 +53,11 @@ def long_target(kind: str) -> Target:
     )  # fmt: skip
     torch.manual_seed(0)
     return Target(scaled_up(AutoModelForCausalLM.from_config(config)), name=f"long-{kind}")
+
+
+def greedy(target: Target, prompt: list[int], new: int) -> list[int]:
+    drops_its_cache = target.model.config.model_type != "llama"
+    return generated(target, prompt, new, use_cache=not (OLD and drops_its_cache))
 
 
 def oracle(truth: list[list[int]], noise: float = 0.2) -> Any:
@@ -100,10 +108,8 @@ def test_custom_generate_crosses_as_well(kind):
     target, (prompt,) = long_target(kind), some_prompts(28)
     head, ids = random_head("medusa", target), torch.tensor([prompt])
     asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
-    expected = target.model.generate(ids, **asked)
-    assert torch.equal(
-        target.model.generate(ids, **asked, custom_generate=speculative(head)), expected
-    )
+    got = target.model.generate(ids, **asked, custom_generate=speculative(head))
+    assert got[0, len(prompt) :].tolist() == greedy(target, prompt, NEW)
 
 
 @pytest.mark.inside

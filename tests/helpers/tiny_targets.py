@@ -257,10 +257,10 @@ def text_of_shared(target: Target, prompt: tuple[int, ...], new: int) -> list[in
     return generated(target, list(prompt), new)
 
 
-def generated(target: Target, prompt: list[int], new: int) -> list[int]:
+def generated(target: Target, prompt: list[int], new: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt], device=target.device)
     out = target.model.generate(  # without a mask, it would take token 0 for padding
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options
     )
     return out[0, len(prompt) :].tolist()
 
