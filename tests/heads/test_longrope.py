@@ -41,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 TREE = StaticTree.from_widths((2, 1, 1, 1))
 OLD = "next_sequence_length" not in getsource(Phi3ForCausalLM.prepare_inputs_for_generation)
-"""Whether `generate` drops a cache and reads the newest token alone, which is a fault of its own."""
+"""Whether `generate` drops a cache and then reads the newest token alone: its own fault."""
 
 
 @cache
