@@ -211,7 +211,7 @@ def test_known_layers_take_a_tree_in_one_call(name):
     assert hybrid(name).mixes_by_level == (name in BY_LEVEL)
 
 
-@pytest.mark.parametrize("name", sorted(BY_LEVEL))
+@pytest.mark.parametrize("name", sorted(BY_LEVEL & HYBRIDS.keys()))
 def test_what_runs_level_by_level_is_not_compiled(name):
     with pytest.warns(UserWarning, match="recurrent layers run over a tree level by level"):
         Speculator(hybrid(name), compile=True)
