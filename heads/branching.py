@@ -90,7 +90,7 @@ class MixerCache:
         return defaultdict(lambda: self)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        return bool(self.states)
+        return ("conv", state_idx) in self.states
 
     @property
     def conv_states(self) -> Mapping[int, Tensor]:

@@ -4,6 +4,7 @@ reason in one line, and no other is.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -63,6 +64,7 @@ LATENT = {
     "index_head_dim": 8,
     "index_n_heads": 2,
 }
+SPARSE = "layers of type (indexed|deepseek_sparse)_attention,"
 BERT = {**SIZES, "embedding_size": 32}
 
 NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -74,7 +76,7 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
     "recurrent-gemma": (
         "recurrent_gemma",
         {**SIZES, "lru_width": 32, "num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 8},
-        "layers of type linear_attention,",
+        "layers of type (linear_attention|recurrent),",
     ),
     "rwkv": (
         "rwkv",
@@ -103,8 +105,8 @@ NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "takes no position_ids",
     ),
-    "deepseek-v3.2": ("deepseek_v32", LATENT, "layers of type indexed_attention,"),
-    "glm-dsa": ("glm_moe_dsa", LATENT, "layers of type indexed_attention,"),
+    "deepseek-v3.2": ("deepseek_v32", LATENT, SPARSE),
+    "glm-dsa": ("glm_moe_dsa", LATENT, SPARSE),
     "gemma3n": (
         "gemma3n_text",
         {**SIZES, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY},
@@ -185,7 +187,8 @@ def test_what_its_config_gives_away_is_refused_also_without_numbers(name):
     kind, options, reason = NAMED[name]
     with torch.device("meta"):
         model = model_of(kind, options)
-    assert reason in (said := refusal(model))
+    said = refusal(model)
+    assert re.search(reason, said)
     assert type(model).__name__ in said
     assert "; use a causal LM" in said or "; load a causal LM" in said
 
@@ -347,6 +350,10 @@ def counting_model(name: str, **changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.mul_(8.0 if parameter.ndim >= 2 else 1.0)
     model.generation_config.eos_token_id = None
+    ids_1T = torch.tensor([[5, 9, 3, 7]])
+    later, alone = model(ids_1T).logits[:, :2], model(ids_1T[:, :2]).logits
+    if name == "doge" and not torch.allclose(later, alone, atol=1e-4):
+        pytest.skip("Doge of old transformers sees later tokens, and is refused")
     return model
 
 
