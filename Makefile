@@ -6,6 +6,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
+# a file's tests run in one process, so that what they share is made once; conftest orders the files
+SPREAD = -n auto --dist loadfile --no-loadscope-reorder --durations=50
 
 .PHONY: demo test test-all docs check lint types clean
 
@@ -19,10 +21,10 @@ demo: $(VENV)/.installed
 	$(BIN)/draftheads demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=50
+	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=50 -m "not thorough"
+	$(BIN)/python -m pytest $(SPREAD) -m "not thorough"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

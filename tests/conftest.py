@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
 from pathlib import Path
 
 os.environ["HF_HUB_DISABLE_XET"] = "1"
@@ -37,14 +36,9 @@ LONGEST = (
 """Modules that begin first, so that no process works alone at the end."""
 
 
-@pytest.hookimpl(wrapper=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
-    """A module's tests run in one process, so that what they share is made once."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    return (yield)
 
 
 def pytest_collection_finish() -> None:
