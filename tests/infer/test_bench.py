@@ -540,7 +540,7 @@ def test_a_head_whose_steps_cost_more_than_they_bring_is_named(report, tmp_path)
     slow = replace(report, plain=plain, heads=[*sizes, oracle])
     line = (
         "medusa@2: slower than without drafts: a step costs 3.00 plain ones (break-even τ) and "
-        "brings τ 2.00; try fewer --nodes, --dtype bfloat16, draftheads tune"
+        "brings τ 2.00; try fewer --nodes, --dtype bfloat16, or draftheads tune"
     )
     [note] = notes(slow).cautions
     assert note.startswith(line)
