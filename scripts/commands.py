@@ -266,7 +266,7 @@ def train(
     from draftheads.train.entry import train as run
 
     set_threads(threads)
-    values = [*(overrides or []), *([f"head.from={source}"] if source is not None else [])]
+    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
     sys.exit(run(str(recipe), values, "medusa"))
 
 

@@ -150,7 +150,7 @@ def test_empty_prompt(run, target, tmp_path):
 def test_misspelt_recipe_key(run, target, tmp_path):
     path = recipe(tmp_path, target, save_evry=3)
     failed(run("train", path), "save_evry", "run.save_every")
-    failed(run("train", recipe(tmp_path, target), "--from", ""), "head.from", "an empty one")
+    failed(run("train", recipe(tmp_path, target), "head.from="), "head.from", "an empty one")
     failed(run("train", recipe(tmp_path, target), "optim.lrr=1"), "lrr", "optim.lr")
 
 
