@@ -117,15 +117,11 @@ def keys(
     if schema:
         say(json.dumps(json_schema(), indent=2))
         return
-    table = key_table()
-    names = [row[0].split()[0] for row in table]
-    rows = [
-        row
-        for row, name in zip(table, names, strict=True)
-        if section is None or f"{name}.".startswith(f"{section}.")
-    ]
+    rows = table = key_table()
+    if section:
+        rows = [x for x in table if f"{x[0]}.".replace(" ", ".").startswith(f"{section}.")]
     if not rows:
-        near = meant(str(section), {*Recipe.model_fields, *names})
+        near = meant(str(section), {*Recipe.model_fields, *(row[0].split()[0] for row in table)})
         hint = f"did you mean {near}?" if near else "choose one, or leave it out for all"
         sections = ", ".join(Recipe.model_fields)
         raise ValueError(

@@ -220,13 +220,14 @@ class Engine(ABC):
         self.choices = choices
         self.world = world
         self._named = learner.trained()
-        tensors = learner.head.state_dict()
+        head = learner.head
+        tensors = head.state_dict()
         self._constant = {name: each for name, each in tensors.items() if name not in self._named}
         # before an engine shards the head or adds hooks; its tensors are not copied
-        meta: dict[int, Any] = {id(x): x.to("meta") for x in learner.head.buffers()}
-        for x in learner.head.parameters():
+        meta: dict[int, Any] = {id(x): x.to("meta") for x in head.buffers()}
+        for x in head.parameters():
             meta[id(x)] = nn.Parameter(x.detach().to("meta"), x.requires_grad)
-        self._blank = copy.deepcopy(learner.head, meta)
+        self._blank = copy.deepcopy(head, meta)
 
     @abstractmethod
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
