@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from real_engines import place_of
 from states_server import states_of
@@ -74,7 +75,9 @@ def differences(target: Target, url: str, exchange: Path, texts: list[list[int]]
     choices = FeatureChoices(mode="served", server=[url], exchange=exchange)
     asked = StateServers(target, choices, CAPTURED, 256)
     found = [0.0] * len(CAPTURED)
-    for text, future in [(text, asked.ask(text)) for text in texts]:
+    nothing_learned = [np.zeros(len(text), dtype=bool) for text in texts]
+    futures = list(map(asked.ask, zip(texts, nothing_learned, strict=True)))
+    for text, future in zip(texts, futures, strict=True):
         own_PNH, _ = states_of(target.model, text)
         for place, state in enumerate(CAPTURED):
             got, own = future.result()[:, place].float(), own_PNH[:, state].float()
