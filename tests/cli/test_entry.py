@@ -245,7 +245,7 @@ def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["pyarrow", "tqdm"])
+@pytest.mark.parametrize("module", ["pyarrow", "filelock"])
 def test_a_command_without_its_extra_is_one_line(module: str) -> None:
     words = ["draftheads", "distill", "--target", "t", "--prompts", "demo-prompts"]
     words += ["--out", "o"]

@@ -236,7 +236,9 @@ def test_nothing_of_this_machine_or_network_is_published(hub, tmp_path):
     assert "# EAGLE-3 draft head for `llama-of-us`" in upload.card
     assert "datasets" not in ModelCard(upload.card).data.to_dict()
     assert {path: path.read_bytes() for path in before} == before, "the folder stays as it was"
-    with pytest.raises(ValueError, match="which target it was trained for; pass --target"):
+    with pytest.raises(
+        ValueError, match="expected the target of a head, got none; pass it \\(target=NAME"
+    ):
         load_pair("me/heads")
 
 

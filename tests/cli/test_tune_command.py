@@ -30,7 +30,9 @@ def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    failed(run("tune", "--head", other, "--prompts", "a"), "own layout", "draftheads convert")
+    failed(
+        run("tune", "--head", other, "--prompts", "me/prompts"), "own layout", "draftheads convert"
+    )
     failed(run("tune", "--target", target, "--context", 999), "got 999", "context that fits")
 
 

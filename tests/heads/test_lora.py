@@ -186,7 +186,7 @@ def test_heads_are_trained_and_loaded_by_name_alone(made, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # heads of other weights would warn
         target, head = load_pair(tmp_path / "run")
-        again, drafts = load_parts(str(tmp_path / "run"), None, Greedy(), False, Place(threads=1))
+        again, drafts = load_parts(str(tmp_path / "run"), None, Greedy(), Place(threads=1))
     assert (target.lora, head.kind) == (str(lora), "medusa")
     adapted = Target(tiny_lora.merged(made / "target", lora))
     assert target.fingerprint() == Target.load(made / "target", lora=lora).fingerprint()

@@ -22,13 +22,17 @@ from draftheads.train.launch import make_accelerator
 from draftheads.train.recipe import load_recipe
 
 
-def train(path: Path, output: Path) -> tuple[Target, Engine]:
-    """One run, after which the processes stay together; its target and its engine."""
+def train(path: Path, output: Path) -> tuple[Target, Engine, float]:
+    """One run, after which the processes stay together; its target, its engine, and what it would
+    draw next.
+    """
     runs = []
 
     def noted(run, *rest, **more):
-        runs.append((run.target, run.engine))
-        return train_step(run, *rest, **more)
+        result = train_step(run, *rest, **more)
+        with torch.random.fork_rng():
+            runs.append((run.target, run.engine, torch.rand(()).item()))
+        return result
 
     loop.train_step = noted
     loop.fit(load_recipe(path, [f"run.output={output}"]), accelerator)
@@ -53,11 +57,11 @@ if __name__ == "__main__":
     accelerator = make_accelerator(load_recipe(sys.argv[2]))
     for path in map(Path, sys.argv[2:]):
         folder = out / path.parent.name
-        target, engine = train(path, folder / "whole")
+        target, engine, drawn = train(path, folder / "whole")
         rank = accelerator.process_index
         adapter = target.adapter
         learned = engine.full_head().state_dict() | (adapter.state() if adapter else {})
-        left = {"head": learned, "drawn": torch.rand(()).item()}
+        left = {"head": learned, "drawn": drawn}
         torch.save(left, folder / f"rank-{rank}.pt")
         train(path, halve(folder / "whole", folder / "resumed", first=rank == 0))
         train(path, halve(path.parent / "one", folder / "moved", first=rank == 0))

@@ -113,7 +113,11 @@ APART = {
         ("run.save_every=2", "data.rows_per_batch=1"),
         "process 1 differs from process 0: data.rows_per_batch 1 instead of 2, run.save_every 2 ",
     ),
-    "another data set": ((), ("data.path={0}/data",), "process 1 differs from process 0: data "),
+    "another data set": (
+        (),
+        ("data.path={0}/data",),
+        "process 1: {0}/run holds a run with other data in {0}/data ",
+    ),
     "other weights": ((), ("target={0}/target",), "process 1 differs from process 0: target "),
     "no data": ((), ("data.path={0}/none",), "process 1: {0}/none: expected a distillation folder"),
     "no target": ((), ("target={0}/none",), "process 1: target {0}/none: expected a folder"),

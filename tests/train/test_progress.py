@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 from tiny_training import run
 
@@ -46,6 +47,7 @@ def test_a_run_ends_with_what_its_best_step_is_worth(made, tmp_path, capsys):
 
 def test_the_bar_has_room_for_itself_at_80_columns(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run(made, tmp_path / "run") == 0
     bars = [part for part in re.split(r"[\r\n]", capsys.readouterr().err) if part[:6] == "train "]
     assert bars and all(len(bar.rstrip()) <= 80 for bar in bars)

@@ -36,10 +36,10 @@ REFUSED = {
     "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "not iterable",
     "fireworks-ai-llama-3-firefunction-v2": "is undefined",
     "MiroThinker": "cannot assign",
-    "idefics3": "found other text",  # of vision models: want lists of parts
-    "idefics3_training": "found other text",
-    "llava_next": "no attribute",
-    "llava_next_training": "no attribute",
+    "idefics3": "leaves out the last message",  # of vision models: want lists of parts
+    "idefics3_training": "leaves out the last message",
+    "llava_next": "leaves out the last message",
+    "llava_next_training": "leaves out the last message",
 }
 THINKING = {  # their generation prompts open the thinking
     "GLM-4.7-Flash",
