@@ -42,6 +42,7 @@ from draftheads.train.served import (
     proven_servers,
 )
 from draftheads.train.setup import LOW_SHARE
+from draftheads.train.states import StateLayout
 
 TEXT_TOKENS = 4096
 """Tokens of the documents on which heads are evaluated."""
@@ -247,7 +248,8 @@ class Evidence:
         """The states that the head reads, from the target or from servers."""
         if self.decodes:
             return OnlineFeatures(self.target, self.layers, adapted=True)
-        return ServedFeatures(self.target, self.layers, rows, self.connection)
+        layout = StateLayout(self.target, self.states, self.layers)
+        return ServedFeatures(layout, rows, self.connection)
 
     def decode(
         self,

@@ -32,9 +32,7 @@ from uuid import uuid4
 import torch
 from safetensors.torch import load
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from draftheads.heads.batch import Batch
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows
@@ -50,7 +48,7 @@ from draftheads.train.data.server import (
 )
 from draftheads.train.data.shards import Array
 from draftheads.train.recipe import FeatureChoices, Recipe
-from draftheads.train.states import StateChecks, StateLayout
+from draftheads.train.states import AskedFeatures, StateChecks, StateLayout
 
 FILE_SECONDS = 30.0
 """How long a file may take after the answer that names it."""
@@ -66,8 +64,6 @@ CONNECTOR = "ExampleHiddenStatesConnector"
 """vLLM's, which writes files."""
 TRIED = 10
 """Rows that servers are measured with."""
-CHECKED = 64
-"""Documents whose generated token is compared with the one that their last state gives."""
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 """Tensors of a file."""
 
@@ -121,7 +117,6 @@ class StateServers:
                     f"{server.context}; start it with a larger --max-model-len"
                 )
         self._sweep()
-        self._checked = self._different = 0
         self._turns = count()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="features", daemon=True)
@@ -150,7 +145,7 @@ class StateServers:
                     raise
         if self.captured[0] != 0:
             return "state 0 is not captured, so the numbers of layers were not checked"
-        return "state 0 is the checkpoint's embeddings, the last one gives the server's token"
+        return "state 0 is the checkpoint's embeddings"
 
     def close(self) -> None:
         """End all requests, and delete the files that they brought."""
@@ -211,7 +206,6 @@ class StateServers:
             "prompt": tokens,
             "max_tokens": 1,
             "temperature": 0,
-            "return_token_ids": True,
             "cache_salt": uuid4().hex,  # states of a cached prefix would be missing
         }
 
@@ -242,11 +236,9 @@ class StateServers:
                 if each.is_file():
                     each.unlink(missing_ok=True)
         try:
-            states_PLH = self.checked(tensors, document)
+            return self.checked(tensors, document)
         except ValueError as error:
             raise WrongStates(f"{server.url}: {error}; nothing was learned from it") from None
-        self._compare(server, states_PLH, completion)
-        return states_PLH
 
     def checked(self, tensors: dict[str, Tensor], document: Document) -> Tensor:
         """The states (P, L, H) of a file. Raises ValueError unless they are of this document."""
@@ -276,30 +268,6 @@ class StateServers:
             self._checks.rounding = FP8
         self._checks(states_PLH, tokens, learned_P)
         return states_PLH
-
-    @torch.no_grad()
-    def _compare(self, server: Server, states_PLH: Tensor, completion: Completion) -> None:
-        """Compare the first documents' tokens with those of their last states."""
-        if self._checked >= CHECKED or self.captured[-1] != self.target.layers:
-            return
-        self._checked += 1
-        self._different += not self.agrees(states_PLH, completion.token_ids or [])
-        if self._different > max(1, self._checked // 16):
-            raise WrongStates(
-                f"{server.url}: expected the token that lm_head(norm(last state)) of "
-                f"{self.target.name} gives, got another one for {self._different} of "
-                f"{self._checked} documents; serve the same checkpoint"
-            )
-
-    def agrees(self, states_PLH: Tensor, generated: Sequence[int]) -> bool:
-        """Whether a generated token is the likeliest after the last state, but for rounding."""
-        target = self.target
-        last_H = states_PLH[-1, -1].to(target.device, target.dtype)
-        logits_V = target.model.get_output_embeddings()(target.final_norm(last_H)).float()
-        if not generated or not 0 <= generated[0] < len(logits_V):
-            return False
-        near = 3 * self._checks.rounding * logits_V.std()
-        return bool(logits_V[generated[0]] >= logits_V.max() - near)
 
     def _space(self) -> str:
         free = shutil.disk_usage(self.folder).free
@@ -337,37 +305,17 @@ class Connection:
             self._made.close()
 
 
-class ServedFeatures:
-    """Features of rows from servers."""
+class ServedFeatures(AskedFeatures):
+    """From servers. Its errors are ServerError if none gives them, WrongStates for others than were
+    asked for.
+    """
 
-    def __init__(
-        self, target: Target, layers: Sequence[int], rows: Rows, connection: Connection
-    ) -> None:
-        self.target, self.layers, self.rows = target, tuple(layers), rows
+    def __init__(self, layout: StateLayout, rows: Rows, connection: Connection) -> None:
+        super().__init__(layout, rows)
         self._connection = connection
-        self._asked: dict[int, list[Future[Tensor]]] = {}
 
-    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
-        """A `FeatureSource`."""
-        self.ahead(numbers)
-        features = [self.row(self.rows, number) for number in numbers]
-        return pad_sequence(features, batch_first=True).to(batch.tokens_BT.device)
-
-    def ahead(self, numbers: Sequence[int]) -> None:
-        """Ask for these rows, which will be read."""
-        for number in numbers:
-            if number not in self._asked:
-                documents = documents_of(self.rows, number)
-                self._asked[number] = list(map(self._connection.servers.ask, documents))
-
-    def row(self, rows: Rows, number: int) -> Tensor:
-        """features_TD of one row. Raises ServerError if no server gives them, WrongStates for
-        others than were asked for.
-        """
-        assert rows is self.rows
-        self.ahead([number])
-        layout = StateLayout(self.target, self._connection.servers.captured, self.layers)
-        return layout.row([future.result() for future in self._asked.pop(number)])
+    def _ask(self, number: int) -> list[Future[Tensor]]:
+        return list(map(self._connection.servers.ask, documents_of(self.rows, number)))
 
     def close(self) -> None:
         """End all requests."""
@@ -387,9 +335,9 @@ def served_features(
     is raised for something else, ServerError if one does not answer.
     """
     captured = recipe.features.layers or captured_states(layers, target.layers)
-    StateLayout(target, captured, layers)  # a mistake is said now
+    layout = StateLayout(target, captured, layers)
     connection = Connection(lambda: proven_servers(target, recipe.features, captured, rows, log))
-    train, heldout = (ServedFeatures(target, layers, each, connection) for each in rows)
+    train, heldout = (ServedFeatures(layout, each, connection) for each in rows)
     return train, heldout
 
 

@@ -8,6 +8,7 @@ states, H hidden size, D = layers x H, V vocabulary.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
@@ -72,7 +73,7 @@ class StateLayout:
         *,
         is_normed: bool = False,
     ) -> None:
-        self.target, self.captured = target, tuple(captured)
+        self.target, self.captured, self.layers = target, tuple(captured), tuple(layers)
         self.is_normed = is_normed
         known = range(target.layers + 1)
         if list(captured) != sorted(set(captured)) or not set(captured) <= set(known):
@@ -245,36 +246,61 @@ def distances(got: Tensor, known: Tensor) -> Tensor:
     return error
 
 
-class FileFeatures:
-    """A `FeatureSource` of another toolkit's files. read: called by several threads."""
+class AskedFeatures(ABC):
+    """A `RowSource` of states that come from elsewhere while training goes on."""
+
+    def __init__(self, layout: StateLayout, rows: Rows) -> None:
+        self.target, self.layers, self.rows = layout.target, layout.layers, rows
+        self._layout = layout
+        self._asked: dict[int, list[Future[Tensor]]] = {}
+
+    @abstractmethod
+    def _ask(self, number: int) -> list[Future[Tensor]]:
+        """Begin with a row: the states (P, L, H) of each of its pieces."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what goes on."""
+
+    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
+        """A `FeatureSource`."""
+        self.ahead(numbers)
+        features = [self.row(self.rows, number) for number in numbers]
+        return pad_sequence(features, batch_first=True)
+
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Begin with these rows, which will be read."""
+        for number in numbers:
+            if number not in self._asked:
+                self._asked[number] = self._ask(number)
+
+    def row(self, rows: Rows, number: int) -> Tensor:
+        """features_TD of one row. Raises what is raised where its states are made."""
+        assert rows is self.rows
+        self.ahead([number])
+        return self._layout.row([future.result() for future in self._asked.pop(number)])
+
+
+class FileFeatures(AskedFeatures):
+    """Of another toolkit's files. read: called by several threads. The states of a piece are those
+    of its whole document.
+    """
 
     def __init__(self, layout: StateLayout, rows: Rows, read: Read) -> None:
-        self._layout = layout
-        self._rows = rows
+        super().__init__(layout, rows)
         self._read = read
         self._starts_D = rows.documents.spans[:, 0]
         self._threads = ThreadPoolExecutor(READERS, "states")
-        self._asked: dict[int, list[Future[Tensor]]] = {}
 
-    def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
-        """features_BTD. The states of a piece are those of its whole document."""
-        self.ahead(numbers)
-        states = [[each.result() for each in self._asked.pop(number)] for number in numbers]
-        return pad_sequence(list(map(self._layout.row, states)), batch_first=True)
-
-    def ahead(self, numbers: Sequence[int]) -> None:
-        """Begin to read these rows."""
-        for number in numbers:
-            if number not in self._asked:
-                spans = self._rows.pieces(number)
-                self._asked[number] = [self._threads.submit(self._piece, span) for span in spans]
+    def _ask(self, number: int) -> list[Future[Tensor]]:
+        return [self._threads.submit(self._piece, span) for span in self.rows.pieces(number)]
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(cancel_futures=True)
 
     def _piece(self, span: Span) -> Tensor:
-        documents = self._rows.documents
+        documents = self.rows.documents
         [number] = documents.numbers(np.array(span[:1])).tolist()
         start = span[0] - self._starts_D[number]
         return self._read(number, start, documents.tokens(*span), documents.mask(*span))

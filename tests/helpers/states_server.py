@@ -49,7 +49,6 @@ class StatesServer(LocalServer):
         self.change: Callable[[int, Tensors], Tensors | None] = lambda number, tensors: tensors
         self.path_of: Callable[[int], Path] = lambda n: folder / f"cmpl-{id(self)}-{n}.safetensors"
         self.held = 0.0
-        self.token_of: Callable[[int, int], int] = lambda number, token: token
         self._forwards = threading.Lock()
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +70,7 @@ class StatesServer(LocalServer):
             self._write(path, tensors)
         return {
             "text": "",
-            "token_ids": [self.token_of(number, token)],
+            "token_ids": [token],
             "prompt_token_ids": tokens,
             "finish_reason": "length",
             "kv_transfer_params": {"hidden_states_path": str(path)},

@@ -183,13 +183,6 @@ def test_a_server_of_another_model_is_refused(made, tmp_path, capsys):
     server.close()
 
 
-def test_a_server_of_another_checkpoint_is_noticed_by_its_tokens(made, server, tmp_path, capsys):
-    server.token_of = lambda number, token: (token + 1) % 97
-    line = refused(made, server, tmp_path / "run", capsys)
-    assert "expected the token that lm_head(norm(last state))" in line
-    assert re.search(r"got another one for \d+ of \d+ documents; serve the same", line)
-
-
 def test_states_in_another_order_are_refused(made, server, tmp_path, capsys):
     def swap(number: int, tensors: dict) -> dict:
         return tensors | {"hidden_states": tensors["hidden_states"].flip(1).contiguous()}
