@@ -14,6 +14,7 @@ import typer
 from typer import Argument, Option
 
 from draftheads.arguments import secret
+from draftheads.infer.pipeline.loading import load_fast_target, load_target
 from draftheads.infer.threads import choose_threads, set_threads
 from draftheads.scripts.following import (
     after_answers,
@@ -35,8 +36,6 @@ from draftheads.scripts.models import (
     Place,
     announce,
     load_engine,
-    load_fast_target,
-    load_target,
     prepared,
     say_beside,
 )
@@ -123,7 +122,7 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    loaded = load_target(target, place, revision)
+    loaded = load_target(target, place, revision, template_args=prepared(None))
     choose_threads(place.threads or recorded_threads(options.out), loaded, options.batch_size)
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
@@ -366,7 +365,7 @@ def bench(
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = Place(dtype, device, threads, bits, adapter)
-    model = load_fast_target(target, place, revision, folders, template_args)
+    model = load_fast_target(target, place, revision, folders, prepared(template_args))
     loaded = load_drafts(drafts, model, options.sampling)
     ids, categories = openings(model, prompts, prompt_words, limit)
     announce(compile)
@@ -442,7 +441,7 @@ def tune(
     drafts = named_drafts(head)
     name, commit = (target, revision) if target else drafts.target
     place = place if target else place.recorded(folders[0])
-    model = load_fast_target(name, place, commit, folders, template_args)
+    model = load_fast_target(name, place, commit, folders, prepared(template_args))
     ids = opening_ids(model, prompts, prompt_words, limit)
     trained = [folder.facts.trained_tree for folder in folders]
     tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
@@ -463,7 +462,7 @@ def target_curve(
 
     if target is None:
         raise ValueError("expected --target or --head to tune for, got neither; pass one")
-    model = load_fast_target(target, place, revision)
+    model = load_fast_target(target, place, revision, template_args=prepared(None))
     curve = verify_curve(model, context, options)
     print_curve(model, context, curve)
     return {"context": context, "verify": curve}
@@ -733,13 +732,15 @@ def convert(
         say(converted(source, out, to, target_file=file, dtype=dtype))
         say(f"next: the llama-server command in {open_head(source).path / CARD}", sys.stderr)
         return
-    place = Place(dtype, device, lora=adapter)
+    loaded = None
+    if target:
+        place = Place(dtype, device, lora=adapter)
+        loaded = load_target(target, place, template_args=prepared(None))
     if to == "mtp":
-        loaded = load_target(target, place) if target else None
         say(with_mtp(source, out, loaded, link=link, dtype=dtype))
         say_next("chat", "--target", out, "--head", "mtp")
         return
-    say(converted(source, out, to, load_target(target, place) if target else None, dtype=dtype))
+    say(converted(source, out, to, loaded, dtype=dtype))
     if to == "draftheads":
         words = target_options(target, adapter) or local_options(open_head(source).facts)
         say_next("chat", "--head", out, *words)

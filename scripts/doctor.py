@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Context, Exit, Option
 
+from draftheads.infer.pipeline.loading import load_fast_target, load_target
 from draftheads.infer.threads import set_threads
 from draftheads.scripts import models
 from draftheads.scripts.following import after_doctor, say_next, target_options
@@ -140,8 +141,8 @@ def _load(
 ) -> tuple[Target, DraftHead]:
     """The target, and the head on it, as they decode elsewhere: a step is priced."""
     set_threads(place.threads)
-    load = models.load_target if place.placement == "skeleton" else models.load_fast_target
-    model = load(target, place, None, [folder], template_args)
+    load = load_target if place.placement == "skeleton" else load_fast_target
+    model = load(target, place, None, [folder], models.prepared(template_args))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
         return model, folder.load(model).pack(model)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from draftheads.scripts.options import chosen_tree, parsed_template_args
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.heads.target import Target
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import Speculator
 
@@ -32,28 +30,6 @@ class Place(loading.Place):
     """
 
     report: Callable[[object], None] = say_beside
-
-
-def load_target(
-    name: str,
-    place: Place,
-    revision: str | None = None,
-    heads: Sequence[HeadFolder] = (),
-    template_args: str | None = None,
-) -> Target:
-    """`loading.load_target`. template_args: the value of --template-args."""
-    return loading.load_target(name, place, revision, heads, prepared(template_args))
-
-
-def load_fast_target(
-    name: str,
-    place: Place,
-    revision: str | None = None,
-    heads: Sequence[HeadFolder] = (),
-    template_args: str | None = None,
-) -> Target:
-    """`loading.load_fast_target`. template_args: the value of --template-args."""
-    return loading.load_fast_target(name, place, revision, heads, prepared(template_args))
 
 
 def prepared(template_args: str | None) -> dict[str, Any] | None:
