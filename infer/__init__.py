@@ -18,32 +18,6 @@ from typing import TYPE_CHECKING
 
 from draftheads.extras import lazy
 
-PUBLIC = {
-    "Acceptance": "accept",
-    "BenchOptions": "measure.bench",
-    "BenchReport": "measure.bench",
-    "ChatOptions": "chat.repl",
-    "Completion": "pipeline.generator",
-    "Costs": "measure.costs",
-    "DraftModel": "drafters.draft_model",
-    "EarlyExit": "drafters.draft_model",
-    "Greedy": "accept",
-    "Merged": "drafters.merged",
-    "NGram": "drafters.ngram",
-    "Sampled": "accept",
-    "Session": "engine",
-    "SpeculativeSampling": "drafters.draft_sampling",
-    "Speculator": "engine",
-    "Statistics": "engine",
-    "Step": "engine",
-    "TextGenerator": "pipeline.generator",
-    "TextStream": "text",
-    "Typical": "accept",
-    "bench": "measure.bench",
-    "encode_prompt": "prompt",
-    "load": "pipeline.generator",
-    "speculative": "generate",
-}
 __all__ = [
     "Acceptance",
     "BenchOptions",
@@ -86,4 +60,4 @@ if TYPE_CHECKING:
     from draftheads.infer.prompt import encode_prompt
     from draftheads.infer.text import TextStream
 else:
-    __getattr__, __dir__ = lazy(__name__, PUBLIC)
+    __getattr__, __dir__ = lazy(__name__, __file__)

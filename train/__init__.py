@@ -15,16 +15,6 @@ from typing import TYPE_CHECKING
 
 from draftheads.extras import lazy
 
-PUBLIC = {
-    "DistillOptions": "data.distill",
-    "LocalAnswerer": "data.distill",
-    "Outcome": "loop",
-    "Recipe": "recipe",
-    "distill": "data.distill",
-    "fit": "loop",
-    "load_recipe": "recipe",
-    "read_prompts": "data.prompts",
-}
 __all__ = [
     "DistillOptions",
     "LocalAnswerer",
@@ -42,4 +32,4 @@ if TYPE_CHECKING:
     from draftheads.train.loop import Outcome, fit
     from draftheads.train.recipe import Recipe, load_recipe
 else:
-    __getattr__, __dir__ = lazy(__name__, PUBLIC)
+    __getattr__, __dir__ = lazy(__name__, __file__)

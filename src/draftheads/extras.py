@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
@@ -20,19 +22,21 @@ def extras() -> Iterator[None]:
         raise ModuleNotFoundError(explanation(error), name=error.name) from error
 
 
-def lazy(
-    package: str, modules: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package whose names are imported when they are used.
 
-    modules: the module of each name, below the package.
+    file: of the package; what it imports for type checkers says where each name is.
     """
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    below = [node for node in imports if str(node.module).startswith(f"{package}.")]
+    modules = {alias.name: str(node.module) for node in below for alias in node.names}
 
     def attribute(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         with extras():
-            return getattr(import_module(f"{package}.{modules[name]}"), name)
+            return getattr(import_module(modules[name]), name)
 
     return attribute, lambda: sorted(modules)
 
