@@ -35,6 +35,11 @@ class Step:
     verify_seconds: float
     drafted: int = 0  # draft tokens that were verified
 
+    @property
+    def from_drafts(self) -> int:
+        """Draft tokens among its tokens."""
+        return max(min(self.accepted, len(self.tokens)), 0)
+
 
 @dataclass
 class Statistics:

@@ -65,7 +65,7 @@ class ChatAnswer:
     @property
     def draft_share(self) -> float:
         """Share of the tokens that were drafted, 0 to 1."""
-        drafts = sum(min(max(step.accepted, 0), len(step.tokens)) for step in self.steps)
+        drafts = sum(step.from_drafts for step in self.steps)
         return drafts / max(self.tokens, 1)
 
     def summary(self, plain: float = 0.0) -> str:

@@ -109,7 +109,7 @@ class Completion:
     @property
     def draft_share(self) -> float:
         """Share of the tokens that were drafted, 0 to 1."""
-        drafts = sum(min(max(step.accepted, 0), len(step.tokens)) for step in self.steps)
+        drafts = sum(step.from_drafts for step in self.steps)
         return drafts / max(1, self.tokens)
 
     @property

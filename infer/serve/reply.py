@@ -197,7 +197,7 @@ class Reply:
         tokens that its first job did not compute again. seconds: of the engine.
         """
         steps = [step for choice in self.choices for step in choice.steps]
-        right = sum(map(accepted, steps))
+        right = sum(step.from_drafts for step in steps)
         drafted = sum(step.drafted for step in steps)
         prompt = sum(map(len, self.prompts))
         completion = sum(len(choice.tokens) for choice in self.choices)
@@ -227,16 +227,11 @@ class Reply:
         return {}
 
 
-def accepted(step: Step) -> int:
-    """Draft tokens among the tokens of a step."""
-    return max(min(step.accepted, len(step.tokens)), 0)
-
-
 def facts(step: Step, characters: int) -> Json:
     """What a step brought, for `include_steps`. characters: those of accepted draft tokens."""
     return {
         "tokens": len(step.tokens),
-        "accepted": accepted(step),
+        "accepted": step.from_drafts,
         "drafted": step.drafted,
         "accepted_chars": characters,
         "seconds": round(step.draft_seconds + step.verify_seconds, 6),
