@@ -317,7 +317,10 @@ class RowNumbers(Draws):
         rows = []
         for seed, place in self._rows:
             if seed not in self._numbers:
-                self._numbers[seed] = _uniform(seed, self.limit)
+                number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
+                generator = torch.Generator().manual_seed(number)
+                drawn = torch.rand(self.limit, generator=generator, dtype=torch.float64)
+                self._numbers[seed] = drawn
             numbers = self._numbers[seed][place : place + count]
             rows.append(F.pad(numbers, (0, count - len(numbers))))
         return torch.stack(rows)
@@ -330,12 +333,6 @@ def seeded(temperature: float, top_p: float, top_k: int, limit: int) -> Acceptan
     if temperature == 0:
         return CheckedGreedy()
     return Sampled(temperature, top_p, top_k, draws=RowNumbers(limit))
-
-
-def _uniform(seed: str, limit: int) -> Tensor:
-    number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
-    generator = torch.Generator().manual_seed(number)
-    return torch.rand(limit, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -462,13 +459,6 @@ class RowRules(Acceptance):
     def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
         places = [place for _, rows in self._parts for place in rows]
         return torch.cat(list(parts))[torch.tensor(places).argsort().to(parts[0].device)]
-
-
-def row_rules(rules: Sequence[Acceptance]) -> Acceptance:
-    """One rule for a batch whose rows have these."""
-    if all(rule.joins(rules[0]) for rule in rules):
-        return rules[0]
-    return RowRules(tuple(rules))
 
 
 def check_temperature(temperature: float) -> None:

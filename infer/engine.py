@@ -18,7 +18,7 @@ from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.target import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, Greedy, commit, row_rules
+from draftheads.infer.accept import Acceptance, Greedy, RowRules, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
 from draftheads.infer.text import StopStrings
 from draftheads.infer.threads import fair_clock
@@ -173,17 +173,6 @@ class IdleDrafter(NoDraft):
         return super().propose(committed)
 
 
-def smaller(engine: Speculator, tree: Tree, drafter: Drafter) -> Drafter:
-    """A drafter of a head with another tree, and with the cache of the first."""
-    if tree.nodes == 1:
-        return IdleDrafter(drafter)
-    assert isinstance(engine.drafts, DrafterSource)
-    other = engine.drafts.drafter(engine.target, tree)
-    if isinstance(other, TreeDrafter):
-        other.cache = drafter.cache
-    return other
-
-
 Place = tuple["Speculator", torch.device, torch.dtype]
 """What caches and compiled steps are for: an engine, and the device and dtype of its target."""
 
@@ -250,10 +239,6 @@ class Session:
                 "expected the session of a generation for it alone, got it used by another one, "
                 "which replaced its text; end a generation before the next, or give each a Session"
             )
-
-    def note(self, length: int) -> None:
-        """Both caches have the first `length` tokens of the text."""
-        self.length = length
 
 
 class Speculator:
@@ -545,8 +530,7 @@ class Decoding:
         """End a row. other: the decoding that it came with takes it, for its session."""
         place = self.rows.index(row)
         row.finish = row.finish or "left"
-        if self._fixed is not None:
-            self._end_fixed()
+        self._end_fixed()
         self._set_rules({**self._rules, row: Greedy()})
         length, drafts = self.cache.table.lengths[place], self.drafter.cache
         if drafts is not None:
@@ -555,18 +539,24 @@ class Decoding:
             other.cache.take(self.cache, place)
             if drafts is not None and other.drafter.cache is not None:
                 other.drafter.cache.cache.take(drafts.cache, place)
-            other.session.note(min(length, len(row.text)))
+            other.session.length = min(length, len(row.text))
         self.cache.table.empty(place)
         if drafts is not None:
             drafts.table.empty(place)
 
     def use(self, tree: Tree) -> None:
         """Draft this tree from now on: the engine's, or a smaller one. For heads alone."""
-        if tree not in self._drafters:
-            self._drafters[tree] = smaller(self.engine, tree, self.caches.drafter)
-        if self.drafter is not self._drafters[tree] and self._fixed is not None:
+        drafter = self._drafters.get(tree)
+        if drafter is None and tree.nodes == 1:
+            drafter = IdleDrafter(self.caches.drafter)
+        elif drafter is None:
+            assert isinstance(self.engine.drafts, DrafterSource)
+            drafter = self.engine.drafts.drafter(self.target, tree)
+            if isinstance(drafter, TreeDrafter):
+                drafter.cache = self.caches.drafter.cache
+        if self.drafter is not drafter:
             self._end_fixed()
-        self.drafter = self._drafters[tree]
+        self.drafter = self._drafters[tree] = drafter
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
@@ -579,7 +569,7 @@ class Decoding:
             tree = self.drafter.propose(self.committed)
             drafted, nodes = self.engine.clock(), tree.tokens_BN.shape[1]
             tokens = self._verify(tree)
-        self.session.note(length)
+        self.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.engine.clock() - drafted
         steps = {
             row: row.step(ids[:count], count - 1, nodes - 1, seconds)
@@ -647,7 +637,9 @@ class Decoding:
 
     def _set_rules(self, rules: Mapping[Row, Acceptance]) -> None:
         self._rules = {row: rules[row] for row in self.rows}
-        self.accept = row_rules(list(self._rules.values()))
+        first, *others = self._rules.values()
+        is_one = all(rule.joins(first) for rule in others)
+        self.accept = first if is_one else RowRules((first, *others))
 
     def _replace_failed(self) -> None:
         """Let finished rows have a token that can be embedded."""
@@ -656,16 +648,15 @@ class Decoding:
 
     def _settle(self) -> None:
         """Let the drafter take all that was committed but the newest token of each row."""
-        if self._fixed is not None:
-            self._end_fixed()
+        self._end_fixed()
         earlier, self.committed = self.committed.divide()
         if self.drafter.cache is not None and any(earlier.counts):
             self.drafter.cache.commit(earlier)
 
     def _end_fixed(self) -> None:
-        assert self._fixed is not None
-        self._fixed.end()
-        self._fixed = None
+        if self._fixed is not None:
+            self._fixed.end()
+            self._fixed = None
 
 
 def is_whole(value: Any) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol
 
 import psutil
@@ -42,45 +41,33 @@ class EndlessTemplateError(TemplateError):
         super().__init__(f"it takes over {LOOKS * LOOK_S:g} s, or {MOST_BYTES >> 20:,} MB")
 
 
-Running = dict[int, tuple[int, int]]
-"""Threads that run a template -> looks so far, and memory of the process at the first."""
-
-
 @contextmanager
 def bounded() -> Iterator[None]:
     """Raise `EndlessTemplateError` in a block that does not end: a template is a program, whose
     loops and texts jinja does not bound.
     """
-    lock, running = _watched(os.getpid())
-    thread = threading.get_ident()
-    running[thread] = (0, 0)
+    block, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        most = math.inf
+        for _ in range(LOOKS):
+            if ended.wait(LOOK_S):
+                return
+            memory = psutil.Process().memory_info().rss
+            if memory > most:
+                break
+            most = min(most, memory + MOST_BYTES)
+        with lock:
+            if not ended.is_set():
+                error = ctypes.py_object(EndlessTemplateError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(block), error)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         with lock:  # afterwards, nothing is raised here
-            running.pop(thread, None)
-
-
-@cache
-def _watched(process: int) -> tuple[threading.Lock, Running]:
-    """A lock, and the threads that another one looks after. process: no thread outlives a fork."""
-    lock, running = threading.Lock(), Running()
-    memory = psutil.Process(process).memory_info
-
-    def look() -> None:
-        while True:
-            time.sleep(LOOK_S)
-            with lock:
-                for thread, (looks, before) in list(running.items()):
-                    used = memory().rss
-                    running[thread] = (looks + 1, before or used)
-                    if looks == LOOKS or used - (before or used) > MOST_BYTES:
-                        running.pop(thread)
-                        error = ctypes.py_object(EndlessTemplateError)
-                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
-
-    threading.Thread(target=look, daemon=True).start()
-    return lock, running
+            ended.set()
 
 
 class TextSource(Protocol):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from operator import mul
 from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,11 +55,6 @@ class Costs:
     def break_even(self, tree: Tree) -> float:
         """Tokens per step at which decoding with this tree is as fast as without drafts."""
         return self.step_seconds(tree) / self.verify_seconds(0)
-
-    def to_json(self) -> dict[str, Any]:
-        """As a head's config.json keeps it."""
-        verify = {str(nodes): seconds for nodes, seconds in self.verify.items()}
-        return {"verify": verify, "draft": list(self.draft), "prompt": self.prompt}
 
 
 def too_slow(tau: float, break_even: float, dtype: str) -> str:

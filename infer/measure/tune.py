@@ -103,7 +103,6 @@ class Tuned:
             "machine": machine_line(self.machine),
             "dtype": self.machine["dtype"],
             **self.settings,
-            "costs": self.costs.to_json(),
             "tokens_per_step": self.best.tau,
             "break_even_tokens_per_step": self.costs.break_even(self.best.tree),
             "predicted_tokens_per_second": self.best.predicted,
