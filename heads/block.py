@@ -520,7 +520,11 @@ class BlockHead(Vocabulary, DraftHead):
         tokens.
         """
         masks = batch.root_masks(self.depth)
-        learned_BT, chosen_BT = masks[0], self._chosen(masks[0])
+        learned_BT = masks[0]
+        # at most `anchors` of the learned places of each row, at random, on the host
+        noise_BT = np.where(learned_BT, torch.rand(learned_BT.shape).numpy(), -1.0)
+        most = min(self.choices.anchors, noise_BT.shape[1])
+        chosen_BT = learned_BT & (noise_BT >= -np.sort(-noise_BT)[:, most - 1, None])
         blocks = self._blocks(batch, features_BTD, target, masks, chosen_BT)
         steps_K = torch.arange(self.depth, device=features_BTD.device)
         weights_K = torch.exp(-steps_K / self.choices.decay_tokens)
@@ -577,13 +581,6 @@ class BlockHead(Vocabulary, DraftHead):
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         return BlockDrafter(self, target, tree or self.tree)
-
-    def _chosen(self, learned_BT: np.ndarray) -> np.ndarray:
-        """bool (B, T): at most `anchors` of the true places of each row, at random, on the host."""
-        noise_BT = np.where(learned_BT, torch.rand(learned_BT.shape).numpy(), -1.0)
-        count = min(self.choices.anchors, noise_BT.shape[1])
-        chosen_BT: np.ndarray = learned_BT & (noise_BT >= -np.sort(-noise_BT)[:, count - 1, None])
-        return chosen_BT
 
     def _blocks(
         self,

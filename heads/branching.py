@@ -42,8 +42,6 @@ Key = tuple[str, int]
 """Kind of a state, "conv" or "recurrent", and its number."""
 LayerStates = dict[Key, Tensor]
 """(B, ...), of one mixer."""
-Level = tuple[Tensor, Tensor, Tensor]
-"""int64 (R,), three times: rows, nodes and their parents."""
 Arguments = dict[str, Any]
 """What a mixer is called with, but for hidden states and cache."""
 
@@ -177,9 +175,12 @@ class Levels(TreePass):
             key: torch.cat([state[:, None], state.new_empty(rows, nodes, *state.shape[1:])], dim=1)
             for key, state in self.committed.items()
         }
-        for rows_R, nodes_R, parents_R in levels_of(self.topology, rows):
-            before = {key: state[rows_R, parents_R + 1] for key, state in self.states.items()}
-            window = Window(before)
+        parents_BN = self.topology.parents_BN.expand(rows, -1)
+        levels_BN = self.topology.levels_BN.expand(rows, -1)
+        for level in range(1, int(levels_BN.max()) + 1):
+            rows_R, nodes_R = (levels_BN == level).nonzero(as_tuple=True)
+            above_R = parents_BN[rows_R, nodes_R] + 1
+            window = Window({key: state[rows_R, above_R] for key, state in self.states.items()})
             tokens_R1D = hidden_BND[rows_R, nodes_R][:, None]
             out_BND[rows_R, nodes_R] = self.mixer.plain(tokens_R1D, window, arguments)[:, 0]
             for key, state in window.states.items():
@@ -375,14 +376,3 @@ def kept(committed: LayerStates, after: LayerStates, last_B: Tensor) -> LayerSta
         stays = (last_B < 0).view(-1, *[1] * (state.ndim - 1))
         states[key] = torch.where(stays, committed[key], state)
     return states
-
-
-def levels_of(topology: Topology, rows: int) -> list[Level]:
-    """The nodes of trees in order of depth, a level at a time."""
-    parents_BN = topology.parents_BN.expand(rows, -1)
-    levels_BN = topology.levels_BN.expand(rows, -1)
-    levels = []
-    for level in range(1, int(levels_BN.max()) + 1):
-        rows_R, nodes_R = (levels_BN == level).nonzero(as_tuple=True)
-        levels.append((rows_R, nodes_R, parents_BN[rows_R, nodes_R]))
-    return levels

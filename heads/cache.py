@@ -377,10 +377,3 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.values[0] = source.values[place, :, :length]
         if self.states is not None and other.states is not None:
             self.states.take(other.states, place, length)
-
-    def copy_row(self, row: int, other: SlotCache) -> None:
-        """Replace this row by the only row of `other`, which has the same text."""
-        length = self.table.lengths[row]
-        for layer, source in zip(self.layers, other.layers, strict=True):
-            layer.keys[row, :, :length] = source.keys[0, :, :length]
-            layer.values[row, :, :length] = source.values[0, :, :length]

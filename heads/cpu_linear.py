@@ -84,7 +84,12 @@ class PackedWeight:
     def product(self, x_RI: Tensor) -> Tensor:
         """The same for a matrix."""
         if self.bits:
-            return self._int8_product(x_RI)
+            x_RI32 = x_RI.float()
+            largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
+            sums_RO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+                x_RI32 / largest_R1, 1 / self._steps, self._steps + 1, self._int8
+            )
+            return sums_RO.mul_(largest_R1).to(x_RI.dtype)
         rows = len(x_RI)
         if rows < FEW:
             x_RI = F.pad(x_RI, (0, 0, 0, FEW - rows))
@@ -92,14 +97,6 @@ class PackedWeight:
             x_RI, self._own, None, "none", [], ""
         )
         return product_RO[:rows]
-
-    def _int8_product(self, x_RI: Tensor) -> Tensor:
-        x_RI32 = x_RI.float()
-        largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
-        product_RO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x_RI32 / largest_R1, 1 / self._steps, self._steps + 1, self._int8
-        )
-        return product_RO.mul_(largest_R1).to(x_RI.dtype)
 
 
 @torch.library.custom_op("draftheads::packed_product", mutates_args=())

@@ -121,18 +121,16 @@ def sweep(folder: Path, pattern: str) -> None:
     """
     for left in folder.glob(f".{pattern}.{socket.gethostname()}.*"):
         process = left.name.rpartition(".")[2]
-        if process.isdecimal() and not _is_running(int(process)):
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)  # it may be another user's
-            else:
-                with suppress(OSError):
-                    left.unlink()
-
-
-def _is_running(process: int) -> bool:
-    if process == os.getpid():  # in a container, often the id of the previous launch
-        return False
-    return bool(psutil.pid_exists(process))
+        if not process.isdecimal():
+            continue
+        # in a container, ours is often the id of the previous launch
+        if int(process) != os.getpid() and psutil.pid_exists(int(process)):
+            continue
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)  # it may be another user's
+        else:
+            with suppress(OSError):
+                left.unlink()
 
 
 CONFIG = "config.json"

@@ -215,7 +215,11 @@ class _LinearLoss(torch.autograd.Function):
                 accepted.append(scored.accepted_P)
                 weights_P = weights_R[part][piece] * scored.known_P
                 loss += _dot(scored.loss_P, weights_P)
-                _overwrite(products, piece, scored.grad_Pv, slope_Pv)
+                grad_Pv = scored.grad_Pv  # gradients take the place of the products
+                for more_Cv in products[1:]:
+                    more_Cv[piece] = grad_Pv
+                # the second product is added to what is capped
+                products[0][piece] = grad_Pv if slope_Pv is None else grad_Pv * slope_Pv
                 weights.append(weights_P)
             _add_gradients(gradients, factors, products, torch.cat(weights), part)
         ctx.save_for_backward(*gradients)
@@ -264,16 +268,6 @@ def _logits(
     for more_Cv in products[1:]:
         logits_Pv += more_Cv[piece]
     return logits_Pv, slope_Pv
-
-
-def _overwrite(
-    products: list[Tensor], piece: slice, grad_Pv: Tensor, slope_Pv: Tensor | None
-) -> None:
-    """Put gradients in the place of the products. slope_Pv: from `_logits`."""
-    for more_Cv in products[1:]:
-        more_Cv[piece] = grad_Pv
-    # the second product is added to what is capped
-    products[0][piece] = grad_Pv if slope_Pv is None else grad_Pv * slope_Pv
 
 
 def _add_gradients(
@@ -337,8 +331,12 @@ def _soft(logits_Pv: Tensor, labels_P: Tensor, chunk: TeacherChunk, piece: slice
     if teacher.acceptance or teacher.objective == "dspark":
         accepted_P = torch.minimum(p_Pv, q_Pv).sum(1)
     if teacher.objective == "dspark":
-        hard_P = normaliser_P1[:, 0] - label_P
-        loss_P, grad_Pv = _dspark(q_Pv, p_Pv, accepted_P, labels_P, hard_P)
+        short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
+        grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
+        share_P = 0.1 * (labels_P >= 0)  # of the cross-entropy with the true token
+        loss_P = 1.8 * (1 - accepted_P) + share_P * (normaliser_P1[:, 0] - label_P)
+        grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
+        grad_Pv.scatter_add_(1, index_P1, -share_P[:, None])
         return Scored(loss_P, grad_Pv, known_P, accepted_P)
     if teacher.objective == "kl":
         entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
@@ -358,21 +356,6 @@ def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
     q_Pv = logits_Pv.sub_(top_P1).exp_()
     total_P1 = q_Pv.sum(1, keepdim=True)
     return q_Pv.div_(total_P1), total_P1.log() + top_P1
-
-
-def _dspark(
-    q_Pv: Tensor, p_Pv: Tensor, accepted_P: Tensor, labels_P: Tensor, hard_P: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits; overwrites q. hard_P: the cross-entropy with
-    the true token.
-    """
-    short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
-    grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
-    share_P = 0.1 * (labels_P >= 0)
-    loss_P = 1.8 * (1 - accepted_P) + share_P * hard_P
-    grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
-    grad_Pv.scatter_add_(1, labels_P.clamp(min=0)[:, None], -share_P[:, None])
-    return loss_P, grad_Pv
 
 
 def _ranks(logits_Pv: Tensor, labels_P: Tensor) -> Tensor:

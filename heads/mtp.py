@@ -174,9 +174,13 @@ class MtpHead(AutoregressiveHead):
     def _copy_layer(self, target: Target) -> None:
         layer = decoder_layers(target.model)[self.design.origin.number]
         theirs, mine = layer.state_dict(), self.mtp_block.state_dict()
-        if theirs.keys() != mine.keys() or not all(
-            _is_copyable(tensor, mine[name]) for name, tensor in theirs.items()
-        ):
+        is_whole = theirs.keys() == mine.keys() and all(
+            tensor.shape == mine[name].shape
+            and type(tensor) is Tensor
+            and (mine[name].is_meta or not tensor.is_meta)
+            for name, tensor in theirs.items()
+        )
+        if not is_whole:
             raise ValueError(
                 f"{describe(target.model)}: expected a last layer whose weights can be copied, got "
                 "one that is quantised, divided or not in memory; load the target whole"
@@ -234,9 +238,3 @@ class MtpHead(AutoregressiveHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
         return cls(MtpDesign.read(config, tensors))
-
-
-def _is_copyable(theirs: Tensor, mine: Tensor) -> bool:
-    """Whether a weight of the target is whole and in memory, as far as the head's is."""
-    is_there = mine.is_meta or not theirs.is_meta
-    return theirs.shape == mine.shape and type(theirs) is Tensor and is_there

@@ -151,7 +151,16 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
     ones.
     """
     model, prefix, inner, result = in_model(head, tensors)
-    unexpected = _convert(model, inner)
+    options = LoadStateDictConfig(
+        weight_mapping=get_model_conversion_mapping(model),
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+    )
+    info, _ = convert_and_load_state_dict_in_model(
+        model=model, state_dict=inner, load_config=options
+    )
+    mismatched = [name for name, *_ in info.mismatched_keys]
+    unexpected = sorted({*info.unexpected_keys, *mismatched, *info.conversion_errors})
     block = model.get_submodule(prefix).state_dict()
     result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
     wanted = head.state_dict()
@@ -187,17 +196,3 @@ def in_model(
         else:
             others[name] = tensor
     return model, prefix, inner, others
-
-
-def _convert(model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[str]:
-    """Load tensors of a checkpoint into an empty model; returns the names that it does not have."""
-    options = LoadStateDictConfig(
-        weight_mapping=get_model_conversion_mapping(model),
-        dtype=torch.float32,
-        ignore_mismatched_sizes=True,
-    )
-    info, _ = convert_and_load_state_dict_in_model(
-        model=model, state_dict=tensors, load_config=options
-    )
-    mismatched = [name for name, *_ in info.mismatched_keys]
-    return sorted({*info.unexpected_keys, *mismatched, *info.conversion_errors})

@@ -55,8 +55,12 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
 
     name: the repository's, or the path of a folder that does not exist.
     """
-    site = constants.ENDPOINT
-    for cause in _causes(error):
+    site, causes = constants.ENDPOINT, list[BaseException]()
+    raised: BaseException | None = error
+    while raised is not None and raised not in causes:
+        causes.append(raised)
+        raised = raised.__cause__ or raised.__context__
+    for cause in causes:
         if isinstance(cause, GatedRepoError):
             return (
                 "expected access to a gated repository, got none; accept its licence at "
@@ -81,15 +85,6 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
                 f"{_near(name)}, and {why}; {advice}, or pass a folder"
             )
     return None
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error and what it was raised from."""
-    causes = []
-    while error is not None and error not in causes:
-        causes.append(error)
-        error = error.__cause__ or error.__context__
-    return causes
 
 
 def _near(path: str) -> str:

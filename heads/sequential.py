@@ -417,10 +417,21 @@ class LowRankDrafter(SequentialDrafter):
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
         builder = self.builder
-        state_B1X, mixed_B1r = self._state(inputs_BD)
+        _, mixers_KDr, logits_rv = self.products
+        hidden_KBD = self.head.hidden(inputs_BD, self.depth, self.stack)
+        state_KBX = hidden_KBD
+        if logits_rv is not None:
+            logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
+            state_KBX = logits_KBv.to(hidden_KBD.dtype)
+        state_B1X, mixed_B1r = state_KBX[:, :, None].unbind(), None
+        if mixers_KDr is not None:
+            mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
         tokens_BF, carried_BFr = roots_B[:, None], None
         for index in count():
-            codes_BFr = self._token_codes(index, tokens_BF)
+            if self.products.codes_Vr is None:
+                codes_BFr = self.head.codes(index, tokens_BF, self.target)
+            else:
+                codes_BFr = F.embedding(tokens_BF, self.products.codes_Vr[index])
             if mixed_B1r is not None:
                 codes_BFr = codes_BFr + mixed_B1r[index]
             if carried_BFr is not None:
@@ -428,38 +439,12 @@ class LowRankDrafter(SequentialDrafter):
             codes_BFr = F.silu(codes_BFr)
             if not builder.add(self._logits(index, state_B1X[index], codes_BFr)):
                 break
-            carried_BFr = self._carry(index, codes_BFr)
+            if self.carries_rr:
+                carried_BFr = project(codes_BFr, self.carries_rr[index])
+                if index:  # nodes of the first level share their parent
+                    carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
             tokens_BF = builder.tokens_BF
         return builder.tree(roots_B)
-
-    def _state(self, inputs_BD: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
-        """What the target's state brings to each head: logits (B, 1, v), or states (B, 1, D) where
-        these are not kept; and the codes (B, 1, r), None for markov.
-        """
-        _, mixers_KDr, logits_rv = self.products
-        hidden_KBD = self.head.hidden(inputs_BD, self.depth, self.stack)
-        state_KBX, mixed_B1r = hidden_KBD, None
-        if logits_rv is not None:
-            logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
-            state_KBX = logits_KBv.to(hidden_KBD.dtype)
-        if mixers_KDr is not None:
-            mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
-        return state_KBX[:, :, None].unbind(), mixed_B1r
-
-    def _token_codes(self, index: int, tokens_BF: Tensor) -> Tensor:
-        """What the preceding tokens bring to the codes of a head, (B, F, r)."""
-        if self.products.codes_Vr is None:
-            return self.head.codes(index, tokens_BF, self.target)
-        return F.embedding(tokens_BF, self.products.codes_Vr[index])
-
-    def _carry(self, index: int, codes_BFr: Tensor) -> Tensor | None:
-        """What the codes of a level bring to those of the next, by its nodes."""
-        if not self.carries_rr:
-            return None
-        carried_BFr = project(codes_BFr, self.carries_rr[index])
-        if index == 0:  # nodes of the first level share their parent
-            return carried_BFr
-        return gather_nodes(carried_BFr, self.builder.parents_BF)
 
     def _logits(self, index: int, state_B1X: Tensor, codes_BFr: Tensor) -> Tensor:
         if self.products.logits_rv is not None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from draftheads.heads.placement import (
+    Loading,
     default_device,
     location,
     read_config,
@@ -29,18 +30,16 @@ ELSEWHERE = ("layers.", "visual.", "vision", "audio", "mtp.", "draft")
 """Parts of the names of tensors that are not the decoder's own."""
 
 
-def load_skeleton(
-    path: str, dtype: str, device: str | None, revision: str | None
-) -> PreTrainedModel:
-    """A causal LM whose layers were never loaded; the arguments are those of `Target.load`.
+def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
+    """A causal LM whose layers were never loaded.
 
     Of a checkpoint on the Hub, only the files with these tensors are downloaded. Raises ValueError
     for a checkpoint that has not got them, or has them quantised.
     """
+    revision, device = how.revision, how.device or default_device()
     config = read_config(path, revision)
-    device = device or default_device()
     saved = config.get_text_config(decoder=True).dtype or torch.float32
-    kind = getattr(torch, dtype, torch.float32 if device == "cpu" else saved)
+    kind = getattr(torch, how.dtype, torch.float32 if device == "cpu" else saved)
     with reading(path, revision), torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=kind, trust_remote_code=False

@@ -189,7 +189,7 @@ class Target:
         options["dtype"] = dtype_name(options.get("dtype") or "auto")
         how = Loading(**options, lora=Lora.open(lora) if lora else None)
         if how.placement == "skeleton" and how.lora is None:
-            model = load_skeleton(path, how.dtype, how.device, how.revision)
+            model = load_skeleton(path, how)
             fingerprint = None
         else:
             model, fingerprint = load_model(path, how)
@@ -368,11 +368,13 @@ class Target:
         """One forward pass over all nodes of a tree, after the tokens that `cache` has committed.
         The caller then commits a path with `cache.keep`.
         """
-        ancestors_BNN = tree.ancestors() if tree.tokens_BN.shape[1] > 1 else None
+        ancestors_BNN = tree.topology.ancestors_BNN if tree.tokens_BN.shape[1] > 1 else None
         if cache.states is not None:
             cache.states.branch(tree.topology)
         with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
-            return self._decode(tree.tokens_BN, ancestors_BNN, tree.depths(), cache, layers)
+            return self._decode(
+                tree.tokens_BN, ancestors_BNN, tree.topology.depths_BN, cache, layers
+            )
 
     @property
     def is_hybrid(self) -> bool:
@@ -412,7 +414,8 @@ class Target:
             if len(text) - 1 == self._longrope.crossing:
                 alone = self.new_cache(1, len(text))
                 self.prefill([text], alone, ())
-                cache.copy_row(row, alone)
+                alone.rewind(len(text) - 1)
+                cache.join(alone, [row])
 
     @torch.no_grad()
     def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:

@@ -89,7 +89,10 @@ class LayerOrigin:
         types = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
         for number in reversed(range(len(layers))):
             is_attention = types[number] in ("full_attention", "sliding_attention")
-            if is_attention and _fits(layers[number], sparse):
+            modules = dict(layers[number].named_modules())
+            has_experts = any(name.endswith("experts") for name in modules)
+            is_plain = not any(map(is_mixer, modules.values()))  # it keeps no states
+            if is_attention and is_plain and sparse in (None, has_experts):
                 return cls(_as_json(text), number)
         what = {None: "", True: " and experts", False: " and no experts"}[sparse]
         raise ValueError(
@@ -110,14 +113,11 @@ class LayerOrigin:
             ) from error
         config = model.config  # with the implementation of experts that was chosen
         config._attn_implementation = IMPLEMENTATION
-        return LayerParts(config, self.number, kind, norm, _rotary(model))
-
-
-def _fits(layer: nn.Module, sparse: bool | None) -> bool:
-    """Whether a layer keeps no states, and has experts or not."""
-    modules = dict(layer.named_modules())
-    has_experts = any(name.endswith("experts") for name in modules)
-    return sparse in (None, has_experts) and not any(map(is_mixer, modules.values()))
+        rotary: nn.Module | None = getattr(decoder(model), "rotary_emb", None)
+        if rotary is not None:  # else its positions are learned
+            with torch.device("cpu"):
+                rotary = type(rotary)(config=config)
+        return LayerParts(config, self.number, kind, norm, rotary)
 
 
 def _as_json(config: PretrainedConfig) -> dict[str, Any]:
@@ -146,16 +146,6 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager"
         )
     return model
-
-
-def _rotary(model: PreTrainedModel) -> nn.Module | None:
-    """The model's rotary embedding on the CPU; None if its positions are learned."""
-    rotary: nn.Module | None = getattr(decoder(model), "rotary_emb", None)
-    if rotary is None:
-        return None
-    with torch.device("cpu"):
-        module: nn.Module = type(rotary)(config=model.config)
-    return module
 
 
 @dataclass(frozen=True)

@@ -88,14 +88,6 @@ class TokenTree:
     """int64; column 0 holds the last committed token of each row."""
     topology: Topology
 
-    def ancestors(self) -> Tensor:
-        """bool (B|1, N, N), the attention mask among the nodes."""
-        return self.topology.ancestors_BNN
-
-    def depths(self) -> Tensor:
-        """int64 (B|1, N), 0 for the root."""
-        return self.topology.depths_BN
-
     def select(self, rows: Sequence[int]) -> TokenTree:
         """The trees of these rows."""
         return TokenTree(self.tokens_BN[rows], self.topology.select(rows))
@@ -232,16 +224,11 @@ class StaticTree:
         """Number of ranks in use: the greatest one plus 1."""
         return max(map(max, self.paths), default=-1) + 1
 
-    def parents(self, device: torch.device | str | None = None) -> Tensor:
-        """int64 (1, N): the parent of each node, as of `Topology`."""
-        index = {path: node for node, path in enumerate(self.paths, start=1)}
-        return torch.tensor(
-            [[-1, *(index.get(path[:-1], 0) for path in self.paths)]], device=device
-        )
-
     def topology(self, device: torch.device | str | None = None) -> Topology:
         """The topology, shared by all rows."""
-        return Topology(self.parents(device), self.depth)
+        index = {path: node for node, path in enumerate(self.paths, start=1)}
+        parents = [-1, *(index.get(path[:-1], 0) for path in self.paths)]
+        return Topology(torch.tensor([parents], device=device), self.depth)
 
     def expected_tokens(self, ranks_MK: Tensor) -> float:
         """Mean tokens per step on the observed continuations, the target's own token included."""

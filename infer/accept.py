@@ -391,11 +391,11 @@ class Typical(Acceptance):
         passed_BN, scores_BN = typical_BNV[at], logp_BNV[at]
         passed_BN[:, 0] = True
         scores_BN[:, 0] = 0.0
-        ancestors_BNN = tree.ancestors()
+        ancestors_BNN = tree.topology.ancestors_BNN
         kept_BN = ~(ancestors_BNN & ~passed_BN[:, None, :]).any(-1)
         path_scores_BN = (ancestors_BNN * scores_BN[:, None, :]).sum(-1)
-        longest_B1 = (kept_BN * tree.depths()).amax(1, keepdim=True)
-        candidates_BN = kept_BN & (tree.depths() == longest_B1)
+        longest_B1 = (kept_BN * tree.topology.depths_BN).amax(1, keepdim=True)
+        candidates_BN = kept_BN & (tree.topology.depths_BN == longest_B1)
         best_B = path_scores_BN.masked_fill(~candidates_BN, -torch.inf).argmax(1)
         last = (rows_B, best_B)
         bonus_B = self.draws.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
@@ -488,7 +488,7 @@ def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:
     """The path to node best_B of each row."""
     shape = tree.tokens_BN.shape
     rows_B = torch.arange(shape[0], device=best_B.device)
-    on_path_BN = tree.ancestors().expand(*shape, -1)[rows_B, best_B]
+    on_path_BN = tree.topology.ancestors_BNN.expand(*shape, -1)[rows_B, best_B]
     levels_B = tree.topology.levels_BN.expand(shape).gather(1, best_B[:, None])[:, 0]
     # node order is depth order: a stable sort moves the path to the front, in order
     path_BN = torch.sort(on_path_BN, dim=1, descending=True, stable=True).indices

@@ -226,19 +226,14 @@ class Session:
             caches.drafter.rewind(self.reused)
             caches = replace(caches, generation=self.generations, text=text)
         else:
-            cache, drafter = owner.new_cache(rows, reserved), owner.new_drafter()
+            target = owner.target
+            longest = max(len(row.text) for row in rows)
+            capacity = min(longest + reserved, target.context) + owner.tree.nodes
+            cache, drafter = target.new_cache(len(rows), capacity), owner.new_drafter()
             caches = Caches(owner.place, self.generations, text, cache, drafter)
         # LongRoPE changes the keys of a text that grows
         self._caches = None if owner.target.has_long_rope else caches
         return caches
-
-    def check(self, caches: Caches) -> None:
-        """Raise ValueError unless this generation is the newest one."""
-        if caches.generation != self.generations:
-            raise ValueError(
-                "expected the session of a generation for it alone, got it used by another one, "
-                "which replaced its text; end a generation before the next, or give each a Session"
-            )
 
 
 class Speculator:
@@ -392,12 +387,6 @@ class Speculator:
     def place(self) -> Place:
         """It may change: a target can be moved."""
         return self, self.target.device, self.target.dtype
-
-    def new_cache(self, rows: Sequence[Row], reserved: int) -> SlotCache:
-        """For the texts of these rows, `reserved` new tokens and a tree."""
-        longest = max(len(row.text) for row in rows)
-        capacity = min(longest + reserved, self.target.context)
-        return self.target.new_cache(len(rows), capacity + self.tree.nodes)
 
     def advance(self, batch: int, accept: Acceptance) -> Advance | None:
         """The compiled step of this batch size and rule; None if there is none."""
@@ -560,7 +549,11 @@ class Decoding:
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
-        self.session.check(self.caches)
+        if self.caches.generation != self.session.generations:
+            raise ValueError(
+                "expected the session of a generation for it alone, got it used by another one, "
+                "which replaced its text; end a generation before the next, or give each a Session"
+            )
         length = len(self.rows[0].text)
         start = self.engine.clock()
         drafted, nodes = start, self.engine.tree.nodes

@@ -133,19 +133,6 @@ def _behind(text: str, start: str) -> str:
     return text.removeprefix(start).strip() if text.startswith(start) else ""
 
 
-def _check_is_shown(message: Mapping[str, Any], text: str) -> None:
-    """Raise TemplateError for a question that is not in the text: templates leave out roles that
-    they do not know. Blanks may differ.
-    """
-    question = message.get("content")
-    if message.get("role") in ("assistant", "tool") or not isinstance(question, str):
-        return
-    if "".join(question.split()) not in "".join(text.split()):
-        raise TemplateError(
-            "the template leaves out the last message; its role is expected to be user"
-        )
-
-
 class PromptRenderer:
     """Turns plain texts and conversations into token ids for one target.
 
@@ -256,11 +243,17 @@ class PromptRenderer:
         append to every text: a prompt goes on. Raises TemplateError.
         """
         text = prompt if isinstance(prompt, str) else self.text(prompt)
-        if not isinstance(prompt, str) and prompt:
-            _check_is_shown(prompt[-1], text)
         bare = self.encode(text)
-        if not isinstance(prompt, str) and getattr(self.tokenizer, "chat_template", None):
-            return bare
+        if not isinstance(prompt, str):
+            last = prompt[-1] if prompt else {}
+            asked = last.get("content") if last.get("role") not in ("assistant", "tool") else None
+            # templates leave out roles that they do not know; blanks may differ
+            if isinstance(asked, str) and "".join(asked.split()) not in "".join(text.split()):
+                raise TemplateError(
+                    "the template leaves out the last message; its role is expected to be user"
+                )
+            if getattr(self.tokenizer, "chat_template", None):
+                return bare
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
         ends = (*self.eos_ids, self.tokenizer.eos_token_id)
         is_closed = bare and ids[:-1][-len(bare) :] == bare and ids[-1] in ends

@@ -170,7 +170,12 @@ def race(
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
     units = batched(prompts, options.batch)
     batches = [[prompts[place] for place in unit] for unit in units]
-    for each, batch in product(candidates, _extremes(batches)):
+    # the longest and the shortest batch of each size: compiled code may know one length only, and
+    # transformers compiles again for a longer cache
+    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
+    longest = {len(batch): batch for batch in ordered}
+    shortest = {len(batch): batch for batch in reversed(ordered)}
+    for each, batch in product(candidates, [*longest.values(), *shortest.values()]):
         timed(each, batch)
     begin()
     for turn in track(
@@ -198,16 +203,6 @@ def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
         places = list(same)
         batches += [places[first : first + size] for first in range(0, len(places), size)]
     return batches
-
-
-def _extremes(batches: Sequence[list[BenchPrompt]]) -> list[list[BenchPrompt]]:
-    """The longest and the shortest batch of each size: compiled code may know one length only, and
-    transformers compiles again for a longer cache.
-    """
-    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
-    longest = {len(batch): batch for batch in ordered}
-    shortest = {len(batch): batch for batch in reversed(ordered)}
-    return [*longest.values(), *shortest.values()]
 
 
 def timed(

@@ -707,7 +707,7 @@ def convert(
         str,
         Option(
             "--to",
-            help="draftheads, vllm, sglang, gguf, openvino, mlx, trtllm, tgi, speculators or mtp",
+            help="draftheads, vllm, sglang, gguf, openvino, mlx, tgi, speculators or mtp",
         ),
     ],
     target: Annotated[

@@ -169,15 +169,13 @@ def _drop_copies(tensors: dict[str, Tensor], target: Target | None, is_gemma4: b
         if target is not None and name in tensors and not ("d2t" in tensors and "lm_" in name):
             theirs_VD = getattr(target.model, get)().weight.detach().cpu()
             ours_VD = matrix(tensors, name)
-            scale = math.sqrt(ours_VD.shape[1]) if is_gemma4 else 1.0
-            if is_copy(ours_VD, theirs_VD) and ("lm_" in name or _scales(target, ours_VD, scale)):
+            is_same = is_copy(ours_VD, theirs_VD)
+            if is_same and "embed" in name:  # by the first few tokens
+                scale = math.sqrt(ours_VD.shape[1]) if is_gemma4 else 1.0
+                tokens = torch.arange(min(len(ours_VD), 8), device=target.device)
+                is_same = is_copy(scale * ours_VD[:8], target.embed(tokens).cpu())
+            if is_same:
                 del tensors[name]
-
-
-def _scales(target: Target, weight_VD: Tensor, scale: float) -> bool:
-    """Whether the target's embeddings of tokens are so many times their rows, by the first few."""
-    tokens = torch.arange(min(len(weight_VD), 8), device=target.device)
-    return is_copy(scale * weight_VD[:8], target.embed(tokens).cpu())
 
 
 def _is_silent(tensors: dict[str, Tensor]) -> bool:

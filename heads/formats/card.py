@@ -33,10 +33,7 @@ ENGINES = {
     "gguf": "llama.cpp",
     "openvino": "OpenVINO GenAI (2026.4)",
     "mlx": "mlx-vlm (0.7.10), for targets whose caches it can roll back",
-    "trtllm": "TensorRT-LLM's PyTorch backend (read in its source, not run)",
 }
-CONVERTED_ALONE = {"mlx", "trtllm"}
-"""Engines that a card names only where the folder was converted for them."""
 SERVES = {"vllm": "speculators"}
 """Engine -> a layout that is not named after it and that it reads, too."""
 CHAIN = 3
@@ -75,6 +72,11 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         datasets=[str(source)] if is_hub_id(source) else None,
         tags=["speculative-decoding", "draft-head", kind],
     )
+    if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
+        engines = [engine for engine in ENGINES if engine != "mlx"]
+    else:
+        engines = [engine for engine in ENGINES if to in (engine, SERVES.get(engine))]
+    layer = config.get("mtp_layer")  # engines load it from its target's folder: `convert --to mtp`
     environment = Environment(trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
@@ -91,12 +93,12 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         adapter=_two_columns(flat(facts.adapter or {})),
         here=HERE,
         install=install_command(),
-        engines=[_engine(each, config, to) for each in _engines(to) if kind in WRITERS[each]],
+        engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
         window=config.get("sliding_window"),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
-        in_target=_is_in_target(config),
+        in_target=layer is not None and family_of(layer["config"]["model_type"]) is not None,
         outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
         shape=_two_columns(shape),
@@ -119,15 +121,6 @@ def updated(edited: str, old: str, new: str) -> str:
     )
 
 
-def _engines(to: str) -> list[str]:
-    """The engines that read a folder of this layout; those that read ours after a conversion, too,
-    but for those of which every card would say no more.
-    """
-    if to == "draftheads":
-        return [engine for engine in ENGINES if engine not in CONVERTED_ALONE]
-    return [engine for engine in ENGINES if to in (engine, SERVES.get(engine))]
-
-
 def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
     """The card's entry of an engine. convert: options of `draftheads convert`, if the folder is in
     our layout and the engine needs another.
@@ -142,7 +135,6 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
         "tgi": True,
         "openvino": True,
         "mlx": True,
-        "trtllm": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
     if facts.target.lora:
@@ -164,12 +156,6 @@ def _method(config: dict[str, Any]) -> str:
     if kind != "block":
         return kind
     return "dflash" if "dflash_config" in config else "dspark"
-
-
-def _is_in_target(config: dict[str, Any]) -> bool:
-    """Whether engines load the head from its target's folder, after `convert --to mtp`."""
-    layer = config.get("mtp_layer")
-    return layer is not None and family_of(layer["config"]["model_type"]) is not None
 
 
 def _two_columns(values: dict[str, Any]) -> str:

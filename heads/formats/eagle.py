@@ -108,7 +108,11 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     if "layers.0.hidden_norm.weight" in tensors:
         kind = "eagle3"
         ours |= _features(tensors, config, target)
-        ours["vocab_size"] = _complete_vocabulary(tensors, config, target)
+        ours["vocab_size"], ids_v = complete_maps(tensors, config, target)
+        if "lm_head.weight" not in tensors:
+            weight_VD = require(target, "this head uses its lm_head").unembed_weight().detach()
+            ids_v = ids_v[ids_v < len(weight_VD)]  # all, unless it is another target's
+            tensors["lm_head.weight"] = weight_VD.to("cpu", tensors["fc.weight"].dtype)[ids_v]
         if not any(name.startswith("layers.1.") for name in tensors):
             tensors = renamed(tensors, [(r"^layers\.0\.", "midlayer.")])
     else:
@@ -290,18 +294,6 @@ def complete_maps(
             "is incomplete"
         )
     return vocab_size, ids_v
-
-
-def _complete_vocabulary(
-    tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
-) -> int:
-    """Complete the maps, add an lm_head that the file leaves to the target, and return V."""
-    vocab_size, ids_v = complete_maps(tensors, config, target)
-    if "lm_head.weight" not in tensors:
-        weight_VD = require(target, "this head uses its lm_head").unembed_weight().detach()
-        ids_v = ids_v[ids_v < len(weight_VD)]  # all, unless it is another target's
-        tensors["lm_head.weight"] = weight_VD.to("cpu", tensors["fc.weight"].dtype)[ids_v]
-    return vocab_size
 
 
 def to_vllm(stored: Stored, target: Target | None) -> Stored:

@@ -62,13 +62,7 @@ def save_head(
     training: metadata of the run, as JSON. measured: rows of `bench --json` for the model card.
     Raises FileExistsError for a folder with anything else in it.
     """
-    _check_replaced(Path(folder))
-    with staged(Path(folder)) as staging:
-        write_head(head, staging, target=target, training=training, measured=measured)
-    return Path(folder)
-
-
-def _check_replaced(folder: Path) -> None:
+    folder = Path(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
     others = names - {CONFIG, WEIGHTS, CARD, ADAPTER, "custom_generate"}
     if CONFIG in names and "draftheads" not in read_json(folder / CONFIG):
@@ -78,6 +72,9 @@ def _check_replaced(folder: Path) -> None:
             f"{folder}: expected a new folder or one with a head alone, which is replaced; got one "
             f"with {', '.join(sorted(others)[:3])}; choose another"
         )
+    with staged(folder) as staging:
+        write_head(head, staging, target=target, training=training, measured=measured)
+    return folder
 
 
 def write_head(
@@ -286,7 +283,10 @@ def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
         return HeadFolder(path, read_config(path), str(source))
     repo_id, _, at = str(source).partition("@")
     revision = revision or at or None
-    path = _download(repo_id, revision)
+    path = download("head", repo_id, revision, [CONFIG, *PLACES, CARD, *ADAPTER_FILES])
+    weights = next((name for name in PLACES if (path / name).is_file()), None)
+    if weights in INDEXES:  # of a sharded checkpoint with its target, only those with heads
+        download("head", repo_id, revision, shards(path / weights))
     return HeadFolder(path, read_config(path), repo_id, revision)
 
 
@@ -375,15 +375,6 @@ def _head_in(folder: Path) -> Path:
         f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
         f"found {names}"
     )
-
-
-def _download(repo_id: str, revision: str | None) -> Path:
-    """The files of a head; of a sharded checkpoint with its target, only the shards with heads."""
-    folder = download("head", repo_id, revision, [CONFIG, *PLACES, CARD, *ADAPTER_FILES])
-    weights = next((name for name in PLACES if (folder / name).is_file()), None)
-    if weights in INDEXES:
-        download("head", repo_id, revision, shards(folder / weights))
-    return folder
 
 
 def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:

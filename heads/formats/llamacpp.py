@@ -169,8 +169,9 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
         keys["embedding_scale"] = math.sqrt(stored.config["hidden_size"])
     architecture = ARCHITECTURES[stored.facts.kind]
     with renaming(file) as part, closing(GGUFWriter(part, architecture)) as writer:
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
         for key, value in keys.items():
-            _add(writer, f"{writer.arch}.{key}", value)
+            add.get(type(value), writer.add_array)(f"{writer.arch}.{key}", value)
         for name, field in target.fields.items():
             if name.startswith("tokenizer.") and name != MASK:
                 kind, *inner = field.types
@@ -249,11 +250,6 @@ def _paired(weight_OI: Tensor, head_dim: int) -> Tensor:
     """Rows of queries or keys reordered: llama.cpp's eagle3 rotates neighbours, Llama halves."""
     heads_H2WI = weight_OI.view(-1, 2, head_dim // 2, weight_OI.shape[1])
     return heads_H2WI.transpose(1, 2).reshape(weight_OI.shape)
-
-
-def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
-    add.get(type(value), writer.add_array)(key, value)
 
 
 def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor) -> None:

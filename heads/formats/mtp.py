@@ -45,10 +45,19 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
     source = _folder(target)
     files = tensor_files(str(source), None)
     family, places = _family(files, target)
-    stored = _stored(head)
+    model, prefix, inner, stored = in_model(head, head.layer_tensors())
+    for name, tensor in revert_weight_conversion(model, inner).items():  # each expert alone, say
+        stored[BLOCK + name.removeprefix(f"{prefix}.")] = tensor
     _check(head, target, family, places, stored)
     if family.shares_norm:
-        _check_norm(target, stored.pop("post_norm.weight"))
+        weight_D = stored.pop("post_norm.weight")
+        own_D = final_norm(target.model).state_dict()["weight"]
+        if not torch.equal(weight_D.to(own_D), own_D):
+            raise ValueError(
+                f"target {target.name}: expected a head with this target's final norm, got "
+                "another; pass the target that it was trained on, or train one with "
+                "head.from=target"
+            )
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         theirs = places.get(name) or family.theirs(name, target.layers)
@@ -66,7 +75,10 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
         if added:
             kept = {name: renames.get(file, file) for name, file in files.items()}
             _write_index(folder, kept, added)
-        _write_config(folder, family)
+        config = read_json(source / CONFIG)
+        config.get("text_config", config)[family.count] = 1
+        (folder / CONFIG).unlink()  # it may be a link
+        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _folder(target: Target) -> Path:
@@ -94,13 +106,6 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
                 "head's own folder: --head"
             ) from error
         return family, {}
-
-
-def _stored(head: MtpHead) -> dict[str, Tensor]:
-    """The head's tensors as checkpoints keep them, each expert alone, say."""
-    model, prefix, inner, others = in_model(head, head.layer_tensors())
-    block = revert_weight_conversion(model, inner)
-    return others | {BLOCK + name.removeprefix(f"{prefix}."): x for name, x in block.items()}
 
 
 def _check(
@@ -135,16 +140,6 @@ def _check(
         )
 
 
-def _check_norm(target: Target, weight_D: Tensor) -> None:
-    """Raise ValueError unless the norm after the layer is the target's."""
-    own_D = final_norm(target.model).state_dict()["weight"]
-    if not torch.equal(weight_D.to(own_D), own_D):
-        raise ValueError(
-            f"target {target.name}: expected a head with this target's final norm, got "
-            "another; pass the target that it was trained on, or train one with head.from=target"
-        )
-
-
 def _model_type(head: MtpHead) -> str:
     return str(head.design.origin.config["model_type"])
 
@@ -175,12 +170,3 @@ def _write_index(folder: Path, kept: dict[str, str], added: dict[str, Tensor]) -
     if size := index["metadata"].get("total_size"):
         index["metadata"]["total_size"] = size + sum(x.nbytes for x in added.values())
     write_text(path, json.dumps(index, indent=2) + "\n")
-
-
-def _write_config(folder: Path, family: Family) -> None:
-    """Say that there is one layer."""
-    path = folder / CONFIG
-    config: dict[str, Any] = read_json(path)
-    config.get("text_config", config)[family.count] = 1
-    path.unlink()  # it may be a link
-    write_text(path, json.dumps(config, indent=2) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 from draftheads.heads.formats import block, eagle, medusa
 from draftheads.heads.formats.stored import Stored
@@ -69,7 +68,6 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
     "openvino": {"eagle3": eagle.to_openvino, "block": as_is},
     "mlx": {"eagle3": eagle.to_speculators, "block": block.to_mlx},
-    "trtllm": {"eagle3": as_is},
     "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
@@ -197,18 +195,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "embeddings as a feature",
         "the last state as a feature",
     ],
-    ("trtllm", "eagle3"): [
-        "norms of queries and keys",
-        "norm_before_residual",
-        "norm_before_fc",
-        "sliding_window",  # of these three, the keys are passed over without a word
-        "more than one layer",
-        "a single feature",
-        "the same feature twice",
-        RISING,
-        "embeddings as a feature",
-        "the last state as a feature",
-    ],
     ("vllm", "block"): [
         UNSHOWN,
         GEMMA4,
@@ -274,6 +260,10 @@ def loss(to: str, stored: Stored) -> str | None:
     layers = config.get("num_target_layers") or stored.facts.target.layers
     kind, architecture = stored.facts.kind, stored.facts.target.architecture
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
+    is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
+    block_config = block.flat(config)
+    own_lm_head = block_config.get("has_own_lm_head")
+    conditioning = block_config.get("markov_head_type")
     traits = {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
         "deep blocks with a shared lm_head": config.get("original_lm_head") and is_deep,
@@ -294,31 +284,21 @@ def loss(to: str, stored: Stored) -> str | None:
         UNSHOWN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
         UNTAKEN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
         "a scaling of RoPE": config.get("rope_scaling") is not None,
-        "a reduced vocabulary": config.get("draft_vocab_size") != config.get("vocab_size"),
+        "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
-        **_traits_of_block(config),
+        GEMMA4: block_config.get("model_type") == "gemma4_text",
+        "slots or heads of DSpark": block_config.get("architectures") != ["DFlashDraftModel"],
+        "a learned mask vector": block_config.get("mask_token_id") is None,
+        "gated or rnn conditioning": conditioning in ("gated", "rnn"),
+        "rnn conditioning of DFlash's slots": conditioning == "rnn"
+        and not block_config.get("sample_from_anchor"),
+        "an lm_head of its own": own_lm_head,
+        "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
+        "embeddings of its own": block_config.get("has_embed_tokens"),
     }
     unsupported = UNSUPPORTED.get((to, kind), [])
     return ", ".join(name for name in unsupported if traits[name]) or None
-
-
-def _traits_of_block(config: dict[str, Any]) -> dict[str, Any]:
-    config = block.flat(config)
-    is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
-    is_dspark = config.get("architectures") != ["DFlashDraftModel"]
-    own_lm_head, kind = config.get("has_own_lm_head"), config.get("markov_head_type")
-    return {
-        GEMMA4: config.get("model_type") == "gemma4_text",
-        "slots or heads of DSpark": is_dspark,
-        "a learned mask vector": config.get("mask_token_id") is None,
-        "gated or rnn conditioning": kind in ("gated", "rnn"),
-        "rnn conditioning of DFlash's slots": kind == "rnn"
-        and not config.get("sample_from_anchor"),
-        "an lm_head of its own": own_lm_head,
-        "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
-        "embeddings of its own": config.get("has_embed_tokens"),
-    }
 
 
 def translated(stored: Stored, target: Target | None) -> Stored:

@@ -160,7 +160,12 @@ class NGramDrafter:
         for text, new, count in zip(self.texts, news, committed.counts, strict=True):
             text.append(new[:count])
             copies = self._copies(text) if count else []
-            rows.append(most_shared(copies, self.limits.draft_nodes))
+            # the nodes that most copies pass through; of equals the shallower ones, then those of
+            # earlier copies
+            shared = Counter(copy[:depth] for copy in copies for depth in range(1, len(copy) + 1))
+            order = sorted(shared, key=lambda path: (-shared[path], len(path)))
+            best = set(order[: self.limits.draft_nodes])
+            rows.append([path for path in shared if path in best])
         roots = [text.tokens[-1] for text in self.texts]
         return stacked(roots, rows, committed.tokens_BC.device)
 
@@ -223,13 +228,3 @@ def agreement(text: Sequence[int], other: Sequence[int], place: int) -> int:
     while length < most and text[-1 - length] == other[place - 1 - length]:
         length += 1
     return length
-
-
-def most_shared(copies: Sequence[TokenPath], nodes: int) -> list[TokenPath]:
-    """The `nodes` nodes that most copies pass through; of equals the shallower ones, then those of
-    earlier copies.
-    """
-    shared = Counter(copy[:depth] for copy in copies for depth in range(1, len(copy) + 1))
-    order = sorted(shared, key=lambda path: (-shared[path], len(path)))
-    best = set(order[:nodes])
-    return [path for path in shared if path in best]

@@ -43,7 +43,17 @@ class Baseline:
                 f"expected a rule that `generate` has an equivalent of, got {sampling!r:.60}; give "
                 "it the method as_generate"
             )
-        config = self._config(arguments, max_new_tokens)
+        eos = list(self.target.eos_ids)
+        config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos or None,
+            pad_token_id=eos[0] if eos else 0,
+            **arguments,
+        )
+        if self.compile:
+            config.cache_implementation = "static"
+            config.compile_config = CompileConfig(mode=None, fullgraph=False)
+            config.compile_config._compile_all_devices = True  # the CPU, too
         width = max(map(len, prompts))
         tokens, mask = [], []
         for prompt in prompts:
@@ -57,20 +67,6 @@ class Baseline:
             **self.options,
         )
         yield [self._step(row) for row in out_BT[:, width:].tolist()]
-
-    def _config(self, arguments: dict[str, Any], max_new_tokens: int) -> GenerationConfig:
-        eos = list(self.target.eos_ids)
-        config = GenerationConfig(
-            max_new_tokens=max_new_tokens,
-            eos_token_id=eos or None,
-            pad_token_id=eos[0] if eos else 0,
-            **arguments,
-        )
-        if self.compile:
-            config.cache_implementation = "static"
-            config.compile_config = CompileConfig(mode=None, fullgraph=False)
-            config.compile_config._compile_all_devices = True  # the CPU, too
-        return config
 
     def _step(self, tokens: list[int]) -> Step:
         """A row's new tokens, up to its end."""

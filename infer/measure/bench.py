@@ -157,7 +157,7 @@ def bench(
     options = options or BenchOptions()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     fitting = arranged(fitting, categories, options.batch)
-    candidates = [*_baselines(target, options), *_candidates(target, heads, options)]
+    candidates = list(_candidates(target, heads, options))
     sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
     with without_defaults(target), own_randomness(target):
         runs = race(candidates, fitting, options, console, fair_clock(target.device))
@@ -195,22 +195,15 @@ def arranged(
     return ordered
 
 
-def _compilations(options: BenchOptions) -> dict[str, bool]:
-    """End of a candidate's name -> whether it is compiled."""
-    return {"": False, COMPILED: True} if options.compile else {"": False}
-
-
-def _baselines(target: Target, options: BenchOptions) -> Iterator[Candidate]:
-    for ending, compile in _compilations(options).items():
+def _candidates(
+    target: Target, heads: Mapping[str, Entry], options: BenchOptions
+) -> Iterator[Candidate]:
+    endings = {"": False, COMPILED: True} if options.compile else {"": False}
+    for ending, compile in endings.items():
         generate = Baseline(target, compile=compile)
         yield Candidate(GENERATE + ending, None, generate, options.sampling)
         plain = Speculator(target, compile=compile)
         yield Candidate(PLAIN + ending, 0, plain, options.sampling)
-
-
-def _candidates(
-    target: Target, heads: Mapping[str, Entry], options: BenchOptions
-) -> Iterator[Candidate]:
     for name, entry in heads.items():
         if name in BASELINES:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
@@ -220,7 +213,7 @@ def _candidates(
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
-            for ending, compile in _compilations(options).items():
+            for ending, compile in endings.items():
                 engine = Speculator(target, drafts, tree=shape, compile=compile)
                 yield Candidate(label + ending, nodes, engine, options.sampling)
 

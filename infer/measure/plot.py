@@ -31,20 +31,9 @@ def plot(report: BenchReport, path: Path) -> None:
         heights.append(2.6)
     figure = new_figure(11, sum(heights) + 0.8)
     panels = figure.add_gridspec(len(heights), 2, width_ratios=(3, 2), height_ratios=heights)
-    _draw_speedups(figure.add_subplot(panels[0, 0]), results, colours)
-    _draw_depths(figure.add_subplot(panels[0, 1]), [each for each in best if each.steps], colours)
-    if report.plain.categories:
-        _draw_categories(figure.add_subplot(panels[1, :]), best or [report.plain], colours)
-    figure.suptitle(title(report))
-    figure.supxlabel(machine_line(report.machine), fontsize=7.5, color=MUTED)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def _draw_speedups(axes: Any, results: Sequence[Result], colours: Mapping[str, str]) -> None:
+    axes: Any = figure.add_subplot(panels[0, 0])
     for result in results:
-        colour = colours.get(result.name, PALE)
-        axes.barh(result.name, result.speedup, color=colour)
+        axes.barh(result.name, result.speedup, color=colours.get(result.name, PALE))
         label = f" {result.speedup:.2f}×"
         axes.annotate(label, (0, result.name), va="center", color="white")
         axes.hlines(result.name, *result.speedup_ci95, color=MUTED)
@@ -52,6 +41,13 @@ def _draw_speedups(axes: Any, results: Sequence[Result], colours: Mapping[str, s
     axes.invert_yaxis()
     axes.set_xlabel("speedup over transformers' generate, 95 % interval over prompts")
     tidy(axes)
+    _draw_depths(figure.add_subplot(panels[0, 1]), [each for each in best if each.steps], colours)
+    if report.plain.categories:
+        _draw_categories(figure.add_subplot(panels[1, :]), best or [report.plain], colours)
+    figure.suptitle(title(report))
+    figure.supxlabel(machine_line(report.machine), fontsize=7.5, color=MUTED)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
 
 
 def _draw_depths(axes: Any, results: Sequence[Result], colours: Mapping[str, str]) -> None:

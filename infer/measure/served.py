@@ -109,7 +109,16 @@ def measure(
 
     def begin() -> None:
         before.update(counts_of(head))
-        check_roles(before, head, plain)
+        if "tokens" in before and not {"drafts", "steps"} & before.keys():
+            raise ValueError(
+                f"{head.url}: expected a vLLM that verifies drafts, got one without; start it with "
+                "--speculative-config, or swap --server and --server-plain"
+            )
+        if plain and counts_of(plain).get("accepted"):
+            raise ValueError(
+                f"{plain.url}: expected a server without drafts, got one that accepted some; start "
+                "it without, or swap --server and --server-plain"
+            )
 
     runs = race(candidates, prompts, options, begin=begin)
     answers = [run for repeated in runs[HEAD] for run in repeated]
@@ -157,20 +166,6 @@ def counts_of(engine: Served) -> dict[str, float]:
         key = NAMES[name] + (place[1] if place else "")
         counts[key] = counts.get(key, 0.0) + float(text)
     return counts
-
-
-def check_roles(counts: Mapping[str, float], head: Served, plain: Served | None) -> None:
-    """Raise ValueError for a vLLM without drafts, and for a plain server with some."""
-    if "tokens" in counts and not {"drafts", "steps"} & counts.keys():
-        raise ValueError(
-            f"{head.url}: expected a vLLM that verifies drafts, got one without; start it with "
-            "--speculative-config, or swap --server and --server-plain"
-        )
-    if plain and counts_of(plain).get("accepted"):
-        raise ValueError(
-            f"{plain.url}: expected a server without drafts, got one that accepted some; start it "
-            "without, or swap --server and --server-plain"
-        )
 
 
 def growth_of(

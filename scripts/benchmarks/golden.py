@@ -43,7 +43,6 @@ READERS = (
     "vllm",
     "sglang",
     "tgi",
-    "trtllm",
     "speculators",
     "gguf",
     "openvino",

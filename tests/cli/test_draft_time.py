@@ -49,7 +49,7 @@ def test_every_kind_drafts_the_trees_that_it_fills(target, kind):
         drafted = made.draft(committed)
         assert drafted.tokens_BN.shape == (1, 1 + TINY.nodes)
         assert drafted.tokens_BN[0, 0] == committed.tokens_BC[0, -1]
-        depth = int(drafted.depths().max())  # a dynamic tree need not go down to the end
+        depth = int(drafted.topology.depths_BN.max())  # a dynamic tree need not go down to the end
         assert depth == TINY.depth if name == "fixed" else 1 <= depth <= TINY.depth
 
 

@@ -687,7 +687,7 @@ CONVERTED = sorted({*BY_KIND.values(), *SIMPLEST.values()})
 COMMANDS = {
     "vllm": "vllm serve", "sglang": "sglang.launch_server", "openvino": "optimum-cli",
     "tgi": "text-generation-launcher", "speculators": "vllm serve",
-    "mlx": "mlx_vlm.generate", "trtllm": "tensorrt_llm",
+    "mlx": "mlx_vlm.generate",
 }  # fmt: skip
 
 

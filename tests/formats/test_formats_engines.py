@@ -18,7 +18,6 @@ from emulators_block import PlainBlock, mlx_block, openvino_block, sglang_block,
 from emulators_eagle import (
     sglang_eagle1,
     sglang_eagle3,
-    trtllm_eagle3,
     vllm_eagle1,
     vllm_eagle3,
 )
@@ -41,7 +40,6 @@ ENGINES = {
     "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3, "block": sglang_block},
     "openvino": {"block": openvino_block},
     "mlx": {"block": mlx_block},
-    "trtllm": {"eagle3": trtllm_eagle3},
     "tgi": {"medusa": tgi},
     "speculators": {
         "eagle3": partial(vllm_eagle3, style="speculators"),
@@ -232,7 +230,6 @@ FAULTS = {
     "openvino-not-dflash": ("block-dflash", "openvino", "", "", {"architectures": ["Qwen3"]}),
     "mlx-no-section": ("block-markov", "mlx", "", "", {"dflash_config": None}),
     "mlx-key-gone": ("block-dflash", "mlx", "gone", "hidden_norm.weight", {}),
-    "trtllm-norm": ("eagle3-two", "trtllm", "renamed", "norm.weight", {}),
     "eagle3-fewer-features": ("eagle3-usual", "sglang", "", "", {"num_aux_hidden_states": 2}),
 }
 

@@ -71,9 +71,9 @@ def test_what_would_be_lost_is_an_error_and_nothing_is_written(tmp_path, trait):
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "trtllm"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_that_gather_features_in_order_get_no_others(tmp_path, engine):
-    """vLLM, SGLang and TensorRT-LLM append a feature when they have computed its layer."""
+    """vLLM and SGLang append a feature when they have computed its layer."""
     ours = saved(tmp_path, feature_layers=[4, 1, 2])
     with pytest.raises(ValueError, match="it has features in another order than the target's"):
         converted(ours, tmp_path / "theirs", engine)

@@ -43,7 +43,7 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"vocabulary": FEW, "feature_layers": [1, 1, 2]},
         {"vllm", "gguf", "sglang", "speculators"},
     ),
-    "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators", "trtllm"}),
+    "eagle3-two": ({"feature_layers": [1, 2]}, {"vllm", "sglang", "speculators"}),
     "eagle3-falling": ({"feature_layers": [2, 1]}, {"speculators"}),
     "eagle3-one": ({"feature_layers": [2]}, {"vllm", "speculators"}),
     "eagle3-embeddings": ({"feature_layers": [0, 1, 2]}, {"vllm", "gguf", "speculators"}),

@@ -3,8 +3,7 @@
 Source: eagle.md, sections 4.1, 4.4 and 4.6 to 4.8: vLLM 0.33, SGLang 0.5.23. OpenVINO: classes
 LlamaEagle3* in exporters/openvino/model_patcher.py of optimum-intel 2.2.0, and
 speculative_decoding/eagle3_model_transforms.cpp of OpenVINO GenAI 2026.4. MLX:
-speculative/drafters/eagle3 of mlx-vlm 0.7.10. TensorRT-LLM: _torch/models/modeling_speculative.py,
-read and never run.
+speculative/drafters/eagle3 of mlx-vlm 0.7.10.
 """
 
 from __future__ import annotations
@@ -197,29 +196,6 @@ def mlx_eagle3(folder: Path) -> Served:
     if not switches["norm_before_fc"] and "input_norm.weight" in names:
         names.remove("input_norm.weight")
     return _strictly(served, {name: name for name in names}, tensors)
-
-
-def trtllm_eagle3(folder: Path) -> Served:
-    """Its PyTorch backend. norm_before_fc is read in eagle_config alone, norm_before_residual and
-    windows nowhere; the user says which outputs of layers are captured, and they come in order.
-    """
-    config, tensors = read(folder)
-    if config["architectures"] != ["LlamaForCausalLMEagle3"]:
-        raise EngineError(f"{config['architectures']} has no model class of its own here")
-    nested, outputs = config["eagle_config"], config["eagle_config"][IDS]
-    switches = {name: bool(config.get(name)) for name in SWITCHES}
-    switches |= {
-        "norm_before_residual": False,
-        "norm_before_fc": bool(nested.get("norm_before_fc")),
-    }
-    if len(outputs) < 2 or config["num_hidden_layers"] > 1:
-        raise EngineError("no fc for a single feature, and other names for several layers")
-    served = Served(_eagle3(config, switches, len(outputs), 1, config["draft_vocab_size"]))
-    served.facts |= {"switches": switches, "window": None, "rope": rope(config)}
-    served.facts["aux"] = tuple(output + 1 for output in sorted(outputs))
-    served.facts["ids"] = _ids(tensors) if "d2t" in tensors else None
-    names = {name: name.replace("midlayer", "layers.0") for name in tensors}
-    return _strictly(served, {a: b for a, b in names.items() if a not in ("d2t", "t2d")}, tensors)
 
 
 def _eagle3(config: Config, switches: Config, count: int, layers: int, draft: int) -> Shapes:

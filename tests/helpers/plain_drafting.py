@@ -33,7 +33,7 @@ def paths_of(tree: TokenTree, row: int) -> list[Path]:
     assert len(set(paths)) == len(paths)
     depths = [len(path) for path in paths]
     assert depths == sorted(depths)
-    assert depths == tree.depths()[row % len(tree.depths())].tolist()
+    assert depths == tree.topology.depths_BN[row % len(tree.topology.depths_BN)].tolist()
     return paths[1:]
 
 
