@@ -6,7 +6,6 @@ import json
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 
 from draftheads.heads.files import write_text
 from draftheads.heads.target import Target
@@ -28,16 +27,13 @@ class ChatAnswer:
     text: str = ""  # printable
     accepted: list[bool] = field(default_factory=list)  # characters from accepted draft tokens
     steps: list[Step] = field(default_factory=list)
-    seconds: float = 0.0  # of generating, without drawing
     finish: str = ""  # as in `Step`, or "interrupted", or "refused": the question does not fit
 
     def grow(self, steps: Iterator[Step], content: AnswerText) -> Generator[None]:
         """Add these steps one by one, until the end or until this iterator is closed."""
         self.accepted = content.accepted  # the same list, which grows
-        start = perf_counter()
         try:  # a closed one ends with half a character, too
             for step in steps:
-                self.seconds += perf_counter() - start
                 self.steps.append(step)
                 tokens = step.tokens
                 if step.finish == "eos":
@@ -46,7 +42,6 @@ class ChatAnswer:
                 self.text = content.text
                 self.finish = step.finish or ""
                 yield
-                start = perf_counter()
         finally:
             content.end()
             self.text = content.text
@@ -148,14 +143,6 @@ class History:
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-
-    def before_last(self) -> tuple[list[Message], str]:
-        """The messages before the last question, and that question. Raises ValueError if there is
-        none.
-        """
-        if not self.messages:
-            raise ValueError("expected a question before this; none was answered, ask one")
-        return self.messages[:-2], self.messages[-2]["content"]
 
     def save(self, path: Path) -> None:
         """Write system prompt and messages as JSON."""

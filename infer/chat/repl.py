@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -278,7 +278,20 @@ class _Conversation:
         if dropped:
             self.note(f"The context is full; oldest turns dropped: {dropped}.")
         answer = ChatAnswer()
-        steps = self._generate(answer, self.speculator, prompt, self.options.sampling, self.session)
+        target = self.speculator.target
+        limit = self.options.max_new_tokens
+        if limit is not None:
+            limit = min(limit, target.context - len(prompt))
+        generated = self.speculator.generate(
+            prompt,
+            sampling=self.options.sampling,
+            max_new_tokens=limit,
+            session=self.session,
+        )
+        marks = PromptRenderer(target, target.template_args).marks
+        after = () if self.history.has_template else prompt
+        stream = TextStream(target.tokenizer, after=after, marks=marks)
+        steps = answer.grow(generated, AnswerText(stream, clean=printable))
         screen: PlainScreen | MarkdownScreen = PlainScreen(self.console)
         if self.is_rich:
             screen = MarkdownScreen(self.console, lambda: answer.summary(self.plain))
@@ -299,23 +312,6 @@ class _Conversation:
         self._learn(prompt, answer)
         return answer
 
-    def _generate(
-        self,
-        answer: ChatAnswer,
-        engine: Speculator,
-        prompt: Sequence[int],
-        rule: Acceptance,
-        session: Session | None = None,
-    ) -> Generator[None]:
-        limit = self.options.max_new_tokens
-        if limit is not None:
-            limit = min(limit, engine.target.context - len(prompt))
-        steps = engine.generate(prompt, sampling=rule, max_new_tokens=limit, session=session)
-        marks = PromptRenderer(engine.target, engine.target.template_args).marks
-        after = () if self.history.has_template else prompt
-        stream = TextStream(engine.target.tokenizer, after=after, marks=marks)
-        return answer.grow(steps, AnswerText(stream, clean=printable))
-
     def _green(self, answer: ChatAnswer) -> Sequence[bool]:
         """The characters of an answer that are shown in green."""
         return answer.accepted if self.options.show_accepted else [False] * len(answer.text)
@@ -334,9 +330,11 @@ class _Conversation:
         self.note("Conversation reset.")
 
     def _regen(self, _: str) -> ChatAnswer:
-        messages = list(self.history.messages)
-        self.history.messages, question = self.history.before_last()
-        answer = self.answer(question)
+        messages = self.history.messages
+        if not messages:
+            raise ValueError("expected a question before this; none was answered, ask one")
+        self.history.messages = messages[:-2]
+        answer = self.answer(messages[-2]["content"])
         if answer.finish == "refused":
             self.history.messages = messages
         return answer

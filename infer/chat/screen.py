@@ -114,42 +114,6 @@ def _places(word: str, source: str, place: int) -> list[int]:
     return places
 
 
-class Frame:
-    """Lines at the end of the terminal. Drawing them takes at most a tenth of the time."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._due = 0.0
-        self._live = Live(
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-
-    def __enter__(self) -> Frame:
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.update("", refresh=True)
-        self._live.stop()
-
-    def draw(self, make: Callable[[], tuple[RenderableType | None, RenderableType]]) -> None:
-        """Draw what `make` returns, if it is time: what goes to the scrollback, and the lines."""
-        start = perf_counter()
-        if start < self._due:
-            return
-        final, lines = make()
-        with self.console:  # one write
-            self._live.update(lines, refresh=True)
-            if final is not None:
-                self.console.print(final, end="")
-        now = perf_counter()
-        self._due = now + PAUSE * (now - start)
-
-
 class PlainScreen:
     """Prints text as it comes."""
 
@@ -173,42 +137,52 @@ class PlainScreen:
 
 class MarkdownScreen:
     """Streams markdown: blocks that can no longer change go to the scrollback, the last one and a
-    line of status are redrawn.
+    line of status are redrawn. Drawing takes at most a tenth of the time.
     """
 
     def __init__(self, console: Console, status: Callable[[], str]) -> None:
         self.console = console
         self.status = status
-        self._frame = Frame(console)
+        self._due = 0.0
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._start = 0  # of what is redrawn
         self._text = ""
         self._accepted: Sequence[bool] = ()
 
     def __enter__(self) -> MarkdownScreen:
-        self._frame.__enter__()
+        self._live.start()
         return self
 
-    def __exit__(self, *failure: object) -> None:
-        self._frame.__exit__(*failure)
+    def __exit__(self, *_: object) -> None:
+        self._live.update("", refresh=True)
+        self._live.stop()
         self.console.print(self._block(self._start, len(self._text)), end="")
 
     def show(self, text: str, accepted: Sequence[bool]) -> None:
         """Draw the text so far, if it is time; characters that are accepted in green."""
         self._text = text
         self._accepted = accepted
-        self._frame.draw(self._lines)
-
-    def _lines(self) -> tuple[RenderableType | None, RenderableType]:
-        final = None
+        began = perf_counter()
+        if began < self._due:
+            return
         start = self._start
-        whole_lines = self._text[start:].rpartition("\n")[0]
-        starts = block_starts(whole_lines)
+        starts = block_starts(text[start:].rpartition("\n")[0])
         if len(starts) > 1:
             self._start += starts[-1]
-            final = self._block(start, self._start)
         status = Text(self.status(), NOTE, no_wrap=True, overflow="ellipsis")
-        last = self._block(self._start, len(self._text), max(self.console.height - 3, 1))
-        return final, Group(last, status)
+        last = self._block(self._start, len(text), max(self.console.height - 3, 1))
+        with self.console:  # one write
+            self._live.update(Group(last, status), refresh=True)
+            if self._start > start:
+                self.console.print(self._block(start, self._start), end="")
+        now = perf_counter()
+        self._due = now + PAUSE * (now - began)
 
     def _block(self, start: int, end: int, last: int = 0) -> RenderableType:
         block = MarkdownText(self._text[start:end], self._accepted[start:end], last)
