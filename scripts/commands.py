@@ -122,7 +122,7 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    loaded = load_target(target, place, revision, template_args=prepared(None))
+    loaded = load_target(target, place, revision, template_args=prepared())
     choose_threads(place.threads or recorded_threads(options.out), loaded, options.batch_size)
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
@@ -462,7 +462,7 @@ def target_curve(
 
     if target is None:
         raise ValueError("expected --target or --head to tune for, got neither; pass one")
-    model = load_fast_target(target, place, revision, template_args=prepared(None))
+    model = load_fast_target(target, place, revision, template_args=prepared())
     curve = verify_curve(model, context, options)
     print_curve(model, context, curve)
     return {"context": context, "verify": curve}
@@ -735,7 +735,7 @@ def convert(
     loaded = None
     if target:
         place = Place(dtype, device, lora=adapter)
-        loaded = load_target(target, place, template_args=prepared(None))
+        loaded = load_target(target, place, template_args=prepared())
     if to == "mtp":
         say(with_mtp(source, out, loaded, link=link, dtype=dtype))
         say_next("chat", "--target", out, "--head", "mtp")

@@ -32,7 +32,7 @@ class Place(loading.Place):
     report: Callable[[object], None] = say_beside
 
 
-def prepared(template_args: str | None) -> dict[str, Any] | None:
+def prepared(template_args: str | None = None) -> dict[str, Any] | None:
     """The variables of --template-args; from now on, transformers prints errors alone."""
     import transformers
 

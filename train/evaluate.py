@@ -170,31 +170,23 @@ class Measured:
 
     prompts: int
     tokens_per_step: float  # tau, the target's own token included, the prefill excluded
-    standard_error: float  # of tau
+    standard_error: float  # of tau; 0 for a single prompt
     acceptance: list[float]  # share of steps that accepted at least 1, 2, ... draft tokens
 
     @classmethod
     def of(cls, texts: Sequence[Sequence[Step]]) -> Measured:
         """From the steps of each prompt."""
         total = Statistics.of(chain.from_iterable(texts))
+        tau = total.tokens_per_step
         each = [Statistics.of(steps) for steps in texts]
+        squares = sum((part.tokens - tau * part.steps) ** 2 for part in each)
+        variance = squares * len(each) / max(1, len(each) - 1)  # of a ratio of sums, over prompts
         return cls(
             prompts=len(texts),
-            tokens_per_step=total.tokens_per_step,
-            standard_error=tau_error([(part.tokens, part.steps) for part in each]),
+            tokens_per_step=tau,
+            standard_error=math.sqrt(variance) / max(1, total.steps),
             acceptance=total.acceptance_by_depth,
         )
-
-
-def tau_error(counts: Sequence[tuple[int, int]]) -> float:
-    """Standard error over prompts of tau, a ratio of sums; 0 for a single prompt.
-
-    counts: (tokens, steps) of each prompt.
-    """
-    steps = max(1, sum(count for _, count in counts))
-    tau = sum(tokens for tokens, _ in counts) / steps
-    squares = sum((tokens - tau * count) ** 2 for tokens, count in counts)
-    return math.sqrt(squares * len(counts) / max(1, len(counts) - 1)) / steps
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,6 @@ class Growth:
         self.completion = Completion(prompt)
         self.content = content
         self._start = perf_counter()
-        self._shown = 0
 
     def add(self, step: Step) -> str:
         """Take a step; returns the text that it settles. Raises RuntimeError for a failed one."""
@@ -140,10 +139,9 @@ class Growth:
         if step.finish == "eos":
             tokens = tokens[:-1]
         self.content.add(tokens, step.accepted, is_last=step.finish is not None)
+        shown = len(completion.text)
         completion.text = self.content.text[: self.content.settled]
-        piece = completion.text[self._shown :]
-        self._shown = len(completion.text)
-        return piece
+        return completion.text[shown:]
 
 
 class Stream(Iterator[str]):

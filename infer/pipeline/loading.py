@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from draftheads.infer.threads import choose_threads, set_threads
 
@@ -107,7 +107,12 @@ def load_fast_target(
     device = place.device or default_device()
     set_threads(place.threads)
     if device == "cpu":
-        bits = cpu_bits(place.bits)
+        bits = place.bits
+        if bits == 4:  # saves memory, but no time
+            raise ValueError(
+                "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer "
+                "than with int8 as soon as drafts are verified; use bits=8"
+            )
         if place.dtype == "auto" and not name.endswith(".gguf"):
             place = replace(place, dtype=faster_dtype(name, revision, place))
         target = load_target(name, replace(place, bits=None), revision, heads, template_args)
@@ -116,16 +121,6 @@ def load_fast_target(
         target = load_target(name, place, revision, heads, template_args)
     choose_threads(place.threads, target)
     return target
-
-
-def cpu_bits(bits: Bits | None) -> Literal[8] | None:
-    """The same bits, for a CPU. Raises ValueError for 4, which saves memory but no time there."""
-    if bits == 4:
-        raise ValueError(
-            "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer than "
-            "with int8 as soon as drafts are verified; use bits=8"
-        )
-    return bits
 
 
 def faster_dtype(name: str, revision: str | None, place: Place) -> str:

@@ -7,11 +7,10 @@ import re
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.chat import screen as chat_screen
-from draftheads.infer.chat.screen import Frame, MarkdownScreen, MarkdownText, tree_drawing
+from draftheads.infer.chat.screen import MarkdownScreen, MarkdownText, tree_drawing
 
 ANSWER = """\
 # Title
@@ -138,14 +137,14 @@ def test_drawing_takes_a_tenth_of_the_time(monkeypatch):
     monkeypatch.setattr(chat_screen, "perf_counter", lambda: clock[0])
     drawn = []
 
-    def draw():
+    def status():
         clock[0] += 1.0
         drawn.append(clock[0])
-        return None, Text("x")
+        return "x"
 
-    with Frame(terminal()) as frame:
+    with MarkdownScreen(terminal(), status) as lines:
         while clock[0] < 200:
-            frame.draw(draw)
+            lines.show("", [])
             clock[0] += 0.25
     assert 18 <= len(drawn) <= 20
 

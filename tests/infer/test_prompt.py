@@ -145,7 +145,7 @@ def trained(tmp_path_factory) -> Path:
 def test_a_heads_own_variables_are_used_with_it(trained):
     target, _ = load_pair(trained / "head")
     assert target.tokenizer.decode(encode_prompt(target, MESSAGES)).endswith("<think></think>")
-    target = models.load_target(target.name, models.Place(), None, [open_head(trained / "head")])
+    target = loading.load_target(target.name, loading.Place(), None, [open_head(trained / "head")])
     assert target.template_args == QUIET
     assert encode_prompt(target, MESSAGES, {"enable_thinking": True}) == encode_prompt(
         Side(target.tokenizer), MESSAGES
@@ -155,15 +155,16 @@ def test_a_heads_own_variables_are_used_with_it(trained):
 
 def test_variables_on_the_command_line_replace_the_heads_own(trained):
     heads = [open_head(trained / "head")]
-    target = models.load_target(str(trained / "target"), models.Place(), None, heads, "{}")
+    name, own = str(trained / "target"), models.prepared("{}")
+    target = loading.load_target(name, loading.Place(), None, heads, own)
     assert target.template_args == {}
 
 
 def test_heads_of_different_variables_are_not_compared_on_one_prompt(trained):
     heads = [open_head(trained / name) for name in ("head", "other")]
     with pytest.raises(ValueError, match=r"the same chat template variables, .*--template-args"):
-        models.load_target(str(trained / "target"), models.Place(), None, heads)
-    assert models.load_target(str(trained / "target"), models.Place(), None, heads, "{}")
+        loading.load_target(str(trained / "target"), loading.Place(), None, heads)
+    assert loading.load_target(str(trained / "target"), loading.Place(), None, heads, {})
 
 
 def test_a_damaged_record_of_variables_is_one_line(trained):
