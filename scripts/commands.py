@@ -626,7 +626,13 @@ def data_preview(
     Loads a tokenizer, no weights; --check loads neither.
     """
     if check:
-        check_answers(Path(path))
+        from draftheads.train.data.answers import check as compare
+
+        counts = compare(path)
+        say(
+            f"{path}: {counts.documents:,} documents, {counts.tokens:,} tokens, "
+            f"{counts.learned_tokens:,} to learn; all as they were written"
+        )
         return
     from draftheads.heads.terminal import SafeConsole
     from draftheads.infer.prompt import PromptRenderer
@@ -647,17 +653,6 @@ def data_preview(
     check_tools(renderer, (prompt.messages for prompt in prompts))
     show_prompts(prompts, renderer, pen, out)
     say_next("distill", "--target", side.name, "--prompts", path, "--out", "data")
-
-
-def check_answers(folder: Path) -> None:
-    """Compare all that a folder says of itself, and print what it holds."""
-    from draftheads.train.data.answers import check
-
-    counts = check(folder)
-    say(
-        f"{folder}: {counts.documents:,} documents, {counts.tokens:,} tokens, "
-        f"{counts.learned_tokens:,} to learn; all as they were written"
-    )
 
 
 def import_answers(

@@ -61,9 +61,16 @@ class Outputs:
     cards: Sequence[str]
 
     def check(self) -> None:
-        """Raise ValueError, before anything is measured, for what cannot be written."""
+        """Raise ValueError, before anything is measured, for what cannot be written, ImportError
+        for a picture without matplotlib.
+        """
         if self.picture:
-            check_picture(self.picture)
+            check_file(self.picture)
+            formats = new_figure(1, 1).canvas.get_supported_filetypes()
+            if self.picture.suffix and self.picture.suffix[1:].lower() not in formats:
+                raise ValueError(
+                    f"{self.picture}: expected a file ending in .png, .pdf or .svg; rename it"
+                )
         for source in self.cards:
             check_writable_head(source, "--card")
 
@@ -77,11 +84,3 @@ class Outputs:
             plot(report, self.picture)
         if self.cards:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
-
-
-def check_picture(picture: Path) -> None:
-    """Raise ValueError for a picture that cannot be written, ImportError without matplotlib."""
-    check_file(picture)
-    formats = new_figure(1, 1).canvas.get_supported_filetypes()
-    if picture.suffix and picture.suffix[1:].lower() not in formats:
-        raise ValueError(f"{picture}: expected a file ending in .png, .pdf or .svg; rename it")

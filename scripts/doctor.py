@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
-    from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
     from draftheads.train.recipe import FeatureChoices
 
@@ -83,6 +82,8 @@ def doctor(
     """
     from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.openings import opening_ids
+    from draftheads.train.batches import Documents
+    from draftheads.train.data.answers import read_manifest
     from draftheads.train.doctor import Evidence, openings_of, unseen
 
     check_places(context, EXAMINED, DECODED, "nothing is decoded")
@@ -101,7 +102,12 @@ def doctor(
     )
     model, drafter = _load(target, folder, place, template_args)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
-    documents, manifest = _read_data(data or data_of(folder.path, recorded), model)
+    path = data or data_of(folder.path, recorded)
+    documents = None
+    manifest: dict[str, Any] = {}
+    if path is not None:
+        documents = Documents.open(path, model.vocab_size, str(model.name))
+        manifest = read_manifest(path)
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)
     elif documents:
@@ -181,17 +187,6 @@ def data_of(head: Path, recorded: str) -> Path | None:
 
     places = [place / recorded for place in (Path(), *head.absolute().parents)]
     return next((place for place in places if recorded and has_answers(place)), None)
-
-
-def _read_data(folder: Path | None, target: Target) -> tuple[Documents | None, dict[str, Any]]:
-    """The data and its manifest."""
-    from draftheads.train.batches import Documents
-    from draftheads.train.data.answers import read_manifest
-
-    if folder is None:
-        return None, {}
-    documents = Documents.open(folder, target.vocab_size, str(target.name))
-    return documents, read_manifest(folder)
 
 
 def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:

@@ -34,6 +34,15 @@ output epochs minutes save_every keep precision trackers log_every max_skipped
 gradient_checkpointing compile
 """
 """Keys that leave, those of recipes last, besides those of the recipes' section `head`."""
+KNOWN = {
+    *FACTS.split(),
+    *(
+        field.alias or name
+        for kind in HEADS.values()
+        for name, field in kind.Choices.model_fields.items()
+    ),
+}
+"""All keys that leave."""
 WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
 WHOLE |= {"versions", "template_args", "rope_scaling"}
 """Of them, those below which all keys leave."""
@@ -47,11 +56,10 @@ def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
     keys leave.
     """
     if isinstance(value, dict):
-        known = {} if whole else known_keys()
         return {
             name: public_facts(each, name, whole or name in WHOLE)
             for name, each in value.items()
-            if name in known or (whole and not PLACE.search(name))
+            if (not PLACE.search(name) if whole else name in KNOWN)
         }
     if isinstance(value, list):
         return [public_facts(each, key, whole) for each in value]
@@ -70,12 +78,6 @@ def recorded(facts: dict[str, Any]) -> dict[str, Any]:
     if is_local(facts["target"].get("name")):
         public["target"]["name"] = ""
     return public
-
-
-def known_keys() -> set[str]:
-    """All that leave."""
-    fields = [each for kind in HEADS.values() for each in kind.Choices.model_fields.items()]
-    return {*FACTS.split(), *(field.alias or name for name, field in fields)}
 
 
 def is_local(name: str | None) -> bool:

@@ -57,7 +57,8 @@ def recipes(
                 "lists them"
             )
         for each in recipe_names():
-            say(f"{each}\n    {title(find_recipe(each))}")
+            about = find_recipe(each).read_text(encoding="utf-8").splitlines()[0]
+            say(f"{each}\n    {about.removeprefix('# ')}")
         return
     text = find_recipe(name).read_text(encoding="utf-8")
     if copy is None:
@@ -97,12 +98,6 @@ def init(
     write_text(out, f"{header}\n{text}")
     say(text.rstrip())
     say_next("plan", out)
-
-
-def title(path: Path) -> str:
-    """The first sentence of a recipe's comment."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return lines[0].removeprefix("# ")
 
 
 def keys(

@@ -232,7 +232,12 @@ class Checkpoints:
         self._written: Future[None] | None = None  # the checkpoint of the last `save`
         with agreeing(accelerator):
             if accelerator.is_main_process:
-                _check_room(output, size)
+                free = shutil.disk_usage(nearest(output)).free
+                if free < size:
+                    raise ValueError(
+                        f"{output}: expected room for a checkpoint of {size / 1e9:.3g} GB, got "
+                        f"{free / 1e9:.3g} GB free; free space, or set another run.output"
+                    )
                 output.mkdir(parents=True, exist_ok=True)
                 try:  # the system lets go of it, however this process ends
                     self._lock.acquire(blocking=False)
@@ -340,15 +345,6 @@ def check_writable(output: Path) -> None:
         )
 
 
-def _check_room(output: Path, size: int) -> None:
-    free = shutil.disk_usage(nearest(output)).free
-    if free < size:
-        raise ValueError(
-            f"{output}: expected room for a checkpoint of {size / 1e9:.3g} GB, got "
-            f"{free / 1e9:.3g} GB free; free space, or set another run.output"
-        )
-
-
 def _steps(output: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
     return [folder for folder in step_folders(output) if (folder / TRAINER).is_dir()]
@@ -372,18 +368,14 @@ def _is_intact(path: Path, expected: dict[str, int], *, contents: bool) -> bool:
     if path.name == CARD:  # `bench --card` and `tune` edit it, and config.json
         return True
     if path.name == CONFIG:
-        return _is_readable(path.parent)
+        try:
+            read_config(path.parent)
+        except ValueError:
+            return False
+        return True
     if contents:
         return _checksum(path) == expected
     return path.stat().st_size == expected["bytes"]
-
-
-def _is_readable(head: Path) -> bool:
-    try:
-        read_config(head)
-    except ValueError:
-        return False
-    return True
 
 
 def _checksum(path: Path) -> dict[str, int]:

@@ -51,14 +51,12 @@ def memory_errors(advice: str) -> Iterator[None]:
             raise
         device = "GPU" if re.search("CUDA|CUBLAS|HIP", text) else "CPU"
         amount = AMOUNT.search(text)
-        request = f", which was asked for {_in_gb(amount[1])} more" if amount else ""
+        request = ""
+        if amount:  # torch's CPU allocator counts bytes
+            number, _, unit = amount[1].partition(" ")
+            size = f"{int(number) / 1e9:.3g} GB" if unit.startswith("byte") else amount[1]
+            request = f", which was asked for {size} more"
         raise OutOfMemoryError(f"out of memory on the {device}{request}; {advice}") from error
-
-
-def _in_gb(amount: str) -> str:
-    """An amount of memory; torch's CPU allocator counts bytes."""
-    number, _, unit = amount.partition(" ")
-    return f"{int(number) / 1e9:.3g} GB" if unit.startswith("byte") else amount
 
 
 @contextmanager

@@ -186,8 +186,12 @@ class RunChoices(Section):
 
     @model_validator(mode="after")
     def _check_length(self) -> RunChoices:
-        if [self.steps, self.epochs, self.minutes].count(None) != 2:
-            raise ValueError("set exactly one of steps, epochs and minutes, the others null")
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(
+                f"set exactly one of steps, epochs and minutes, the others null, got {got}"
+            )
         return self
 
 
@@ -436,15 +440,10 @@ def _override(values: dict[str, Any], text: str) -> str:
 
 
 def _replace_length(run: dict[str, Any], typed: Sequence[str]) -> None:
-    """Remove the lengths of the file, if an override sets one. typed: keys of overrides. Raises
-    ValueError for overrides that set two.
-    """
-    given = [name for name in LENGTHS if f"run.{name}" in typed and run.get(name) is not None]
-    if len(given) > 1:
-        raise ValueError(f"run: expected one length, got {' and '.join(given)}; leave one out")
-    if given:
-        for name in set(LENGTHS) - set(given):
-            run.pop(name, None)
+    """Remove the lengths of the file, if overrides set one. typed: keys of overrides."""
+    given = {name for name in LENGTHS if f"run.{name}" in typed and run.get(name) is not None}
+    for name in set(LENGTHS) - given if given else ():
+        run.pop(name, None)
 
 
 def _drop_keys(head: dict[str, Any], old_kind: str, new_kind: str, text: str) -> None:

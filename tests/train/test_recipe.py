@@ -276,7 +276,7 @@ def test_one_length_replaces_the_other(path):
 @pytest.mark.parametrize("other", ["run.minutes=3", "run.epochs=2"])
 def test_two_lengths_are_not_one(path, other):
     """Although either would replace that of the file."""
-    line = f"run: expected one length, got {other[4:-2]} and steps; leave one out"
+    line = f"exactly one of steps, epochs and minutes, the others null, got {other[4:-2]} and steps"
     assert line in error(path, "run.steps=5", other)
     assert line in error(path, other, "run.steps=5")
 

@@ -202,7 +202,8 @@ class ServedTarget(Answerer):
         try:
             while asked.is_open or row.ask():
                 asked.is_open = True
-                completion = await server.complete(client, self._request(row, sampling))
+                request = self.request(row.tokens, sampling, sampling.seed_of(row))
+                completion = await server.complete(client, request)
                 self._take(row, completion, sampling)
                 asked.is_open = False
         except ServerError as error:
@@ -217,9 +218,6 @@ class ServedTarget(Answerer):
             f"{asked.server.url}: expected answers with text, got empty ones alone; ask the server "
             "for a completion by hand, then run the same command again"
         )
-
-    def _request(self, row: Conversation, sampling: Sampling) -> dict[str, Any]:
-        return self.request(row.tokens, sampling, sampling.seed_of(row))
 
     def request(self, prompt: Sequence[int], sampling: Sampling, seed: str) -> dict[str, Any]:
         """The body that asks for one completion of token ids, with this seed."""

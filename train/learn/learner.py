@@ -177,7 +177,7 @@ class UseLearner:
     def _work(self) -> Iterator[float]:
         """All pieces; yields seconds to wait before the next."""
         while True:
-            while self._news < NEWS[0] or self._heldout_tokens() < FEWEST:
+            while self._news < NEWS[0] or sum(talk.answered for talk in self._heldout()) < FEWEST:
                 self.texts.tidy()
                 yield PAUSE
             yield from self._train(self._lesson())
@@ -296,8 +296,13 @@ class UseLearner:
             start, size = 0, rows.sizes[row]
             while start < size - 1:  # the first token of a part is not learned in it
                 stop = min(start + pace.tokens, size)
-                part = document_of(batch.part(0, start, stop))
-                if part.loss_mask_BT.any():
+                part = batch.part(0, start, stop)
+                loss_mask_1T = part.loss_mask_BT.clone()
+                loss_mask_1T[:, 0] = False
+                positions_1T = torch.arange(stop - start)[None]  # a document of its own
+                numbers_1T = torch.zeros_like(positions_1T)
+                part = Batch(part.tokens_BT, loss_mask_1T, positions_1T, numbers_1T)
+                if loss_mask_1T.any():
                     with pace.measure(stop - start):
                         yield part.to(self.target.device), features_BTD[:, start:stop]
                     yield None
@@ -331,9 +336,6 @@ class UseLearner:
                 tokens += len(talk.tokens)
         return talks
 
-    def _heldout_tokens(self) -> int:
-        return sum(talk.answered for talk in self._heldout())
-
 
 def with_version(engine: Speculator, folder: Path) -> Speculator:
     """An engine with the head in a folder instead of its own."""
@@ -350,14 +352,6 @@ def is_apart(talk: Conversation) -> bool:
 def answer_of(talk: Conversation) -> Answer:
     """A document that learns its answers."""
     return Answer(talk.tokens.tolist(), talk.answers)
-
-
-def document_of(part: Batch) -> Batch:
-    """A part of a row as a document of its own, whose first token is not learned."""
-    loss_mask_1T = part.loss_mask_BT.clone()
-    loss_mask_1T[:, 0] = False
-    positions_1T = torch.arange(loss_mask_1T.shape[1])[None]
-    return Batch(part.tokens_BT, loss_mask_1T, positions_1T, torch.zeros_like(positions_1T))
 
 
 def learned_of(answer: Answer) -> int:

@@ -32,12 +32,6 @@ TEXTS, HEADS, TARGET, LOCK = "texts", "heads", "target.json", ".lock"
 WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
-def default_place() -> Path:
-    """The folder of all heads that learn, in the user's data."""
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser() / "draftheads" / "learned"
-
-
 def place_of(folder: HeadFolder, root: Path) -> Path:
     """The folder of a head: another one once its weights change."""
     digest = hashlib.sha256()
@@ -126,13 +120,16 @@ def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
                 yield path.parent, facts
 
 
-def expire(root: Path) -> None:
-    """Delete the texts in `root` that are older than was asked for, but not those of a process
-    that learns, which does so itself.
+def opened(root: Path | None) -> Path:
+    """The folder of all heads that learn, by default in the user's data, without the texts that are
+    older than was asked for. Those of a process that learns are deleted by itself.
     """
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    root = root or Path(data).expanduser() / "draftheads" / "learned"
     for path, facts in places(root):
         with suppress(ValueError), closing(Lock(path)):
             delete_older(path / TEXTS, facts.get("keep_days", 30) * 86400)
+    return root
 
 
 def rollback(path: Path) -> int:

@@ -45,11 +45,6 @@ class Conversation:
         """Tokens of its answers."""
         return sum(stop - start for start, stop in self.answers)
 
-    def is_begun_in(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt continues it."""
-        size = len(self.tokens)
-        return size <= len(prompt) and self.tokens == array("i", prompt[:size])
-
 
 class Texts:
     """A store of at most `most_bytes`, whose texts are deleted after `keep_days`.
@@ -130,7 +125,7 @@ class Texts:
         tokens = array("i", [*prompt, *answer])
         grown = Conversation(tokens, [span], seconds, zlib.crc32(tokens.tobytes()))
         for begun in self.conversations[: -NEAR - 1 : -1]:
-            if begun.is_begun_in(prompt):
+            if begun.tokens == tokens[: len(begun.tokens)] and len(begun.tokens) <= len(prompt):
                 self.conversations.remove(begun)
                 grown.answers, grown.key = [*begun.answers, span], begun.key
                 break
