@@ -26,7 +26,7 @@ def folder(tmp_path, target) -> Path:
 def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):
     failed(run("tune"), "--target or --head", "got neither")
     failed(run("tune", "--head", folder), "--prompts", "got none")
-    failed(run("tune", "--head", "me/heads", "--prompts", "me/prompts"), "--head: expected a head folder")
+    failed(run("tune", "--head", "me/heads", "--prompts", "me/p"), "--head: expected a head folder")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text("{}")
