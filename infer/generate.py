@@ -275,7 +275,7 @@ def _prompts(
     positions = counted_BT if made.get("position_ids") is None else made["position_ids"]
     _require(
         torch.equal(made["input_ids"], input_ids)
-        and positions.shape[-1] == counted_BT.shape[-1]
+        and positions.shape[-1] == counted_BT.shape[-1] == input_ids.shape[-1]
         and not ((counted_BT != positions) & is_token_BT).any(),
         "whole rows and position_ids that count their tokens from 0, got others from the call or "
         f"from {type(model).__name__}; leave position_ids out",
