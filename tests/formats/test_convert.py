@@ -24,6 +24,7 @@ from draftheads.scripts.cli import app, main
 from draftheads.scripts.convert import converted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "to"), POSSIBLE)
 def test_there_and_back_nothing_has_changed(tmp_path, name, to):
     target, ours = tiny_target(), saved(name, tmp_path / "ours")

@@ -93,6 +93,7 @@ def learned(batch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, learned, batch, tmp_path):
     head, target = learned(kind), tiny_target()
     save_head(head, tmp_path / "head", target=target)

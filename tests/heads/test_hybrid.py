@@ -172,7 +172,9 @@ QUICK = ("qwen3.5", "lfm2", "bamba")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [QUICK[0], *(pytest.param(each, marks=pytest.mark.thorough) for each in QUICK[1:])]
+)
 def test_compiled_steps_write_the_same(monkeypatch, name):
     """They are traced whole, once for a tree, and leave a session its states."""
     graphs = []

@@ -134,6 +134,7 @@ def reduced(target, head, more=()):
     return with_vocabulary(head, target, torch.tensor(sorted(ids))).eval()
 
 
+@pytest.mark.slow
 def test_a_draft_vocabulary_is_rows_of_the_lm_head(family, tmp_path):
     target, native, _ = family
     head = reduced(target, native)
@@ -445,6 +446,7 @@ SHARDED = ("deepseek-v3", "qwen3.5")
 """Families that are written here as several files."""
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_layer_was_dropped_gets_it_again(family, tmp_path):
     target, native, _ = family
     name = next(name for name, (kind, *_) in FAMILIES.items() if kind == target.config.model_type)

@@ -454,6 +454,7 @@ def all_bytes(target: Target) -> int:
     return sum(p.numel() * p.element_size() for p in target.model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CONFIGS, *UNEVEN])
 def test_released_layers_are_gone_and_missed(name):
     target, batch = Target(random_model(name)), random_batch(19)

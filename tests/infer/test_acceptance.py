@@ -70,7 +70,9 @@ def test_the_chi_square_test_notices_a_bias():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*HEADS, *BLOCKS])
+@pytest.mark.parametrize(
+    "kind", [*HEADS, *(pytest.param(name, marks=pytest.mark.thorough) for name in BLOCKS)]
+)
 def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, kind):
     head, fixed = small_head(kind, small_target, [0, 2, 3, 5]), StaticTree.from_widths((3, 2))
     for tree in [fixed, head.tree] if isinstance(head.tree, DynamicTree) else [fixed]:

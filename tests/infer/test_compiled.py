@@ -83,7 +83,14 @@ def written(speculator, prompts, **options) -> list[list[int]]:
 
 
 TRACED = [
-    *(pytest.param(kind, (13, 4, 8), id=f"{kind}-ragged") for kind in HEADS),
+    *(
+        pytest.param(
+            *(kind, (13, 4, 8)),
+            id=f"{kind}-ragged",
+            marks=[pytest.mark.slow] * (kind not in ("medusa", "eagle3")),
+        )
+        for kind in HEADS
+    ),
     pytest.param("sequential", (9,), id="sequential-one"),
     *(
         pytest.param(kind, (13, 4, 8), id=f"{kind}-ragged", marks=pytest.mark.slow)

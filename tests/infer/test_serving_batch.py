@@ -64,6 +64,7 @@ def test_answers_are_those_of_the_target_whatever_is_decoded_beside_them(
     assert max(rows) == 5, "as many rows as slots, in one pass"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4"])
 def test_recurrent_states_join_and_leave_with_their_rows(schedulers, name):
     target = Target(hybrid_model(name))
@@ -401,6 +402,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(schedulers, monkeypatch):
     check_greedy(target, [each for each in asked if each is not bad])
 
 
+@pytest.mark.slow
 def test_caches_that_find_no_room_when_a_row_leaves_are_given_up(schedulers, monkeypatch):
     """They are only a saving: the answer is there."""
     target, calls = tiny_target(), count()
@@ -428,6 +430,7 @@ def test_drafts_that_cannot_be_batched_take_turns_beside_the_plain_models_batch(
     check_greedy(target, asked)
 
 
+@pytest.mark.slow
 def test_a_row_alone_is_compiled_and_goes_on_when_others_join_it(schedulers, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     target = tiny_target()

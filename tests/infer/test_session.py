@@ -89,6 +89,7 @@ FIXED = [
 """Tracing takes seconds: by default one head is compiled, and the steps of all are recorded."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "recorder"), FIXED)
 def test_compiled_steps_continue_as_well(name, recorder, monkeypatch):
     torch._dynamo.reset()
@@ -271,6 +272,7 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(name, steps, monk
     assert max(capacities) <= (len(prompt) + 2 + nodes) * 4, "not 90"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target_name", "name"),
     [

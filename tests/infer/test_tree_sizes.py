@@ -146,6 +146,7 @@ def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
 
 
 @torch.inference_mode()
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "eagle3", "block"])
 def test_the_law_of_samples_is_kept_by_trees_that_change(small_target, kind):
     engine = Speculator(small_target, small_head(kind, small_target))

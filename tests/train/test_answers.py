@@ -174,6 +174,7 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, guarded(getattr(owner, name)))
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_there_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

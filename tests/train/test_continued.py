@@ -57,6 +57,7 @@ def bare(made: Path, kind: str, output: Path, **head: Any) -> dict[str, Any]:
     return recipe
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEAD_SECTIONS)
 def test_a_run_starts_from_a_head_of_any_kind(made, tmp_path, capsys, kind):
     outcome = fit(recipe_of(bare(made, kind, tmp_path / "run")))

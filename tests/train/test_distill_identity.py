@@ -56,6 +56,7 @@ CHANGES: dict[str, tuple[Callable[[Texts], Texts], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_answers_are_kept_when_prompts_change(target: Target, tmp_path: Path, change: str) -> None:
     becomes, number = CHANGES[change]

@@ -79,6 +79,7 @@ def test_a_head_that_is_like_a_layer_of_the_target_needs_one(made, server, tmp_p
     assert "not in memory; load the target whole" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in HEAD_SECTIONS if kind != "mtp"])
 def test_heads_learn_the_same_as_online(made, server, tmp_path, kind):
     server.held = 0.02
