@@ -288,23 +288,18 @@ def _add_gradients(
             grad_RD[part] = (grad_Cv @ weight_vD) * weights_C1
         if grad_vD is not None:
             weighted_CD = (rows_RD[part] * weights_C1).to(grad_Cv.dtype)
-            _add_product(grad_vD, grad_Cv.T, weighted_CD, part.start > 0)
-
-
-def _add_product(sum_vD: Tensor, left_vC: Tensor, right_CD: Tensor, keep: bool) -> None:
-    """sum = keep * sum + left @ right, in place."""
-    if left_vC.dtype == sum_vD.dtype:
-        # beta 0 ignores what the sum holds
-        torch.addmm(sum_vD, left_vC, right_CD, beta=float(keep), out=sum_vD)
-        return
-    size = SLAB_ROWS.get(sum_vD.device.type, len(sum_vD))
-    slabs = zip(torch.split(sum_vD, size), torch.split(left_vC, size), strict=True)
-    for sum_SD, left_SC in slabs:
-        product_SD = left_SC @ right_CD
-        if keep:
-            sum_SD += product_SD
-        else:
-            sum_SD.copy_(product_SD)
+            beta = float(part.start > 0)  # 0 ignores what the gradient holds
+            if grad_Cv.dtype == grad_vD.dtype:
+                torch.addmm(grad_vD, grad_Cv.T, weighted_CD, beta=beta, out=grad_vD)
+                continue
+            size = SLAB_ROWS.get(grad_vD.device.type, len(grad_vD))
+            slabs = zip(torch.split(grad_vD, size), torch.split(grad_Cv.T, size), strict=True)
+            for sum_SD, left_SC in slabs:
+                product_SD = left_SC @ weighted_CD
+                if beta:
+                    sum_SD += product_SD
+                else:
+                    sum_SD.copy_(product_SD)
 
 
 def _hard(logits_Pv: Tensor, labels_P: Tensor) -> Scored:

@@ -48,7 +48,19 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
     family, places = places_of(files, target)
     tensors = _read(target, files, places)
     check_finite(str(target.name), tensors.items())
-    _check_shared(target, tensors)
+    shared = {
+        "embed_tokens.weight": target.model.get_input_embeddings().weight,
+        "lm_head.weight": target.lm_head_weight(),
+    }
+    for name in shared.keys() & tensors.keys():  # copies of the target's own
+        theirs, own = tensors.pop(name), shared[name]
+        rows = slice(None, None, max(1, len(theirs) // 64))
+        dtype = own.dtype
+        if theirs.shape != own.shape or not torch.equal(theirs[rows].to(dtype), own[rows].cpu()):
+            raise ValueError(
+                f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
+                "one with its own, which is not supported; leave head.from out"
+            )
     if family.shares_norm:
         norm = final_norm(target.model).state_dict()
         tensors |= {f"post_norm.{name}": tensor.cpu() for name, tensor in norm.items()}
@@ -119,23 +131,6 @@ def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict
                 f"got {places[name]} quantised; use a checkpoint that does not quantise it"
             )
     return tensors
-
-
-def _check_shared(target: Target, tensors: dict[str, Tensor]) -> None:
-    """Remove the copies of the target's embeddings and lm_head; refuse others."""
-    shared = {
-        "embed_tokens.weight": target.model.get_input_embeddings().weight,
-        "lm_head.weight": target.lm_head_weight(),
-    }
-    for name in shared.keys() & tensors.keys():
-        theirs, own = tensors.pop(name), shared[name]
-        rows = slice(None, None, max(1, len(theirs) // 64))
-        dtype = own.dtype
-        if theirs.shape != own.shape or not torch.equal(theirs[rows].to(dtype), own[rows].cpu()):
-            raise ValueError(
-                f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
-                "one with its own, which is not supported; leave head.from out"
-            )
 
 
 def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:

@@ -130,7 +130,10 @@ def check_is_target(target: Any) -> None:
 
 
 class NoDraft:
-    """Drafts nothing, so that the engine decodes one token per forward like the plain model."""
+    """Drafts nothing, so that the engine decodes one token per forward like the plain model.
+
+    idle: a drafter whose cache takes what is committed meanwhile.
+    """
 
     feature_layers: tuple[int, ...] = ()
     cache: DraftCache | None = None
@@ -138,8 +141,10 @@ class NoDraft:
     rows_may_leave = True
     why_not_compiled = None
 
-    def __init__(self) -> None:
+    def __init__(self, idle: Drafter | None = None) -> None:
         self._root: Topology | None = None
+        if idle is not None:
+            self.feature_layers, self.cache = idle.feature_layers, idle.cache
 
     def check_tree(self, tree: Tree) -> None:
         """Any tree stays empty."""
@@ -150,6 +155,8 @@ class NoDraft:
 
     def propose(self, committed: Committed) -> TokenTree:
         """A tree that holds only the newest token."""
+        if self.cache is not None:
+            self.cache.commit(committed)
         tokens_B = committed.last_tokens_B()
         if self._root is None or self._root.parents_BN.device != tokens_B.device:
             self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
@@ -157,20 +164,6 @@ class NoDraft:
 
     def rewind(self, length: int) -> None:
         """Nothing to forget."""
-
-
-class IdleDrafter(NoDraft):
-    """Drafts nothing, while the cache of a head takes what is committed."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__()
-        self.feature_layers, self.cache = drafter.feature_layers, drafter.cache
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """A tree that holds only the newest token."""
-        if self.cache is not None:
-            self.cache.commit(committed)
-        return super().propose(committed)
 
 
 Place = tuple["Speculator", torch.device, torch.dtype]
@@ -537,7 +530,7 @@ class Decoding:
         """Draft this tree from now on: the engine's, or a smaller one. For heads alone."""
         drafter = self._drafters.get(tree)
         if drafter is None and tree.nodes == 1:
-            drafter = IdleDrafter(self.caches.drafter)
+            drafter = NoDraft(self.caches.drafter)
         elif drafter is None:
             assert isinstance(self.engine.drafts, DrafterSource)
             drafter = self.engine.drafts.drafter(self.target, tree)

@@ -21,7 +21,6 @@ from time import perf_counter, process_time
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
@@ -157,16 +156,15 @@ def race(
     candidates: Sequence[Candidate],
     prompts: Sequence[BenchPrompt],
     options: RaceOptions,
-    console: Console | None = None,
     clock: Callable[[], float] = perf_counter,
     begin: Callable[[], object] = lambda: None,
 ) -> Runs:
     """Warm up, then time every candidate on every batch; the order rotates by one each time.
 
-    Seeds torch's global random stream. console: for the progress bar (default: stderr). clock: of
+    Seeds torch's global random stream. clock: of
     `Run.seconds`. begin: called once between the two.
     """
-    console = console or SafeConsole(stderr=True)
+    console = SafeConsole(stderr=True)
     runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
     units = batched(prompts, options.batch)
     batches = [[prompts[place] for place in unit] for unit in units]

@@ -33,7 +33,7 @@ from draftheads.heads.placement import location
 from draftheads.heads.tensors import matrix
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
+    pass
 
 HOW = "llama.cpp's convert_hf_to_gguf.py makes one of a folder of the target"
 REWRITTEN = 0.1
@@ -98,11 +98,16 @@ class TargetFile:
         """Raise ValueError for a head of another target: by sizes, architecture and, where the
         recorded target's tokenizer is on this machine, tokens.
         """
+        from gguf import MODEL_ARCH_NAMES
+
         config, about = stored.config, stored.facts.target
         tokens = self.value("tokenizer.ggml.tokens") or []
         sizes = (config["hidden_size"], config["vocab_size"], about.layers)
         own_sizes = (self.number("embedding_length"), len(tokens), self.layers)
-        architecture = _architecture(about.architecture) or self.architecture
+        # llama.cpp's name of a model class; where none is the same, it may read it as another one
+        kind = re.sub(r"For\w+$|LMHeadModel$", "", about.architecture or "").lower()
+        known = [name for name in MODEL_ARCH_NAMES.values() if name.replace("-", "") == kind]
+        architecture = known[0] if known else self.architecture
         for what, expected, got in (
             ("hidden size, tokens and layers", sizes, own_sizes),
             ("architecture", architecture, self.architecture),
@@ -113,16 +118,6 @@ class TargetFile:
                     f"expected a target of {what} {expected} ({about.name}), got {got} in "
                     f"{self.path}; pass the target this head was trained for"
                 )
-
-
-def _architecture(model: str | None) -> str | None:
-    """llama.cpp's name of a model class; None where it has none of the same name, and may read it
-    as another one.
-    """
-    from gguf import MODEL_ARCH_NAMES
-
-    own = re.sub(r"For\w+$|LMHeadModel$", "", model or "").lower()
-    return next((name for name in MODEL_ARCH_NAMES.values() if name.replace("-", "") == own), None)
 
 
 def _different_tokens(about: TargetFacts, tokens: list[str]) -> tuple[list[str], list[str]]:
@@ -160,7 +155,7 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
 
     Raises ValueError for a head of another target.
     """
-    from gguf import GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
 
     target.check(stored)
     keys = _keys(stored)
@@ -179,7 +174,12 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
         if "block_size" in keys:
             writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
         for name, tensor in _tensors(stored).items():
-            _add_tensor(writer, name, tensor)
+            if tensor.dtype == torch.bfloat16 and tensor.ndim > 1:  # numpy has no such type
+                data = quantize(tensor.float().numpy(), GGMLQuantizationType.BF16)
+                writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.BF16)
+            else:
+                is_small = tensor.is_floating_point() and tensor.ndim == 1
+                writer.add_tensor(name, (tensor.float() if is_small else tensor).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -230,7 +230,10 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
     if stored.facts.kind == "eagle3":
         tensors = renamed(stored.tensors, RENAMES)
         for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
-            tensors[name] = _paired(tensors[name], config["head_dim"])
+            # rows of queries and keys reordered: it rotates neighbours here, Llama halves
+            weight_OI, half = tensors[name], config["head_dim"] // 2
+            heads_H2WI = weight_OI.view(-1, 2, half, weight_OI.shape[1])
+            tensors[name] = heads_H2WI.transpose(1, 2).reshape(weight_OI.shape)
     else:
         tensors = renamed(to_engine(stored, None).tensors, RENAMES)
     if "conf_proj.weight" in tensors:  # it reads the Markov head's code, too
@@ -244,20 +247,3 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
         plain = Rope(config["head_dim"], rope.theta, None).frequencies
         tensors["rope_freqs.weight"] = (plain / rope.frequencies)[: config["head_dim"] // 2]
     return tensors
-
-
-def _paired(weight_OI: Tensor, head_dim: int) -> Tensor:
-    """Rows of queries or keys reordered: llama.cpp's eagle3 rotates neighbours, Llama halves."""
-    heads_H2WI = weight_OI.view(-1, 2, head_dim // 2, weight_OI.shape[1])
-    return heads_H2WI.transpose(1, 2).reshape(weight_OI.shape)
-
-
-def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor) -> None:
-    from gguf import GGMLQuantizationType, quantize
-
-    if tensor.dtype == torch.bfloat16 and tensor.ndim > 1:  # numpy has no such type
-        data = quantize(tensor.float().numpy(), GGMLQuantizationType.BF16)
-        writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.BF16)
-    else:
-        is_small = tensor.is_floating_point() and tensor.ndim == 1
-        writer.add_tensor(name, (tensor.float() if is_small else tensor).numpy())

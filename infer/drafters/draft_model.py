@@ -53,11 +53,30 @@ class DraftModel(DrafterSource):
             raise ValueError("drawn drafts: expected a chain, got a wider tree; use one like 1,1,1")
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
-        """A new drafter, for one generation. Raises ValueError for another vocabulary."""
-        check_vocabulary(self.model, target)
+        """A new drafter, for one generation. Raises ValueError unless both models give the same
+        tokens the same numbers.
+        """
+        model = self.model
+        if model.tokenizer is None or target.tokenizer is None:
+            same = model.vocab_size == target.vocab_size
+            difference = f"{target.vocab_size} tokens, got {model.vocab_size}"
+        else:
+            ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+            same = ours == theirs
+            difference = f"its {len(theirs)} tokens, got {len(ours)}"
+            other = [token for token in theirs if ours.get(token) != theirs[token]]
+            if other:
+                first = min(other, key=theirs.__getitem__)
+                named = f"{first!r}: {theirs[first]}, got {ours.get(first, 'none')}"
+                difference += f"; {len(other)} differ, first {named}"
+        if not same:
+            raise ValueError(
+                f"draft model {model.name}: expected the vocabulary of {target.name}: "
+                f"{difference}; use a smaller model of the same family"
+            )
         tree = self.tree if tree is None else tree
         sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
-        return ModelDrafter(self.model, tree, target.vocab_size, sampler)
+        return ModelDrafter(model, tree, target.vocab_size, sampler)
 
 
 def drawing(drafts: DrafterSource, rule: Acceptance) -> DrafterSource:
@@ -115,27 +134,6 @@ def first_layers(target: Target, count: int) -> Target:
     if types:
         config.layer_types = types[:count]
     return Target(model, target.tokenizer, name=f"{count} layers of {target.name}")
-
-
-def check_vocabulary(model: Target, target: Target) -> None:
-    """Raise ValueError unless both give the same tokens the same numbers."""
-    if model.tokenizer is None or target.tokenizer is None:
-        same = model.vocab_size == target.vocab_size
-        difference = f"{target.vocab_size} tokens, got {model.vocab_size}"
-    else:
-        ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-        same = ours == theirs
-        difference = f"its {len(theirs)} tokens, got {len(ours)}"
-        other = [token for token in theirs if ours.get(token) != theirs[token]]
-        if other:
-            first = min(other, key=theirs.__getitem__)
-            number = ours.get(first, "none")
-            difference += f"; {len(other)} differ, first {first!r}: {theirs[first]}, got {number}"
-    if not same:
-        raise ValueError(
-            f"draft model {model.name}: expected the vocabulary of {target.name}: {difference}; "
-            "use a smaller model of the same family"
-        )
 
 
 class ModelDrafter:

@@ -9,7 +9,7 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
-from draftheads.infer.engine import DrafterSource, is_source
+from draftheads.infer.engine import DrafterSource
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class Merged(DrafterSource):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
-        if not self.parts or not all(map(is_source, self.parts)):
+        wrong = [part for part in self.parts if isinstance(part, type)]
+        if wrong or not self.parts:
             raise TypeError(
                 f"expected draft heads and other sources of drafters, got {self.parts!r:.80}; "
                 "load_head and load_pair load heads by name"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from draftheads.heads.drafting import Drafter
@@ -144,13 +143,12 @@ def bench(
     options: BenchOptions | None = None,
     *,
     categories: Sequence[str | None] = (),
-    console: Console | None = None,
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
     heads: name -> head or other source of drafters, or function that returns a new drafter per
     generation, or (either, tree), or a baseline. prompts: token ids. categories: of the prompts;
-    batches have prompts of one category. console: for the progress bar (default: stderr). A prompt
+    batches have prompts of one category. A prompt
     with less room than max_new_tokens in the context gets what is left; one that fills the context
     is skipped. Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
@@ -160,7 +158,7 @@ def bench(
     candidates = list(_candidates(target, heads, options))
     sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
     with without_defaults(target), own_randomness(target):
-        runs = race(candidates, fitting, options, console, fair_clock(target.device))
+        runs = race(candidates, fitting, options, fair_clock(target.device))
         if options.batch > 1:
             runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
         plain, *others = [

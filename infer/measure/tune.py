@@ -11,13 +11,12 @@ Legend: P prompts, T new tokens of a text, K draft depth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
@@ -26,7 +25,6 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.target import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
-from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.compiled import why_not
 from draftheads.infer.engine import NoDraft, Speculator, Statistics
 from draftheads.infer.measure.costs import (
@@ -64,15 +62,13 @@ CURVE_TOKENS = 12
 """New tokens after each random text on which verification is timed without a head."""
 
 
-@dataclass(frozen=True)
-class TuneOptions:
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(RaceOptions):
     """Settings of a search; each number is at least 1."""
 
     max_new_tokens: int = 64
-    sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 3  # runs per prompt and finalist
     nodes: int = 64  # draft nodes of the largest tree
-    seed: int = 0
     compile: bool = False  # tune for compiled steps
 
 
@@ -119,7 +115,6 @@ def tune(
     options: TuneOptions,
     *,
     others: Sequence[Tree] = (),
-    console: Console | None = None,
 ) -> Tuned:
     """Find the tree of `head` with the most tokens per second; no drafts are a tree, too.
 
@@ -131,7 +126,7 @@ def tune(
     fit, held = fitting[::2], fitting[1::2]
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
-    track = Track(target, head, options, console)
+    track = Track(target, head, options)
     with own_randomness(target):
         costs = track.costs(fit)
         seen = track.observe(fit)
@@ -174,23 +169,16 @@ def verify_curve(target: Target, context: int, options: TuneOptions) -> dict[int
     shape = (options.repetitions, context)
     prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
     fitting = fitting_prompts(target, prompts, CURVE_TOKENS)
-    return Track(target, None, options, None).costs(fitting).verify
+    return Track(target, None, options).costs(fitting).verify
 
 
 class Track:
     """Where trees race. head: None for fillers instead of drafts."""
 
-    def __init__(
-        self,
-        target: Target,
-        head: DraftHead | None,
-        options: TuneOptions,
-        console: Console | None,
-    ) -> None:
+    def __init__(self, target: Target, head: DraftHead | None, options: TuneOptions) -> None:
         self.target = target
         self.head = head
         self.options = options
-        self.console = console or SafeConsole(stderr=True)
         self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 
     def race(
@@ -200,9 +188,6 @@ class Track:
         in which other processes hardly count.
         """
         options = self.options
-        settings = RaceOptions(
-            sampling=options.sampling, repetitions=repetitions, seed=options.seed
-        )
         self.engines = {tree: self.engines.get(tree) or self.engine(tree) for tree in trees}
         candidates = {
             tree: Candidate(str(number), tree.nodes - 1, engine, options.sampling)
@@ -213,8 +198,7 @@ class Track:
         runs = race(
             [*candidates.values()],
             prompts,
-            settings,
-            self.console,
+            replace(options, repetitions=repetitions),
             fair_clock(self.target.device),
         )
         return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
@@ -223,14 +207,15 @@ class Track:
         """Decode once with each, and say how long it took. Raises ValueError if one is not compiled
         after that.
         """
-        self.console.print(
+        console = SafeConsole(stderr=True)
+        console.print(
             f"compiling {len(candidates)} trees; each takes up to a minute the first time, and "
             "seconds if torch's cache has it",
             style="dim",
         )
         for number, each in enumerate(candidates, start=1):
             seconds = timed(each, [prompt])[0].seconds
-            self.console.print(f"  tree {number}: {each.nodes} nodes, {seconds:.0f} s", style="dim")
+            console.print(f"  tree {number}: {each.nodes} nodes, {seconds:.0f} s", style="dim")
         if not all(engine.compile for engine in self.engines.values()):
             raise ValueError(
                 "expected steps that can be compiled, got those of the warning above; tune without "

@@ -144,7 +144,7 @@ def test_replayed_observations_are_what_decoding_does(name):
     prompts = some_prompts(5, 9)
     widths = (3, 2, 1)[: head.depth]
     tree = StaticTree.from_widths(widths)
-    track = Track(target, head, TuneOptions(max_new_tokens=40), None)
+    track = Track(target, head, TuneOptions(max_new_tokens=40))
     texts = track.observe(fitting_prompts(target, prompts, 40))
     for prompt, ranks_TK in zip(prompts, texts, strict=True):
         _, [statistics] = decode(target, head, [prompt], tree=tree, max_new_tokens=40)
@@ -239,7 +239,7 @@ def test_costs_are_taken_by_one_clock(monkeypatch):
     monkeypatch.setattr(threads.time, "perf_counter", lambda: next(wall))
     monkeypatch.setattr("draftheads.infer.engine.perf_counter", lambda: next(wall), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    track = Track(tiny_target(), random_head("medusa", tiny_target()), OPTIONS, None)
+    track = Track(tiny_target(), random_head("medusa", tiny_target()), OPTIONS)
     costs = track.costs(fitting_prompts(tiny_target(), some_prompts(5, 9), 12))
     assert 0.0 <= costs.prompt < 5.0 and 0.0 < max(costs.verify.values()) < 5.0
     assert 0.0 <= min(costs.draft) <= max(costs.draft) < 5.0
@@ -289,7 +289,7 @@ def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_d
 
     monkeypatch.setattr("draftheads.infer.measure.tune.race", race)
     target = tiny_target()
-    track = Track(target, random_head("medusa", target), OPTIONS, None)
+    track = Track(target, random_head("medusa", target), OPTIONS)
     chosen = [Trial(tree, 1.0, 3.0) for tree in (present, NONE, faster, slower)]
     trials = track.trials(chosen, fitting_prompts(target, some_prompts(5, 9), 12))
     per_token = [1.5 * seconds[each.tree] for each in trials]
