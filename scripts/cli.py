@@ -66,10 +66,9 @@ SPREAD = ("--head", "--nodes", "--tree")
 """Options that take several values in `bench`."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
-LEARNING = ("pyarrow", "ruamel.yaml", "tqdm")
+LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", "train"
 NEEDS = {
-    **dict.fromkeys(("data-preview", "demo", "distill", "import-answers"), LEARNING),
-    **dict.fromkeys(("init", "plan", "train"), LEARNING),
+    **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml", "tqdm")),
     "gguf": ("gguf",),
     "--plot": ("matplotlib",),
 }

@@ -87,6 +87,7 @@ from draftheads.scripts.options import (
     TopP,
     Trees,
     check_either,
+    check_places,
     check_writable_head,
     chosen_tree,
     is_served,
@@ -102,13 +103,6 @@ if TYPE_CHECKING:
     from draftheads.train.data.distill import Answerer, DistillOptions
 
 
-def recorded_threads(out: Path) -> int | None:
-    """CPU threads of an unfinished distillation: another number may round differently."""
-    from draftheads.train.data.answers import MANIFEST, read_manifest
-
-    return read_manifest(out).get("threads") if (out / MANIFEST).is_file() else None
-
-
 def local_answerer(
     target: str,
     revision: str | None,
@@ -120,16 +114,21 @@ def local_answerer(
     """A target in this process that answers, with or without heads."""
     from draftheads.heads.formats.hub import load_head
     from draftheads.infer.engine import Speculator
+    from draftheads.train.data.answers import MANIFEST, read_manifest
     from draftheads.train.data.distill import LocalAnswerer
 
     loaded = load_target(target, place, revision, template_args=prepared())
-    choose_threads(place.threads or recorded_threads(options.out), loaded, options.batch_size)
+    threads = place.threads
+    if not threads and (options.out / MANIFEST).is_file():  # another number may round differently
+        threads = read_manifest(options.out).get("threads")
+    choose_threads(threads, loaded, options.batch_size)
     drafts = load_head(head, target=loaded) if head else None
     engine = Speculator(loaded, drafts, tree=chosen_tree(drafts, tree, None))
     return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
 
 
 def distill(
+    context: typer.Context,
     target: TargetName,
     prompts: Prompts,
     out: Annotated[
@@ -172,12 +171,8 @@ def distill(
     from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
     from draftheads.train.data.server import ServedTarget, ServerOptions
 
-    if server and (head or tree or max_batch_tokens or adapter):
-        raise ValueError(
-            "--head, --tree, --max-batch-tokens, --adapter: omit these, the server decodes"
-        )
-    if not server and (server_model or api_key_env):
-        raise ValueError("--server-model, --api-key-env: expected --server, too, got none; pass it")
+    local = {"head", "tree", "max_batch_tokens", "adapter"}
+    check_places(context, {"server_model", "api_key_env"}, local, "the server decodes")
     options = distillation.DistillOptions(
         temperature=temperature,
         top_p=top_p,

@@ -18,7 +18,6 @@ from draftheads.train.entry import say
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.infer.engine import Speculator
-    from draftheads.train.batches import Documents
     from draftheads.train.learn.learner import UseLearner
     from draftheads.train.learn.place import Place
 
@@ -82,10 +81,17 @@ def _learner(engine: Speculator, head: str, folder: HeadFolder, place: Place) ->
     from draftheads.infer.drafters.ngram import Memory
     from draftheads.infer.drafters.parts import with_memory
     from draftheads.infer.engine import DrafterSource
+    from draftheads.scripts.doctor import data_of
+    from draftheads.train.batches import Documents
     from draftheads.train.learn.learner import Source, UseLearner, with_version
 
     memory = Memory() if "ngram" in head.split("+") else None
-    source = Source(folder, training_data(folder, engine))
+    recorded = folder.facts.training.get("recipe", {}).get("data", {}).get("path")
+    data = data_of(folder.path, str(recorded or ""))
+    documents = None
+    if data is not None:
+        documents = Documents.open(data, engine.target.vocab_size, str(engine.target.name))
+    source = Source(folder, documents)
     learner = UseLearner(engine.target, source, place.texts, place.versions, memory)
     if place.versions.served:
         engine = with_version(engine, place.versions.served)
@@ -105,18 +111,6 @@ def learned_folder(head: str | None) -> HeadFolder:
             f"--learn: expected --head with one head, got {len(folders)}; name the head to train"
         )
     return folders[0]
-
-
-def training_data(folder: HeadFolder, engine: Speculator) -> Documents | None:
-    """What the head was trained on, if that is here."""
-    from draftheads.scripts.doctor import data_of
-    from draftheads.train.batches import Documents
-
-    recorded = folder.facts.training.get("recipe", {}).get("data", {}).get("path")
-    path = data_of(folder.path, str(recorded or ""))
-    if path is None:
-        return None
-    return Documents.open(path, engine.target.vocab_size, str(engine.target.name))
 
 
 def rollback(head: LearnedHead, learn_folder: LearnFolder = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +36,26 @@ VOCABULARIES = (1024, 4096, 8192, 32768)
 """Draft vocabulary sizes whose coverage the summary reports."""
 
 
+@dataclass
 class Pen:
     """Writes token ids as text. is_plain: brackets around learned tokens, instead of colours."""
 
-    def __init__(self, side: TextSide, *, is_plain: bool) -> None:
-        self._side = side
-        self._is_plain = is_plain
+    side: TextSide
+    is_plain: bool
 
     def document(self, tokens: Sequence[int], learn: Sequence[tuple[int, int]]) -> Text:
         """A document's text with its learned spans and end tokens marked."""
         text = Text()
-        stream = TextStream(self._side.tokenizer, skip_special_tokens=False)
+        stream = TextStream(self.side.tokenizer, skip_special_tokens=False)
         at = 0
         for start, stop in learn:
-            end = stop - (tokens[stop - 1] in self._side.eos_ids)
+            end = stop - (tokens[stop - 1] in self.side.eos_ids)
             self._write(text, stream, tokens[at:start], REST)
-            if self._is_plain:
+            if self.is_plain:
                 text.append("[[")
             self._write(text, stream, tokens[start:end], LEARNED)
             self._write(text, stream, tokens[end:stop], ENDING)
-            if self._is_plain:
+            if self.is_plain:
                 text.append("]]")
             at = stop
         self._write(text, stream, tokens[at:], REST)
@@ -62,10 +63,10 @@ class Pen:
 
     def token(self, token: int) -> str:
         """One token as a Python literal."""
-        return repr(self._side.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return repr(self.side.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _write(self, text: Text, stream: TextStream, tokens: Sequence[int], style: str) -> None:
-        text.append(printable(stream.feed(tokens)), style="" if self._is_plain else style)
+        text.append(printable(stream.feed(tokens)), style="" if self.is_plain else style)
 
 
 def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Console) -> None:

@@ -49,21 +49,15 @@ OURS = {CONFIG: r'^ *"draftheads": \{', CARD: r"^library_name: draftheads$"}
 
 @dataclass(frozen=True)
 class Upload:
-    """The files of a repository. files: path there -> contents, or local path. notes: what readers
-    will miss.
+    """The files of a repository. files: path there -> contents, or local path. card: one of them.
+    notes: what readers will miss.
     """
 
     folder: Path
     repo_id: str
     files: dict[str, bytes | Path]
+    card: str
     notes: list[str]
-
-    @property
-    def card(self) -> str:
-        """The published model card."""
-        card = self.files[CARD]
-        assert isinstance(card, bytes)
-        return card.decode()
 
     def listing(self) -> str:
         """Every file with its size."""
@@ -100,7 +94,7 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     head, stored = folder.read()
     card = _card(folder, ours(head, stored, public_facts(folder.facts.json)), repo_id, licence)
     facts = recorded(folder.facts.json)
-    texts = {CONFIG: ours(head, stored, facts).config}
+    texts = {CONFIG: ours(head, stored, facts)}
     if has_adapter:
         settings = adapter.read_settings(folder.path / adapter.FOLDER)
         texts[adapter.FILES[0]] = settings | {"base_model_name_or_path": facts["target"]["name"]}
@@ -108,7 +102,7 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     files: dict[str, bytes | Path] = {**own, CARD: card.encode()}
     files |= {name: f"{json.dumps(value, indent=2)}\n".encode() for name, value in texts.items()}
     files |= {name: text.encode() for name, text in REMOTE_CODE.items()}
-    return Upload(folder.path, repo_id, files, list(_notes(folder, card)))
+    return Upload(folder.path, repo_id, files, card, list(_notes(folder, card)))
 
 
 def own_file(path: Path, root: Path) -> Path:
@@ -124,20 +118,20 @@ def own_file(path: Path, root: Path) -> Path:
     return path
 
 
-def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> Stored:
-    """The head in our own layout with these facts, and nothing else of its config.json."""
+def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a head in our own layout with these facts, and nothing else."""
     dtype = next(each.dtype for each in stored.tensors.values() if each.is_floating_point())
-    return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None)
+    return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None).config
 
 
-def _card(folder: HeadFolder, public: Stored, repo_id: str, licence: str | None) -> str:
+def _card(folder: HeadFolder, public: dict[str, Any], repo_id: str, licence: str | None) -> str:
     """The folder's card with the repository's name in its commands: rendered again, or, if the user
     has edited it, with private texts replaced.
     """
     path = folder.path / CARD
     text = path.read_text(encoding="utf-8")
     if text == render_card(folder.config) + "\n":
-        text = render_card(public.config) + "\n"
+        text = render_card(public) + "\n"
     else:
         text = without_private(text, folder.facts.json)
     try:

@@ -384,12 +384,12 @@ def save(run: Run, progress: Progress, *, scheduled: bool) -> None:
     run.head.tree = head.tree
     figures = progress.evaluated(run.state.step, evaluation)
     calibration = evaluation.calibration
-    measured = asdict(evaluation.measured) if evaluation.measured else None
+    measured = figures.get("measured")
     run.state = replace(
         run.state,
         tokens_per_step=calibration.tokens_per_step,
         measured=measured,
-        drift=asdict(evaluation.drift) if evaluation.drift else None,
+        drift=figures.get("drift"),
         heldout_loss=evaluation.loss,
         lacks_evaluation=False,
     )

@@ -34,7 +34,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from draftheads.arguments import expected
+from draftheads.arguments import expected, meant
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
@@ -469,7 +469,10 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
         is_typed = is_typed or any(each.startswith(f"{key}.") for each in overridden)
         message = _unknown_key(key, kind)
     elif fault["type"] == "union_tag_invalid":
-        message = _unknown_kind(str(fault["ctx"]["tag"]))
+        tag = str(fault["ctx"]["tag"])
+        near = meant(tag, HEADS)
+        hint = f"; did you mean {near!r}?" if near else ""
+        message = f"expected one of {', '.join(HEADS)}, got {tag!r}{hint}"
     else:
         message = expected(fault["msg"])
         if not isinstance(fault["input"], dict):
@@ -487,13 +490,6 @@ def _unknown_key(key: str, kind: str) -> str:
     if owners:
         hint = f"it belongs to head.kind {' or '.join(owners)}"
     return f"unknown key; {hint}"
-
-
-def _unknown_kind(kind: str) -> str:
-    """The kinds of heads that there are."""
-    near = difflib.get_close_matches(kind, HEADS, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"expected one of {', '.join(HEADS)}, got {kind!r}{hint}"
 
 
 class _Constructor(SafeConstructor):

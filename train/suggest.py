@@ -61,12 +61,16 @@ def suggest(
         raise ValueError(f"--kind: expected {', '.join(WHY_KIND)}, got {kind!r}; choose one")
     name = target.rstrip("/").rpartition("/")[2].lower()
     folder = data or Path("out") / name / "answers"
+    counts = None
+    if (folder / "manifest.json").is_file():
+        counts = count(folder, read_manifest(folder))
+    config = read_config(target, revision).get_text_config(decoder=True)
     choices = [
         Choice("target", target, ""),
         *_placement(revision, lora),
-        *_data(target, revision, folder),
-        *_head(target, revision, kind),
-        *_run(name, kind, folder),
+        *_data(config, folder, counts),
+        *_head(config, target, revision, kind),
+        *_run(name, kind, counts),
     ]
     rows = fitting_rows(choices)
     return rendered([*choices, rows])
@@ -81,12 +85,10 @@ def _placement(revision: str | None, lora: str | None) -> Iterator[Choice]:
         yield Choice("target_dtype", "bfloat16", "as it will decode here")
 
 
-def _data(target: str, revision: str | None, folder: Path) -> Iterator[Choice]:
-    config = read_config(target, revision).get_text_config(decoder=True)
+def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Choice]:
     context = getattr(config, "max_position_embeddings", LONGEST)
     length = LONGEST if default_device() != "cpu" else LONGEST // 4
     why = "the answers are not there yet"
-    counts = _counts(folder)
     if counts and counts.documents:
         mean = counts.tokens / counts.documents
         length = min(LONGEST, max(256, 1 << int(4 * mean).bit_length()))
@@ -100,8 +102,7 @@ def _data(target: str, revision: str | None, folder: Path) -> Iterator[Choice]:
         yield Choice("data.cache_gb", 1, "features of a small target fit into memory")
 
 
-def _head(target: str, revision: str | None, kind: str) -> Iterator[Choice]:
-    config = read_config(target, revision).get_text_config(decoder=True)
+def _head(config: Any, target: str, revision: str | None, kind: str) -> Iterator[Choice]:
     width, vocabulary = config.hidden_size, config.vocab_size
     is_small = width < SMALL
     yield Choice("head.kind", kind, WHY_KIND[kind])
@@ -126,9 +127,8 @@ def _head(target: str, revision: str | None, kind: str) -> Iterator[Choice]:
     yield Choice("optim.lr", rate, "lower it if the loss jumps")
 
 
-def _run(name: str, kind: str, folder: Path) -> Iterator[Choice]:
+def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Choice]:
     yield Choice("run.output", f"out/{name}/{kind}", "")
-    counts = _counts(folder)
     epochs = 4
     why = "run.minutes=20 in its place sets a time"
     if counts:
@@ -139,13 +139,6 @@ def _run(name: str, kind: str, folder: Path) -> Iterator[Choice]:
     yield Choice("run.save_every", 200, "each save measures the heads, too")
     if default_device() != "cpu":
         yield Choice("run.precision", "bf16", "weights stay float32")
-
-
-def _counts(folder: Path) -> Counts | None:
-    """Of the answers; None where there are none yet."""
-    if not (folder / "manifest.json").is_file():
-        return None
-    return count(folder, read_manifest(folder))
 
 
 def fitting_rows(choices: list[Choice]) -> Choice:

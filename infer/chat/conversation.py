@@ -125,7 +125,10 @@ class History:
         reserve = min(self.max_new_tokens or RESERVE, RESERVE, context // 4)
         turns = len(messages) // 2 if self.has_template else 0
         for start in range(0, 2 * turns + 1, 2):
-            tokens = self._encode(messages[start:], question)
+            prompt: str | list[Message] = question
+            if self.has_template:
+                prompt = [*self._head(), *messages[start:], {"role": "user", "content": question}]
+            tokens = encode_prompt(self.target, prompt)
             if len(tokens) + reserve <= context:
                 break
         if len(tokens) >= context:
@@ -185,12 +188,6 @@ class History:
             self.system = old
             raise
         self.messages = messages
-
-    def _encode(self, messages: Sequence[Message], question: str) -> list[int]:
-        if not self.has_template:
-            return encode_prompt(self.target, question)
-        last = {"role": "user", "content": question}
-        return encode_prompt(self.target, [*self._head(), *messages, last])
 
     def _head(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []

@@ -450,7 +450,7 @@ def test_a_server_answers_with_its_own_adapter(run, base, lora, tmp_path):
     words = ["--prompts", questions(tmp_path), "--out", tmp_path / "data", "--server", "http://x"]
     failed(
         run("distill", "--target", base, "--adapter", lora, *words),
-        "--adapter: omit these, the server decodes",
+        "--adapter: omit these with --server, the server decodes",
     )
 
 

@@ -777,7 +777,7 @@ def test_mistakes_are_named(
         (("--server", "http://host:port"), "expected http://HOST:PORT, got 'http://host:port'"),
         (("--server", "http://[::1"), "expected http://HOST:PORT, got"),
         (("--server", start().url, "--server", "host"), "expected http://HOST:PORT, got 'host'"),
-        (("--server-model", "x"), "--server-model, --api-key-env: expected --server, too, got"),
+        (("--server-model", "x"), "--server-model: expected --server, too, got none"),
     ):
         code, error = typed(*words)
         assert code == 2 and complaint in error and "secret" not in error

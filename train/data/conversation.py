@@ -214,11 +214,7 @@ class Conversation:
         opened = text_of(self.tokens[-16:]).rstrip().endswith(OPEN)
         if not (opened or text_of(ids).lstrip().startswith(OPEN)):
             return 0
-
-        def is_closed(length: int) -> bool:
-            return CLOSE in text_of(ids[:length])
-
-        return bisect_left(range(len(ids)), True, key=is_closed)
+        return bisect_left(range(len(ids)), True, key=lambda length: CLOSE in text_of(ids[:length]))
 
 
 def render(

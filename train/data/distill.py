@@ -280,6 +280,7 @@ def _by_length(
         yield from sorted(rows, key=lambda row: len(row.tokens), reverse=number % 2 == 0)
 
 
+@dataclass
 class Claims:
     """Divides the prompts among the processes of a launch: each claims as many as it can soon
     answer, fewer towards the end, so that all end together.
@@ -289,16 +290,18 @@ class Claims:
     folder: where each process has a journal open. Raises ConnectionError if a process is gone.
     """
 
-    def __init__(self, total: int, most: int, rank: int, world: int, folder: Path) -> None:
-        self.total = total
-        self.most = most
-        self.rank = rank
-        self.world = world
-        self._folder = folder
+    total: int
+    most: int
+    rank: int
+    world: int
+    folder: Path
+
+    def __post_init__(self) -> None:
         self._store: Store | None = None
-        if world > 1 and "MASTER_ADDR" in os.environ:
+        if self.world > 1 and "MASTER_ADDR" in os.environ:
+            meeting = rendezvous("env://", self.rank, self.world, timeout=PATIENCE)
             with self._others_lost():
-                self._store, _, _ = next(rendezvous("env://", rank, world, timeout=PATIENCE))
+                self._store, _, _ = next(meeting)
 
     def __iter__(self) -> Iterator[range]:
         if self._store is None:
@@ -325,7 +328,7 @@ class Claims:
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         while serves and ended < self.world:
             time.sleep(1)
-            living = sum(map(is_open, journals(self._folder))) - 1
+            living = sum(map(is_open, journals(self.folder))) - 1
             ended = self._store.add("ended", 0)
             if ended + living < self.world and not living:
                 raise self._lost(f"{ended} that ended their share, the others were killed")

@@ -21,6 +21,7 @@ import re
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -48,6 +49,7 @@ FAULTS = (
 """What reading raises for a file that is damaged, or something else."""
 
 
+@dataclass
 class ForeignFolder(ABC):
     """A folder of another toolkit.
 
@@ -60,9 +62,8 @@ class ForeignFolder(ABC):
     place: ClassVar[str]
     is_normed: ClassVar[bool]
 
-    def __init__(self, path: Path, files: Sequence[Path]) -> None:
-        self.path = path
-        self.files = files
+    path: Path
+    files: Sequence[Path]
 
     @abstractmethod
     def documents(self, file: Path) -> Iterator[tuple[Array, Array]]:
@@ -139,6 +140,7 @@ class SpecForgeFolder(ForeignFolder):
         return content["input_ids"].flatten(), states_TD.reshape(len(states_TD), -1, hidden)
 
 
+@dataclass
 class ForeignStates:
     """Hidden states of documents in the files of another toolkit.
 
@@ -146,31 +148,32 @@ class ForeignStates:
     states of a piece that are not those of its tokens. Raises ValueError if files are missing.
     """
 
-    def __init__(
-        self, folder: ForeignFolder, path: Path, sizes: Sequence[int], hidden: int, check: Check
-    ) -> None:
-        self._folder = folder
-        self._sizes = sizes
-        self._hidden = hidden
-        self._check = check
-        self._files = [path / folder.name(document) for document in range(len(sizes))]
-        missing = [file for file in self._files if not file.is_file()]
+    folder: ForeignFolder
+    path: Path
+    sizes: Sequence[int]
+    hidden: int
+    check: Check
+
+    def __post_init__(self) -> None:
+        numbers = range(len(self.sizes))
+        self.files = [self.path / self.folder.name(document) for document in numbers]
+        missing = [file for file in self.files if not file.is_file()]
         if missing:
             raise ValueError(
-                f"{path}: expected hidden states of {len(sizes)} documents, got none for "
-                f"{len(missing)}, first {missing[0].name}; run `{folder.command}` to write them, "
-                "or set features.mode=online"
+                f"{self.path}: expected hidden states of {len(self.sizes)} documents, got none for "
+                f"{len(missing)}, first {missing[0].name}; run `{self.folder.command}` to write "
+                "them, or set features.mode=online"
             )
 
     def __call__(self, document: int, start: int, tokens_P: Array, learned_P: Array) -> Tensor:
         """The states (P, L, H) of the piece of a document that begins at `start`. Raises ValueError
         naming the file, unless they are those of this piece.
         """
-        file, size = self._files[document], self._sizes[document]
+        file, size = self.files[document], self.sizes[document]
         stop = start + len(tokens_P)
-        advice = f", or delete it and run `{self._folder.command}`"
+        advice = f", or delete it and run `{self.folder.command}`"
         try:
-            ids_T, states_TLH = self._folder.read(file, self._hidden)
+            ids_T, states_TLH = self.folder.read(file, self.hidden)
             if ids_T.shape != (size,) or not np.array_equal(ids_T[start:stop], tokens_P):
                 raise ValueError(f"token ids of another document than {document}")
             if len(states_TLH) != size:
@@ -179,7 +182,7 @@ class ForeignStates:
         except FAULTS as error:
             raise damaged(file, error, advice) from error
         try:
-            self._check(states_PLH, tokens_P.tolist(), learned_P, start)
+            self.check(states_PLH, tokens_P.tolist(), learned_P, start)
         except ValueError as error:
             raise ValueError(f"{file}: {error}; copy it again{advice}") from error
         return states_PLH

@@ -357,8 +357,11 @@ class _Work:
         """Begin a conversation in each free place and wait until some end; these, first those
         without an error. None are left if there are none.
         """
-        for asked in self._shared():
-            self.pending[asyncio.create_task(converse(asked))] = asked
+        busy = Counter(asked.server for asked in self.pending.values())
+        for place in range(self.concurrency):
+            for server in self.up:  # first at those with the most free places
+                if busy[server] <= place and (asked := self._next(server)):
+                    self.pending[asyncio.create_task(converse(asked))] = asked
         if not self.pending:
             return []
         tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
@@ -387,14 +390,6 @@ class _Work:
             return True
         logger.warning("%s", asked.error)
         return False
-
-    def _shared(self) -> Iterator[_Asked]:
-        """A conversation for each free place, first at the servers with the most of them."""
-        busy = Counter(asked.server for asked in self.pending.values())
-        for place in range(self.concurrency):
-            for server in self.up:
-                if busy[server] <= place and (asked := self._next(server)):
-                    yield asked
 
     def _next(self, server: Server) -> _Asked | None:
         for asked in self._again:
@@ -487,7 +482,12 @@ class Server:
     def _completion(self, response: Any, limit: int) -> Completion:
         """That of a response. Raises ServerError. limit: the tokens that were asked for."""
         completions = self._read(response, _Completions)
-        self._check_model(completions.model)
+        name = completions.model  # also with a path, a date or a file's ending, or its weights'
+        if name and name not in self._aliases and _bare(name) != _bare(self.model):
+            raise ServerError(
+                f"expected completions of model {self.model!r}, got some of {self._hide(name)!r}; "
+                "serve it under the name that is asked for, or set --server-model"
+            )
         [completion] = completions.choices
         completion.kv_transfer_params = completions.kv_transfer_params
         if completion.text is None and completion.token_ids is None:
@@ -498,16 +498,6 @@ class Server:
 
     def _reason(self, error: Exception) -> str:
         return self._hide(str(error) or type(error).__name__)
-
-    def _check_model(self, name: str | None) -> None:
-        """Raises ServerError for a completion of another model than asked for. The same name with
-        a path, a date or a file's ending is the same model, and so is another name of its weights.
-        """
-        if name and name not in self._aliases and _bare(name) != _bare(self.model):
-            raise ServerError(
-                f"expected completions of model {self.model!r}, got some of {self._hide(name)!r}; "
-                "serve it under the name that is asked for, or set --server-model"
-            )
 
     def metrics(self) -> str | None:
         """The page of its counters; None if it has none, as other servers need not."""

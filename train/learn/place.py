@@ -15,11 +15,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from draftheads.heads.files import read_json, write_text
 from draftheads.heads.formats.hub import HeadFolder
@@ -48,21 +48,14 @@ def address(folder: HeadFolder) -> str:
     return str(path.absolute()) if path.exists() else folder.name
 
 
-class Lock:
-    """A folder that no other process has open. Raises ValueError if one has."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file = FileLock(folder / LOCK, thread_local=False)
-        try:
-            self._file.acquire(blocking=False)
-        except Timeout:
-            raise ValueError(
-                f"{folder}: another process learns there; end it, or choose another --learn-folder"
-            ) from None
-
-    def close(self) -> None:
-        """Let other processes open it."""
-        self._file.release()
+def locked(folder: Path) -> AcquireReturnProxy:
+    """A context that no other process has the folder open in. Raises ValueError if one has."""
+    try:
+        return FileLock(folder / LOCK, thread_local=False).acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"{folder}: another process learns there; end it, or choose another --learn-folder"
+        ) from None
 
 
 class Place:
@@ -77,7 +70,7 @@ class Place:
     ) -> None:
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = Lock(path)
+        self._lock = locked(path).lock
         try:
             facts = checked_target(path / TARGET, target)
             facts |= {"head": head, "keep_days": keep_days}
@@ -91,7 +84,7 @@ class Place:
 
     def close(self) -> None:
         """Let other processes open it."""
-        self._lock.close()
+        self._lock.release()
 
 
 def checked_target(path: Path, target: Target) -> dict[str, Any]:
@@ -127,7 +120,7 @@ def opened(root: Path | None) -> Path:
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     root = root or Path(data).expanduser() / "draftheads" / "learned"
     for path, facts in places(root):
-        with suppress(ValueError), closing(Lock(path)):
+        with suppress(ValueError), locked(path):
             delete_older(path / TEXTS, facts.get("keep_days", 30) * 86400)
     return root
 
@@ -136,13 +129,13 @@ def rollback(path: Path) -> int:
     """`Versions.rollback` of a folder that no other process has open."""
     if not (path / HEADS).is_dir():
         raise ValueError(f"{path}: expected a head that has learned, found none there")
-    with closing(Lock(path)):
+    with locked(path):
         return Versions(path / HEADS).rollback()
 
 
 def delete(path: Path) -> None:
     """Delete what `Place` wrote; other files stay. Raises ValueError if a process has it open."""
-    with closing(Lock(path)):
+    with locked(path):
         for folder in (TEXTS, HEADS):
             if (path / folder).is_dir():
                 shutil.rmtree(path / folder)

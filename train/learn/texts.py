@@ -74,11 +74,6 @@ class Texts:
         """The oldest first."""
         return files_in(self.folder)
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(path.stat().st_size for path in self.files)
-
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Conversation:
         """Keep an answer; returns its conversation."""
         now = time.time()
@@ -103,7 +98,8 @@ class Texts:
         their conversations.
         """
         delete_older(self.folder, self.keep_seconds)
-        files, total = self.files, self.size
+        files = self.files
+        total = sum(path.stat().st_size for path in files)
         while total > self.most_bytes:
             path = files.pop(0)
             total -= path.stat().st_size
