@@ -50,6 +50,13 @@ KEY = re.compile(r"\bfeatures\.(server_model|server|api_key_env|exchange|layers)
 """Keys of recipes, which are options here."""
 
 
+def _nothing_to_read(needed: str, recorded: str, folder: HeadFolder) -> ValueError:
+    return ValueError(
+        f"expected {needed}, got none, and the head's training data, {recorded or 'not recorded'}, "
+        f"is neither here nor in a folder above {folder.path}; give {needed}"
+    )
+
+
 def doctor(
     context: Context,
     target: TargetName,
@@ -114,12 +121,7 @@ def doctor(
         spans = unseen(training, documents)
         openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
-        needed = "--data" if server else "--prompts or --data"
-        raise ValueError(
-            f"expected {needed}, got none, and the head's training data, "
-            f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
-            f"give {needed}"
-        )
+        raise _nothing_to_read("--data" if server else "--prompts or --data", recorded, folder)
     evidence = Evidence(
         model,
         drafter,

@@ -34,15 +34,6 @@ output epochs minutes save_every keep precision trackers log_every max_skipped
 gradient_checkpointing compile
 """
 """Keys that leave, those of recipes last, besides those of the recipes' section `head`."""
-KNOWN = {
-    *FACTS.split(),
-    *(
-        field.alias or name
-        for kind in HEADS.values()
-        for name, field in kind.Choices.model_fields.items()
-    ),
-}
-"""All keys that leave."""
 WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
 WHOLE |= {"versions", "template_args", "rope_scaling"}
 """Of them, those below which all keys leave."""
@@ -51,15 +42,23 @@ PATHS = {"path", "output"}
 """Keys of what may be on the Hub; keys of local paths."""
 
 
+def known() -> set[str]:
+    """All keys that leave; kinds may be registered at any time."""
+    fields = [kind.Choices.model_fields.items() for kind in HEADS.values()]
+    names = {field.alias or name for each in fields for name, field in each}
+    return {*FACTS.split(), *names}
+
+
 def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
     """The part of a head's metadata that may leave. key: the one that a value is under. whole: all
     keys leave.
     """
     if isinstance(value, dict):
+        keys = known()
         return {
             name: public_facts(each, name, whole or name in WHOLE)
             for name, each in value.items()
-            if (not PLACE.search(name) if whole else name in KNOWN)
+            if (not PLACE.search(name) if whole else name in keys)
         }
     if isinstance(value, list):
         return [public_facts(each, key, whole) for each in value]
