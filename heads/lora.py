@@ -77,7 +77,10 @@ class Lora:
         """
         with opened(self.folder / WEIGHTS):  # a damaged file is named before PEFT reads it
             pass
-        is_tied = _untie(model)
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        is_tied = head.weight is embeddings.weight
+        if is_tied:  # PEFT would add to both what changes one of them
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about ties, and layers that are merged already
@@ -89,8 +92,14 @@ class Lora:
                 f"{' '.join(str(error).split()):.300}); pass the target that it was trained on, or "
                 "get it again"
             ) from error
-        if is_tied:
-            _tie_equal(model)
+        if not is_tied:
+            return
+        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        stay_equal = bool(head.weight.equal(embeddings.weight))
+        if stay_equal:
+            head.weight = embeddings.weight
+        for config in (model.config, model.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = stay_equal
 
 
 def _merge(model: PreTrainedModel, folder: str) -> None:
@@ -142,24 +151,3 @@ def _bound(config: Any, model: PreTrainedModel, file: Path, renames: dict[str, s
         for old, new in renames.items():
             names = {re.sub(old, new, name) for name in names}
         config.target_modules, config.exclude_modules = names, None
-
-
-def _untie(model: PreTrainedModel) -> bool:
-    """Give the lm_head weights of its own, if it has the embeddings': PEFT would add to both what
-    changes one of them. Returns whether it had them.
-    """
-    head = model.get_output_embeddings()
-    is_tied = head.weight is model.get_input_embeddings().weight
-    if is_tied:
-        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-    return is_tied
-
-
-def _tie_equal(model: PreTrainedModel) -> None:
-    """Tie embeddings and lm_head again unless they were changed differently."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = bool(head.weight.equal(embeddings.weight))
-    if is_tied:
-        head.weight = embeddings.weight
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        config.tie_word_embeddings = is_tied

@@ -54,7 +54,8 @@ class TextStream:
         text = ""
         for token in tokens:
             self._begun.append(token)
-            while not self._may_be_mark():
+            # until some mark begins so
+            while all(mark[: len(self._begun)] != tuple(self._begun) for mark in self._marks):
                 text += self._feed([self._begun.pop(0)])
             mark = tuple(self._begun)
             if mark in self._marks:
@@ -68,10 +69,6 @@ class TextStream:
         self._held += self._begun
         self._begun.clear()
         return self._show(self._held_text())
-
-    def _may_be_mark(self) -> bool:
-        begun = tuple(self._begun)
-        return any(mark[: len(begun)] == begun for mark in self._marks)
 
     def _feed(self, tokens: Sequence[int]) -> str:
         self._held += tokens
