@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target import Target
+    from draftheads.train.batches import Documents
     from draftheads.train.doctor import Diagnosis, Evidence
     from draftheads.train.recipe import FeatureChoices
 
@@ -89,7 +90,6 @@ def doctor(
     """
     from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.openings import opening_ids
-    from draftheads.train.batches import Documents
     from draftheads.train.data.answers import read_manifest
     from draftheads.train.doctor import Evidence, openings_of, unseen
 
@@ -110,11 +110,8 @@ def doctor(
     model, drafter = _load(target, folder, place, template_args)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     path = data or data_of(folder.path, recorded)
-    documents = None
-    manifest: dict[str, Any] = {}
-    if path is not None:
-        documents = Documents.open(path, model.vocab_size, str(model.name))
-        manifest = read_manifest(path)
+    documents = documents_in(path, model)
+    manifest = read_manifest(path) if path else {}
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)
     elif documents:
@@ -189,6 +186,13 @@ def data_of(head: Path, recorded: str) -> Path | None:
 
     places = [place / recorded for place in (Path(), *head.absolute().parents)]
     return next((place for place in places if recorded and has_answers(place)), None)
+
+
+def documents_in(folder: Path | None, target: Target) -> Documents | None:
+    """Those of a folder that `data_of` has found."""
+    from draftheads.train.batches import Documents
+
+    return Documents.open(folder, target.vocab_size, str(target.name)) if folder else None
 
 
 def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:

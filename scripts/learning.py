@@ -81,17 +81,13 @@ def _learner(engine: Speculator, head: str, folder: HeadFolder, place: Place) ->
     from draftheads.infer.drafters.ngram import Memory
     from draftheads.infer.drafters.parts import with_memory
     from draftheads.infer.engine import DrafterSource
-    from draftheads.scripts.doctor import data_of
-    from draftheads.train.batches import Documents
+    from draftheads.scripts.doctor import data_of, documents_in
     from draftheads.train.learn.learner import Source, UseLearner, with_version
 
     memory = Memory() if "ngram" in head.split("+") else None
     recorded = folder.facts.training.get("recipe", {}).get("data", {}).get("path")
     data = data_of(folder.path, str(recorded or ""))
-    documents = None
-    if data is not None:
-        documents = Documents.open(data, engine.target.vocab_size, str(engine.target.name))
-    source = Source(folder, documents)
+    source = Source(folder, documents_in(data, engine.target))
     learner = UseLearner(engine.target, source, place.texts, place.versions, memory)
     if place.versions.served:
         engine = with_version(engine, place.versions.served)

@@ -48,7 +48,7 @@ def address(folder: HeadFolder) -> str:
     return str(path.absolute()) if path.exists() else folder.name
 
 
-def locked(folder: Path) -> AcquireReturnProxy:
+def locked(folder: Path) -> AcquireReturnProxy[Any]:
     """A context that no other process has the folder open in. Raises ValueError if one has."""
     try:
         return FileLock(folder / LOCK, thread_local=False).acquire(blocking=False)
