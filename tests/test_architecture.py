@@ -26,27 +26,29 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 65_500, "infer": 14_600, "train": 28_900}
+CORE = {"heads": 66_700, "infer": 16_500, "train": 30_950}
 """Code tokens of the core, without comments and docstrings, so that nothing is gained by writing
-tighter. Who must raise one says in the commit what that buys.
+tighter. Who must raise one says in the commit what went for it.
 """
 WINGS = {
-    "heads.formats": 16_500,
-    "infer.drafters": 7_050,
-    "infer.measure": 13_900,
-    "infer.chat": 7_400,
-    "infer.serve": 14_300,
+    "heads.formats": 16_450,
+    "infer.drafters": 6_100,
+    "infer.measure": 13_450,
+    "infer.chat": 6_550,
+    "infer.serve": 14_050,
     "infer.generate": 2_200,
-    "infer.pipeline": 2_850,
-    "train.data": 22_900,
-    "train.plan": 5_500,
+    "infer.pipeline": 3_050,
+    "train.data": 23_000,
+    "train.plan": 4_400,
     "train.suggest": 1_250,
-    "train.doctor": 5_050,
-    "train.served": 2_900,
-    "train.learn": 5_000,
-    "scripts": 19_500,
+    "train.doctor": 3_950,
+    "train.served": 2_600,
+    "train.learn": 5_150,
+    "scripts": 19_600,
 }
 """The folders and modules around the core, and their code tokens."""
+TOTAL = 235_550
+"""Of all parts. It only falls: a part grows by what another gives up."""
 DOORS = {
     "heads.formats.facts",
     "heads.formats.hub",
@@ -80,6 +82,10 @@ def test_a_part_stays_within_its_tokens(name):
     files = [path for module, path in MODULES.items() if part(module) == name]
     total = sum(len(code_tokens(file.read_text())) for file in files)
     assert total <= {**CORE, **WINGS}[name]
+
+
+def test_the_whole_only_becomes_smaller():
+    assert sum(len(code_tokens(path.read_text())) for path in MODULES.values()) <= TOTAL
 
 
 def test_an_f_string_is_one_token():
