@@ -71,7 +71,7 @@ def page(browser, served) -> Iterator[Any]:
     engine.asked.clear()
     context = browser.new_context(viewport={"width": 1000, "height": 700})
     page = context.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(60_000)  # of a busy machine
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
