@@ -55,7 +55,7 @@ def fork(function: Callable[..., None], *arguments: object) -> ForkProcess:
 def exit_code_of_a_fork(function: Callable[..., None], *arguments: object) -> int | None:
     """Minus the number of the signal that ended it, if one did."""
     process = fork(function, *arguments)
-    process.join(timeout=60)
+    process.join(timeout=180)
     return process.exitcode
 
 
