@@ -215,7 +215,7 @@ class Drafter(Protocol):
         ...
 
 
-def check_sizes(head: Any, target: Target, name: str = "its target") -> None:
+def check_fit(head: Any, target: Target, name: str = "its target") -> None:
     """Raise ValueError when a `DraftHead` and a target differ in width or vocabulary or the head
     reads layers that the target does not have. name: of the head's own target.
     """
@@ -238,11 +238,11 @@ def check_sizes(head: Any, target: Target, name: str = "its target") -> None:
 def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
     """Refresh all `Cached` values of a `DraftHead`, at the start of a generation.
 
-    Raises ValueError for a tree that it cannot fill, as `check_sizes`, and when it is not on the
+    Raises ValueError for a tree that it cannot fill, as `check_fit`, and when it is not on the
     target's device.
     """
     head.check_tree(tree)
-    check_sizes(head, target)
+    check_fit(head, target)
     for weight in head.parameters():
         if weight.device != target.device:
             raise ValueError(

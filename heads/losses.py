@@ -326,12 +326,8 @@ def _soft(logits_Pv: Tensor, labels_P: Tensor, chunk: TeacherChunk, piece: slice
     if teacher.acceptance or teacher.objective == "dspark":
         accepted_P = torch.minimum(p_Pv, q_Pv).sum(1)
     if teacher.objective == "dspark":
-        short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
-        grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
-        share_P = 0.1 * (labels_P >= 0)  # of the cross-entropy with the true token
-        loss_P = 1.8 * (1 - accepted_P) + share_P * (normaliser_P1[:, 0] - label_P)
-        grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
-        grad_Pv.scatter_add_(1, index_P1, -share_P[:, None])
+        hard_P = normaliser_P1[:, 0] - label_P
+        loss_P, grad_Pv = _dspark(q_Pv, p_Pv, accepted_P, labels_P, hard_P)
         return Scored(loss_P, grad_Pv, known_P, accepted_P)
     if teacher.objective == "kl":
         entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
@@ -351,6 +347,21 @@ def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
     q_Pv = logits_Pv.sub_(top_P1).exp_()
     total_P1 = q_Pv.sum(1, keepdim=True)
     return q_Pv.div_(total_P1), total_P1.log() + top_P1
+
+
+def _dspark(
+    q_Pv: Tensor, p_Pv: Tensor, accepted_P: Tensor, labels_P: Tensor, hard_P: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss of each row and its gradient by the logits. hard_P: the cross-entropy with the true
+    token, of which a tenth is added where it is known.
+    """
+    short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
+    grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
+    share_P = 0.1 * (labels_P >= 0)
+    loss_P = 1.8 * (1 - accepted_P) + share_P * hard_P
+    grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
+    grad_Pv.scatter_add_(1, labels_P.clamp(min=0)[:, None], -share_P[:, None])
+    return loss_P, grad_Pv
 
 
 def _ranks(logits_Pv: Tensor, labels_P: Tensor) -> Tensor:

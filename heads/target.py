@@ -490,7 +490,7 @@ class Target:
                 attention_mask=self._masks.packed(batch) if self._packing == "mask" else None,
                 position_ids=batch.positions_BT,
                 use_cache=False,
-                output_hidden_states=asked(layers),
+                output_hidden_states=hidden_states_argument(layers),
                 **(document_ends(batch) if self._packing == "ends" else {}),
             )
         states_BTD = self._concatenate(out.hidden_states, layers)
@@ -583,7 +583,7 @@ class Target:
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
         if layers:
-            arguments["output_hidden_states"] = asked(layers)
+            arguments["output_hidden_states"] = hidden_states_argument(layers)
         if keep is not None and self._keeps_logits:
             arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
         out = self.forward(tokens_BN, mask, positions_BN, cache, **arguments)
@@ -633,7 +633,7 @@ class Target:
 
     def _lm_head_gives_logits(self) -> bool:
         tokens = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-        out = self.model(tokens, use_cache=False, output_hidden_states=asked([-1]))
+        out = self.model(tokens, use_cache=False, output_hidden_states=hidden_states_argument([-1]))
         got = self.model.get_output_embeddings()(out.hidden_states[-1])
         return torch.allclose(got.float(), out.logits.float().to(got.device), rtol=1e-3, atol=1e-3)
 
@@ -644,7 +644,7 @@ class Target:
         return weight.to(self.device)
 
 
-def asked(layers: Sequence[int]) -> list[int] | bool:
+def hidden_states_argument(layers: Sequence[int]) -> list[int] | bool:
     """What transformers takes as `output_hidden_states`, to return at least these."""
     return list(layers) if KEEPS_SOME else True
 
@@ -721,7 +721,7 @@ def _trial(target: Target) -> str | None:
     # the same four paths as rows of plain text, padded to 7 tokens
     texts = [prompt + [drafts[node] for node in path] for prompt in prompts for path in paths]
     rows_BT = torch.tensor([text + ids[: 7 - len(text)] for text in texts], device=target.device)
-    out = target.model(rows_BT, use_cache=False, output_hidden_states=asked([-1]))
+    out = target.model(rows_BT, use_cache=False, output_hidden_states=hidden_states_argument([-1]))
     plain_BTD: Tensor = out.hidden_states[-1].to(target.device)
     if plain_BTD.ndim != 3 or plain_BTD.shape[2] != target.hidden_size:
         shape = tuple(plain_BTD.shape)
@@ -758,7 +758,7 @@ def _deep(target: Target, ids: list[int]) -> tuple[Tensor, Tensor]:
     nodes_BND = target.verify(TokenTree(tokens_BN, chain), cache, [-1]).features_BND
     assert nodes_BND is not None
     texts_BT = torch.cat([tokens_BN[:, :1], tokens_BN], dim=1)
-    out = target.model(texts_BT, use_cache=False, output_hidden_states=[-1])
+    out = target.model(texts_BT, use_cache=False, output_hidden_states=hidden_states_argument([-1]))
     plain_BND = out.hidden_states[-1][:, 1:].to(target.device)
     return nodes_BND.flatten(0, 1), plain_BND.flatten(0, 1)
 

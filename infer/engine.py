@@ -166,7 +166,7 @@ class NoDraft:
         """Nothing to forget."""
 
 
-Place = tuple["Speculator", torch.device, torch.dtype]
+CacheKey = tuple["Speculator", torch.device, torch.dtype]
 """What caches and compiled steps are for: an engine, and the device and dtype of its target."""
 
 
@@ -174,7 +174,7 @@ Place = tuple["Speculator", torch.device, torch.dtype]
 class Caches:
     """The caches of one generation. text: the growing list of its only row's tokens."""
 
-    place: Place
+    key: CacheKey
     generation: int  # its number in the session
     text: list[int]
     cache: SlotCache
@@ -211,7 +211,9 @@ class Session:
         """
         caches, text = self._caches, rows[0].text
         self.generations += 1
-        self.reused = self.shared(text) if caches is not None and caches.place == owner.place else 0
+        self.reused = (
+            self.shared(text) if caches is not None and caches.key == owner.cache_key else 0
+        )
         self.length = self.reused
         if caches is not None and self.reused:
             # one less: the state at the last shared token predicts the first new one
@@ -223,7 +225,7 @@ class Session:
             longest = max(len(row.text) for row in rows)
             capacity = min(longest + reserved, target.context) + owner.tree.nodes
             cache, drafter = target.new_cache(len(rows), capacity), owner.new_drafter()
-            caches = Caches(owner.place, self.generations, text, cache, drafter)
+            caches = Caches(owner.cache_key, self.generations, text, cache, drafter)
         # LongRoPE changes the keys of a text that grows
         self._caches = None if owner.target.has_long_rope else caches
         return caches
@@ -377,7 +379,7 @@ class Speculator:
             decoding.compile()
 
     @property
-    def place(self) -> Place:
+    def cache_key(self) -> CacheKey:
         """It may change: a target can be moved."""
         return self, self.target.device, self.target.dtype
 
@@ -386,7 +388,7 @@ class Speculator:
         if not self.compile:
             return None
         try:
-            key = (batch, self.place, *accept.constants())
+            key = (batch, self.cache_key, *accept.constants())
             known = self._compiled.get(key)
         except TypeError as fault:  # also for fields that may change, which have no hash
             if self._compiles_more:
@@ -501,7 +503,7 @@ class Decoding:
         one take it back.
         """
         caches = Caches(
-            self.engine.place, 0, [], self.target.new_cache(0, 0), self.engine.new_drafter()
+            self.engine.cache_key, 0, [], self.target.new_cache(0, 0), self.engine.new_drafter()
         )
         nothing = self.committed.select([])
         decoding = Decoding(self.engine, self.accept, (), Session(), caches, nothing, 0.0)

@@ -42,7 +42,7 @@ class EndlessTemplateError(TemplateError):
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def template_limits() -> Iterator[None]:
     """Raise `EndlessTemplateError` in a block that does not end: a template is a program, whose
     loops and texts jinja does not bound.
     """
@@ -159,8 +159,8 @@ class PromptRenderer:
         if not getattr(self.tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in messages)
         try:
-            given = [self.parsed(message) for message in messages]
-            with bounded():
+            given = [self.template_message(message) for message in messages]
+            with template_limits():
                 rendered: str = self.tokenizer.apply_chat_template(
                     given, tokenize=False, add_generation_prompt=ask, **self.template_args
                 )
@@ -208,7 +208,7 @@ class PromptRenderer:
         decode = self.tokenizer.decode
         return any(decode([each], skip_special_tokens=True) != decode([each]) for each in ids)
 
-    def parsed(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """The message as the template takes it, which marks reasoning with special tokens, and
         often leaves out what has OpenAI's newer name of the system's role.
         """

@@ -4,7 +4,7 @@ are found by name: `demo-sequential`, `demo-target`, `demo-prompts`.
 
 from pathlib import Path
 
-from draftheads.arguments import meant
+from draftheads.arguments import suggestion
 
 FOLDER = Path(__file__).parent
 LAUNCH = "accelerate-"
@@ -35,6 +35,6 @@ def find_recipe(name: str | Path) -> Path:
         return path
     if recipe := packaged(str(name), ".yaml"):
         return recipe
-    near = meant(path.stem, recipe_names())
+    near = suggestion(path.stem, recipe_names())
     hint = f"did you mean {near}?" if near else "`draftheads recipes` lists those by name"
     raise FileNotFoundError(f"recipe {name}: expected a YAML file or a packaged recipe; {hint}")

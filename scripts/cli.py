@@ -68,7 +68,7 @@ NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
 LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", "train"
 NEEDS = {
-    **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml", "tqdm")),
+    **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml")),
     "gguf": ("gguf",),
     "--plot": ("matplotlib",),
 }

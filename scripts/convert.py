@@ -28,7 +28,7 @@ from draftheads.heads.mtp import MtpHead
 from draftheads.heads.placement import read_config
 from draftheads.heads.target import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.scripts.public import public_facts, recorded
+from draftheads.scripts.public import public_config, public_facts
 
 
 def converted(
@@ -67,7 +67,7 @@ def converted(
     }
     tensors = {name: tensor.contiguous() for name, tensor in cast(stored.tensors, dtype).items()}
     dtypes = [each.dtype for each in tensors.values() if each.is_floating_point()]
-    public = recorded(facts)
+    public = public_config(facts)
     # other programs look for a target on this machine by its path, in a key of their own
     ours = head_config(head, dtypes[0], public if to == "draftheads" else facts)
     with named(folder.path):

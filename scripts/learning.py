@@ -60,12 +60,12 @@ def learning(
         yield Learner(engine)
         return
     with extras():
-        from draftheads.train.learn.place import Place, address, opened, place_of
+        from draftheads.train.learn.place import Place, address, learning_root, place_of
 
     folder = learned_folder(head)
     if engine.compile:
         raise ValueError("--learn: expected no --compile, as steps would be compiled again")
-    path = place_of(folder, opened(options.folder))
+    path = place_of(folder, learning_root(options.folder))
     limits = {"most_mb": options.size_mb, "keep_days": options.keep_days}
     with closing(Place(path, engine.target, head=address(folder), **limits)) as place:
         learner = _learner(engine, str(head), folder, place)
@@ -111,10 +111,10 @@ def learned_folder(head: str | None) -> HeadFolder:
 
 def rollback(head: LearnedHead, learn_folder: LearnFolder = None) -> None:
     """Serve the head before the newest that was learned, from the next start on."""
-    from draftheads.train.learn.place import opened, place_of
+    from draftheads.train.learn.place import learning_root, place_of
     from draftheads.train.learn.place import rollback as run
 
-    version = run(place_of(learned_folder(head), opened(learn_folder)))
+    version = run(place_of(learned_folder(head), learning_root(learn_folder)))
     what = f"version {version}" if version else "the head that learning started from"
     say(f"{head} is served as {what} from now on")
 
@@ -128,7 +128,7 @@ def forget(
     """Delete what chat and serve have kept with --learn: texts, and the heads made from them."""
     from draftheads.train.learn import place
 
-    root = place.opened(learn_folder)
+    root = place.learning_root(learn_folder)
     there = {path: facts.get("head") for path, facts in place.places(root)}
     if head:
         folder = learned_folder(head)

@@ -42,7 +42,7 @@ PATHS = {"path", "output"}
 """Keys of what may be on the Hub; keys of local paths."""
 
 
-def known() -> set[str]:
+def public_keys() -> set[str]:
     """All keys that leave; kinds may be registered at any time."""
     fields = [kind.Choices.model_fields.items() for kind in HEADS.values()]
     names = {field.alias or name for each in fields for name, field in each}
@@ -54,7 +54,7 @@ def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
     keys leave.
     """
     if isinstance(value, dict):
-        keys = known()
+        keys = public_keys()
         return {
             name: public_facts(each, name, whole or name in WHOLE)
             for name, each in value.items()
@@ -69,7 +69,7 @@ def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
     return "" if PLACE.search(value) else value
 
 
-def recorded(facts: dict[str, Any]) -> dict[str, Any]:
+def public_config(facts: dict[str, Any]) -> dict[str, Any]:
     """What config.json keeps of `public_facts`: the last part of a target's path may be the name of
     another model.
     """

@@ -28,7 +28,7 @@ from draftheads.heads.formats.card import HERE, REMOTE_CODE, is_hub_id, render_c
 from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
-from draftheads.scripts.public import is_local, public_facts, recorded, without_private
+from draftheads.scripts.public import is_local, public_config, public_facts, without_private
 
 LICENCES = """
 apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigscience-bloom-rail-1.0
@@ -93,7 +93,7 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     }
     head, stored = folder.read()
     card = _card(folder, ours(head, stored, public_facts(folder.facts.json)), repo_id, licence)
-    facts = recorded(folder.facts.json)
+    facts = public_config(folder.facts.json)
     texts = {CONFIG: ours(head, stored, facts)}
     if has_adapter:
         settings = adapter.read_settings(folder.path / adapter.FOLDER)

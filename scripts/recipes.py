@@ -9,7 +9,7 @@ from typing import Annotated
 import yaml
 from typer import Argument, Option
 
-from draftheads.arguments import meant
+from draftheads.arguments import suggestion
 from draftheads.recipes import find_recipe, recipe_names
 from draftheads.scripts.following import say_next, target_options
 from draftheads.scripts.options import NEW_CHECK, MaybeLora, Revision, TargetName
@@ -116,7 +116,9 @@ def keys(
     if section:
         rows = [x for x in table if f"{x[0]}.".replace(" ", ".").startswith(f"{section}.")]
     if not rows:
-        near = meant(str(section), {*Recipe.model_fields, *(row[0].split()[0] for row in table)})
+        near = suggestion(
+            str(section), {*Recipe.model_fields, *(row[0].split()[0] for row in table)}
+        )
         hint = f"did you mean {near}?" if near else "choose one, or leave it out for all"
         sections = ", ".join(Recipe.model_fields)
         raise ValueError(

@@ -34,7 +34,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from draftheads.arguments import expected, meant
+from draftheads.arguments import expected, suggestion
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
@@ -470,7 +470,7 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
         message = _unknown_key(key, kind)
     elif fault["type"] == "union_tag_invalid":
         tag = str(fault["ctx"]["tag"])
-        near = meant(tag, HEADS)
+        near = suggestion(tag, HEADS)
         hint = f"; did you mean {near!r}?" if near else ""
         message = f"expected one of {', '.join(HEADS)}, got {tag!r}{hint}"
     else:

@@ -48,7 +48,7 @@ from draftheads.train.data.server import (
 )
 from draftheads.train.data.shards import Array
 from draftheads.train.recipe import FeatureChoices, Recipe
-from draftheads.train.states import AskedFeatures, StateChecks, StateLayout
+from draftheads.train.states import StateChecks, StateFeatures, StateLayout
 
 FILE_SECONDS = 30.0
 """How long a file may take after the answer that names it."""
@@ -305,7 +305,7 @@ class Connection:
             self._made.close()
 
 
-class ServedFeatures(AskedFeatures):
+class ServedFeatures(StateFeatures):
     """From servers. Its errors are ServerError if none gives them, WrongStates for others than were
     asked for.
     """

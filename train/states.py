@@ -246,7 +246,7 @@ def distances(got: Tensor, known: Tensor) -> Tensor:
     return error
 
 
-class AskedFeatures(ABC):
+class StateFeatures(ABC):
     """A `RowSource` of states that come from elsewhere while training goes on."""
 
     def __init__(self, layout: StateLayout, rows: Rows) -> None:
@@ -281,7 +281,7 @@ class AskedFeatures(ABC):
         return self._layout.row([future.result() for future in self._asked.pop(number)])
 
 
-class FileFeatures(AskedFeatures):
+class FileFeatures(StateFeatures):
     """Of another toolkit's files. read: called by several threads. The states of a piece are those
     of its whole document.
     """

@@ -110,7 +110,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     )
 
 
-def updated(edited: str, old: str, new: str) -> str:
+def merge_sections(edited: str, old: str, new: str) -> str:
     """A card with the sections of a new one in place of those that are as they were in an old one;
     what people wrote stays.
     """

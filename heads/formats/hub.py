@@ -21,10 +21,10 @@ from draftheads.arguments import head_folder
 from draftheads.heads.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
-from draftheads.heads.drafting import check_sizes
+from draftheads.heads.drafting import check_fit
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import read_json, staged, write_text
-from draftheads.heads.formats.card import render_card, updated, write_remote_code
+from draftheads.heads.formats.card import merge_sections, render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
@@ -171,7 +171,7 @@ def _rewrite(folder: Path, config: dict[str, Any]) -> None:
     """Replace config.json, and in the card what nobody has edited."""
     old, card = render_card(read_config(folder)) + "\n", folder / CARD
     edited = card.read_text(encoding="utf-8") if card.is_file() else old
-    write_text(card, updated(edited, old, render_card(config) + "\n"))
+    write_text(card, merge_sections(edited, old, render_card(config) + "\n"))
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -383,7 +383,7 @@ def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
     in `facts`.
     """
     name = facts.target.title if facts.target.name else "its target"
-    check_sizes(head, target, name)
+    check_fit(head, target, name)
     trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     difference = None

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ from draftheads.heads.formats.stored import Renames, Stored, renamed
 from draftheads.heads.layers import Rope
 from draftheads.heads.placement import location
 from draftheads.heads.tensors import matrix
-
-if TYPE_CHECKING:
-    pass
 
 HOW = "llama.cpp's convert_hf_to_gguf.py makes one of a folder of the target"
 REWRITTEN = 0.1

@@ -71,7 +71,7 @@ def expected(message: str) -> str:
     return re.sub("^Input should be ", "expected ", message)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """What a person may have meant: the known names that go on like this one, else the nearest one;
     "" for none.
     """

@@ -32,7 +32,7 @@ from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES
-from draftheads.scripts.public import known, public_facts
+from draftheads.scripts.public import public_facts, public_keys
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.server import ServedTarget
 from draftheads.train.recipe import SERVER_KEYS, FeatureChoices, recipe_keys
@@ -344,7 +344,7 @@ def test_a_card_that_nobody_edited_is_rendered_again(tmp_path, kind):
 def test_every_key_of_a_recipe_is_published_or_a_servers():
     """A new one stays here until it is in the list."""
     keys = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
-    assert keys - known() == SERVER_KEYS
+    assert keys - public_keys() == SERVER_KEYS
 
 
 def test_publish_follows_no_link_out_of_the_folder(hub, folder, run, tmp_path):

@@ -189,7 +189,7 @@ def test_texts_without_reasoning_stay_as_they_are(template):
     renderer = PromptRenderer(side_of(template), {})
     for content in ("ok", " ok </thinking>", "It is <think> that opens."):
         message = {"role": "assistant", "content": content}
-        assert renderer.parsed(message) == message
+        assert renderer.template_message(message) == message
         ids = renderer.tokenizer(content)["input_ids"]
         assert template == TAGS or renderer.answer_text(ids) == content
 

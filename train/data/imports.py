@@ -149,7 +149,7 @@ def rendering(
     """
     ends = {renderer.tokenizer.decode([token]): token for token in renderer.eos_ids}
     prompt = render(renderer, turns, answers)
-    if answer.get("tool_calls") or renderer.parsed(answer) != answer:
+    if answer.get("tool_calls") or renderer.template_message(answer) != answer:
         whole = render(renderer, [*turns, []], [*answers, answer], ask=False)
         return _rendering_as_shown(prompt, whole, answer, ends)
     whole = render(renderer, [*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)

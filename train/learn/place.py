@@ -48,7 +48,7 @@ def address(folder: HeadFolder) -> str:
     return str(path.absolute()) if path.exists() else folder.name
 
 
-def locked(folder: Path) -> AcquireReturnProxy[Any]:
+def hold(folder: Path) -> AcquireReturnProxy[Any]:
     """A context that no other process has the folder open in. Raises ValueError if one has."""
     try:
         return FileLock(folder / LOCK, thread_local=False).acquire(blocking=False)
@@ -70,9 +70,9 @@ class Place:
     ) -> None:
         self.path = path
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = locked(path).lock
+        self._lock = hold(path).lock
         try:
-            facts = checked_target(path / TARGET, target)
+            facts = target_facts(path / TARGET, target)
             facts |= {"head": head, "keep_days": keep_days}
             write_text(path / TARGET, json.dumps(facts, indent=2) + "\n")
             texts = path / TEXTS
@@ -87,7 +87,7 @@ class Place:
         self._lock.release()
 
 
-def checked_target(path: Path, target: Target) -> dict[str, Any]:
+def target_facts(path: Path, target: Target) -> dict[str, Any]:
     """What is recorded of a target. Raises ValueError if there is a record of another one."""
     now = target.quantisation or "none"
     facts = {"name": str(target.name), "fingerprint": target.fingerprint(), "quantisation": now}
@@ -113,14 +113,14 @@ def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
                 yield path.parent, facts
 
 
-def opened(root: Path | None) -> Path:
+def learning_root(root: Path | None) -> Path:
     """The folder of all heads that learn, by default in the user's data, without the texts that are
     older than was asked for. Those of a process that learns are deleted by itself.
     """
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     root = root or Path(data).expanduser() / "draftheads" / "learned"
     for path, facts in places(root):
-        with suppress(ValueError), locked(path):
+        with suppress(ValueError), hold(path):
             delete_older(path / TEXTS, facts.get("keep_days", 30) * 86400)
     return root
 
@@ -129,13 +129,13 @@ def rollback(path: Path) -> int:
     """`Versions.rollback` of a folder that no other process has open."""
     if not (path / HEADS).is_dir():
         raise ValueError(f"{path}: expected a head that has learned, found none there")
-    with locked(path):
+    with hold(path):
         return Versions(path / HEADS).rollback()
 
 
 def delete(path: Path) -> None:
     """Delete what `Place` wrote; other files stay. Raises ValueError if a process has it open."""
-    with locked(path):
+    with hold(path):
         for folder in (TEXTS, HEADS):
             if (path / folder).is_dir():
                 shutil.rmtree(path / folder)
