@@ -100,8 +100,10 @@ def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
     """
     if dtype == "auto":
         return tensors
-    kind = getattr(torch, dtype)
-    result = {name: x.to(kind) if x.is_floating_point() else x for name, x in tensors.items()}
+    result = {
+        name: x.to(getattr(torch, dtype)) if x.is_floating_point() else x
+        for name, x in tensors.items()
+    }
     for name, x in result.items():
         if not x.isfinite().all():
             raise ValueError(

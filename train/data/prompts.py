@@ -52,7 +52,7 @@ SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_datase
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
 }
-PACKAGED = tuple(path.stem for path in sorted(FOLDER.glob("*.jsonl")))
+PACKAGED = tuple(path.stem for path in FOLDER.glob("*.jsonl"))
 """Sets that come with the package."""
 ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
