@@ -36,6 +36,11 @@ LONGEST = (
 """Modules that begin first, so that no process works alone at the end."""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: many tests wait for processes and servers."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
