@@ -721,8 +721,7 @@ def _trial(target: Target) -> str | None:
     # the same four paths as rows of plain text, padded to 7 tokens
     texts = [prompt + [drafts[node] for node in path] for prompt in prompts for path in paths]
     rows_BT = torch.tensor([text + ids[: 7 - len(text)] for text in texts], device=target.device)
-    out = target.model(rows_BT, use_cache=False, output_hidden_states=hidden_states_argument([-1]))
-    plain_BTD: Tensor = out.hidden_states[-1].to(target.device)
+    plain_BTD = _plain_states(target, rows_BT)
     if plain_BTD.ndim != 3 or plain_BTD.shape[2] != target.hidden_size:
         shape = tuple(plain_BTD.shape)
         return f"its last states are {shape}, expected texts x tokens x {target.hidden_size}"
@@ -746,20 +745,26 @@ def _trial(target: Target) -> str | None:
     return _leaking(target, texts, plain_BTD[2, :5])
 
 
+def _plain_states(target: Target, tokens_BT: Tensor) -> Tensor:
+    """Last states (B, T, D) of texts without trees."""
+    layers = hidden_states_argument([-1])
+    out = target.model(tokens_BT, use_cache=False, output_hidden_states=layers)
+    states_BTD: Tensor = out.hidden_states[-1]
+    return states_BTD.to(target.device)
+
+
 def _deep(target: Target, ids: list[int]) -> tuple[Tensor, Tensor]:
     """States (L, D) of deep chains, as trees and as plain text. Each repeats one token, by which
     errors in a recurrence over all nodes grow most.
     """
-    depth = min(TRIAL_DEPTH, target.context - 1)
-    tokens_BN = torch.tensor([[ids[0]] * depth, [ids[-1]] * depth], device=target.device)
-    cache = target.new_cache(2, 1 + depth)
-    target.prefill(tokens_BN[:, :1].tolist(), cache, ())
-    chain = Topology(torch.arange(-1, depth - 1, device=target.device)[None])
-    nodes_BND = target.verify(TokenTree(tokens_BN, chain), cache, [-1]).features_BND
+    length = min(1 + TRIAL_DEPTH, target.context)
+    tokens_BT = torch.tensor([ids[:1] * length, ids[-1:] * length], device=target.device)
+    cache = target.new_cache(2, length)
+    target.prefill(tokens_BT[:, :1].tolist(), cache, ())
+    chain = Topology(torch.arange(-1, length - 2, device=target.device)[None])
+    nodes_BND = target.verify(TokenTree(tokens_BT[:, 1:], chain), cache, [-1]).features_BND
     assert nodes_BND is not None
-    texts_BT = torch.cat([tokens_BN[:, :1], tokens_BN], dim=1)
-    out = target.model(texts_BT, use_cache=False, output_hidden_states=hidden_states_argument([-1]))
-    plain_BND = out.hidden_states[-1][:, 1:].to(target.device)
+    plain_BND = _plain_states(target, tokens_BT)[:, 1:]
     return nodes_BND.flatten(0, 1), plain_BND.flatten(0, 1)
 
 

@@ -57,11 +57,8 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     kind, target, tree = facts.kind, facts.target.name, facts.tree
     training = {key: value for key, value in facts.training.items() if key != "recipe"}
     recipe, source = facts.training.get("recipe"), flat(training).get("data.prompts.source")
-    shape = {
-        key: value
-        for key, value in config.items()
-        if not (isinstance(value, dict | list) or key.startswith("speculators_"))
-    }
+    shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
+    shape = {key: value for key, value in shape.items() if not key.startswith("speculators_")}
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
     shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     lora = facts.target.lora
