@@ -11,7 +11,7 @@ from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.target import Target
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import DrafterSource, Step
 
@@ -78,8 +78,8 @@ class Baseline:
 
 
 def rivals(target: Target, drafts: Mapping[str, DrafterSource]) -> dict[str, Baseline]:
-    """transformers' own `generate` with each kind of drafter that it has, too. It draws other
-    tokens when sampling and takes no batches.
+    """transformers' own `generate` with n-grams and with draft models. It draws other tokens when
+    sampling and takes no batches.
     """
     entries = {}
     for name, each in drafts.items():
@@ -88,8 +88,6 @@ def rivals(target: Target, drafts: Mapping[str, DrafterSource]) -> dict[str, Bas
             options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
         elif isinstance(each, DraftModel):
             options["assistant_model"] = each.model.model
-        elif isinstance(each, EarlyExit):
-            options["assistant_early_exit"] = each.layers
         if options:
             entries[f"generate {name}"] = Baseline(target, **options)
     return entries

@@ -42,6 +42,7 @@ def write_gguf(target: Target, file: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(target.tokenizer.convert_ids_to_tokens(range(config.vocab_size)))
     writer.add_token_merges([" ".join(pair) for pair in tokens["merges"]])
+    writer.add_bos_token_id(target.eos_ids[0])  # transformers 5.17 cannot read a file without
     writer.add_eos_token_id(target.eos_ids[0])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in target.model.state_dict().items():

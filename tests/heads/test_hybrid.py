@@ -263,7 +263,7 @@ def test_nodes_of_a_deep_tree_of_equal_tokens_are_exact(name):
     tree = TokenTree(torch.tensor([[9] * depth]), Topology(torch.arange(-1, depth - 1)[None]))
     nodes_BND = target.verify(tree, cache, (-1,)).features_BND
     ids = torch.tensor([prompt + [9] * depth])
-    plain = target.model(ids, use_cache=False, output_hidden_states=[-1]).hidden_states[-1]
+    plain = target.model(ids, use_cache=False, output_hidden_states=True).hidden_states[-1]
     assert torch.allclose(nodes_BND, plain[:, len(prompt) :], atol=1e-3)
 
 
