@@ -16,7 +16,7 @@ from draftheads.heads.formats.hub import load_head, load_pair, save_head
 from draftheads.heads.kinds import HEADS, register
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.sequential import SequentialHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, parse_tree
 
 __all__ = [

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.cpu_linear import PackedBits, can_pack, has_int8, pack_layers
+from draftheads.heads.cpu.linear import PackedBits, can_pack, has_int8, pack_layers
 from draftheads.heads.drafting import Drafter
 from draftheads.heads.layers import Stateless
 from draftheads.heads.losses import RANKS, Objective, Teacher
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, Tree
 
 Result = TypeVar("Result")

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
-from draftheads.heads.cpu_linear import operand, pack_like
+from draftheads.heads.cpu.linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
@@ -73,7 +73,7 @@ from draftheads.heads.losses import (
     chunked_ranks,
     linear_cross_entropy,
 )
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import extended, joined, per_query_head
 from draftheads.heads.tree import (

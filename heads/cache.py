@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftheads.heads.recurrent import States
+from draftheads.heads.hybrid.states import States
 
 ROOM = 1024
 """Slots reserved for new tokens, at most: few answers are as long as they may be."""

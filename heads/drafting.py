@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
-from draftheads.heads.grouped_attention import attend
+from draftheads.heads.cpu.attention import attend
 from draftheads.heads.layers import Angles, Cached, Positional
-from draftheads.heads.target import PREFILL_CHUNK, Target
+from draftheads.heads.target.model import PREFILL_CHUNK, Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.heads.tree_drafting import gather_nodes, tree_builder
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
-from draftheads.heads.cpu_linear import operand
+from draftheads.heads.cpu.linear import operand
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
@@ -42,7 +42,7 @@ from draftheads.heads.layers import (
     project,
 )
 from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
 from draftheads.heads.tree import MOST_NODES, NODES, DynamicTree, TokenTree, Tree, check_fits

@@ -6,7 +6,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head, EagleHead
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.mtp import MtpHead
+from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.sequential import SequentialHead
 
 HEADS: dict[str, type[DraftHead]] = {

@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.heads.choices import LayerSizes
-from draftheads.heads.cpu_linear import PackedWeight, operand, pack_like
-from draftheads.heads.target import Target
+from draftheads.heads.cpu.linear import PackedWeight, operand, pack_like
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import needed
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 RANKS = 10
 """Ranks of the true token that training statistics distinguish."""

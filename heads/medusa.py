@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.cpu_linear import operand
+from draftheads.heads.cpu.linear import operand
 from draftheads.heads.drafting import Committed, Drafter, begin_drafting
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
 from draftheads.heads.tree import MOST_NODES, NODES, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.vocabulary import (

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
-from draftheads.heads.cpu_linear import operand
+from draftheads.heads.cpu.linear import operand
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
 from draftheads.heads.layers import (
     Angles,
@@ -50,7 +50,7 @@ from draftheads.heads.layers import (
     project,
 )
 from draftheads.heads.medusa import MedusaChoices, MedusaDesign, MedusaHead, States
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits

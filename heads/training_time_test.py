@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.layers import Positional
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 CHUNK = 1024
 """Queries of longer rows attend in chunks of so many, each to the keys that it can see."""

@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.cpu_linear import pack_like
+from draftheads.heads.cpu.linear import pack_like
 from draftheads.heads.layers import Cached
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import integers
 
 

@@ -48,6 +48,7 @@ __all__ = [
 if TYPE_CHECKING:
     from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
     from draftheads.infer.chat.repl import ChatOptions
+    from draftheads.infer.costs import Costs
     from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
     from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
     from draftheads.infer.drafters.merged import Merged
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from draftheads.infer.engine import Session, Speculator, Statistics, Step
     from draftheads.infer.generate import speculative
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
-    from draftheads.infer.measure.costs import Costs
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load
     from draftheads.infer.prompt import encode_prompt
     from draftheads.infer.text import TextStream

@@ -25,7 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftheads.heads.target import Decoded
+from draftheads.heads.target.model import Decoded
 from draftheads.heads.tree import TokenTree
 
 LEAST_TEMPERATURE = 1e-5

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.drafting import Committed, Drafter
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, commit
 

@@ -16,7 +16,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
-from draftheads.heads.target import Decoded, Target
+from draftheads.heads.target.model import Decoded, Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, RowRules, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not

@@ -38,8 +38,8 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import WEIGHTS, open_head
-from draftheads.heads.recurrent import CACHE
-from draftheads.heads.target import Target
+from draftheads.heads.hybrid.states import CACHE
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Processed, check_temperature
 from draftheads.infer.drafters.named import named_drafts

@@ -24,7 +24,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.engine import Step

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
 
 
 def fair_clock(device: torch.device) -> Callable[[], float]:

@@ -230,7 +230,7 @@ def plan(
     import transformers
 
     from draftheads.scripts.printing import next_command, print_plan, remedy
-    from draftheads.train.plan import make_plan
+    from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
     set_threads(threads)

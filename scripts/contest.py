@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.accept import Greedy
 from draftheads.infer.drafters.named import NamedDrafts

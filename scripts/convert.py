@@ -24,9 +24,9 @@ from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
-from draftheads.heads.mtp import MtpHead
-from draftheads.heads.placement import read_config
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.head import MtpHead
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.placement import read_config
 from draftheads.heads.tensors import dtype_name
 from draftheads.scripts.public import public_config, public_facts
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import load_head, open_head, record_tuned
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.chat.repl import sample_chat
 from draftheads.infer.engine import Speculator

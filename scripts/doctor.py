@@ -37,9 +37,9 @@ from draftheads.scripts.options import (
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
+    from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
-    from draftheads.train.doctor import Diagnosis, Evidence
     from draftheads.train.recipe import FeatureChoices
 
 SERVER = """http://HOST:PORT of a vLLM that captures hidden states (`plan` prints how) for a target
@@ -90,8 +90,8 @@ def doctor(
     """
     from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.openings import opening_ids
+    from draftheads.train.advice.doctor import Evidence, openings_of, unseen
     from draftheads.train.data.answers import read_manifest
-    from draftheads.train.doctor import Evidence, openings_of, unseen
 
     check_places(context, EXAMINED, DECODED, "nothing is decoded")
     folder = open_head(head)
@@ -167,8 +167,8 @@ def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:
     """That of `diagnose`. Raises its errors with options in place of a recipe's keys."""
+    from draftheads.train.advice.doctor import diagnose
     from draftheads.train.data.server import ServerError
-    from draftheads.train.doctor import diagnose
 
     try:
         with closing(evidence.connection):

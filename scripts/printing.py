@@ -14,20 +14,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
-from draftheads.infer.measure.costs import ORDINARY, Trial
+from draftheads.infer.costs import ORDINARY, Trial
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.text import TextStream
+from draftheads.train.advice.plan import Plan, RowBytes
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt, check_source
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.plan import Plan, RowBytes
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
 FREQUENT = 12

@@ -22,12 +22,12 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.hf_api import ModelInfo
 
 from draftheads.arguments import HUB_ID
-from draftheads.heads import adapter
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.card import HERE, REMOTE_CODE, is_hub_id, render_card
 from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
 from draftheads.heads.formats.stored import Stored
 from draftheads.heads.formats.table import as_ours
+from draftheads.heads.target import adapter
 from draftheads.scripts.public import is_local, public_config, public_facts, without_private
 
 LICENCES = """

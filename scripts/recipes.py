@@ -82,7 +82,7 @@ def init(
     target's config.json, no weights.
     """
     from draftheads.heads.files import write_text
-    from draftheads.train.suggest import suggest
+    from draftheads.train.advice.suggest import suggest
 
     text = suggest(target, kind, data, revision, adapter)
     answers = yaml.safe_load(text)["data"]["path"]

@@ -32,8 +32,8 @@ from draftheads.arguments import nearest, takes_files
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import remedy, staged
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.launch import agreeing
 from draftheads.train.origin import Origin
 from draftheads.train.recipe import Recipe

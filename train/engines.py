@@ -30,12 +30,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftheads.heads.adapter import Adapter
 from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.losses import Teacher, linear_cross_entropy
-from draftheads.heads.pretrained import decoder_layers
-from draftheads.heads.target import Target
+from draftheads.heads.target.adapter import Adapter
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.heads.tree import Tree
 from draftheads.train.launch import asked_for_fsdp
 from draftheads.train.recipe import AdapterChoices, OptimChoices, Precision, Recipe

@@ -21,13 +21,13 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.infer.race import BenchPrompt
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
-from draftheads.train.features import FeatureSource, OnlineFeatures, SharedFaults
+from draftheads.train.features.sources import FeatureSource, OnlineFeatures, SharedFaults
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import TrainingData
 

@@ -28,12 +28,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftheads.arguments import check_path
-from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import WEIGHTS, refusals
 from draftheads.heads.tables import flat
-from draftheads.heads.target import Target
+from draftheads.heads.target.adapter import FOLDER as ADAPTER
+from draftheads.heads.target.model import Target
 from draftheads.train.batches import FEW_STEPS, Order, Reading, share
 from draftheads.train.checkpoint import (
     Checkpoints,
@@ -51,7 +51,7 @@ from draftheads.train.data.answers import has_answers, read_manifest
 from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes, memory_errors
-from draftheads.train.features import SharedFaults, make_features
+from draftheads.train.features.sources import SharedFaults, make_features
 from draftheads.train.launch import (
     StopRequest,
     agreeing,

@@ -20,10 +20,10 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import HeadFolder, open_head
-from draftheads.heads.mtp import MtpHead
-from draftheads.heads.mtp_checkpoint import NATIVE, native_head, native_shape
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.checkpoint import NATIVE, native_head, native_shape
+from draftheads.heads.mtp.head import MtpHead
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.vocabulary import lm_head_rows, t2d, token_map
 from draftheads.train.batches import Documents
 from draftheads.train.recipe import Recipe

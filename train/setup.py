@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.lora import titled
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.lora import titled
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.batches import Documents, Rows, Verification, release
 from draftheads.train.data.answers import read_manifest
 from draftheads.train.origin import continued_head, initial_head

@@ -33,7 +33,7 @@ from draftheads.heads.formats.eagle import (
 )
 from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
 from draftheads.heads.layers import GELU
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, needed, require
 
 KNOWN = re.compile(

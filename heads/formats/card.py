@@ -21,7 +21,7 @@ from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import MERGED, Stored
 from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.mtp_families import family_of
+from draftheads.heads.mtp.families import family_of
 from draftheads.heads.tables import flat, markdown_table
 from draftheads.heads.tree import DynamicTree
 from draftheads.recipes import packaged

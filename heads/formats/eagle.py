@@ -25,7 +25,7 @@ from draftheads.heads.formats.stored import (
     renamed,
     target_name,
 )
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.vocabulary import t2d
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from draftheads.heads.lora import titled
+from draftheads.heads.target.lora import titled
 from draftheads.heads.tree import StaticTree, Tree, tree_from_json
 
 

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 
 from draftheads.arguments import head_folder
-from draftheads.heads.adapter import FILES as ADAPTER_FILES
-from draftheads.heads.adapter import FOLDER as ADAPTER
 from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import check_fit
 from draftheads.heads.files import CONFIG as CONFIG
@@ -40,8 +38,10 @@ from draftheads.heads.formats.stored import (
 from draftheads.heads.formats.table import WRITERS, as_ours, loss, translated
 from draftheads.heads.kinds import HEADS as HEADS
 from draftheads.heads.online import download
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target, template_variables
+from draftheads.heads.target.adapter import FILES as ADAPTER_FILES
+from draftheads.heads.target.adapter import FOLDER as ADAPTER
+from draftheads.heads.target.model import Target, template_variables
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import DynamicTree, Tree
 

@@ -29,7 +29,7 @@ from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.facts import TargetFacts
 from draftheads.heads.formats.stored import Renames, Stored, renamed
 from draftheads.heads.layers import Rope
-from draftheads.heads.placement import location
+from draftheads.heads.target.placement import location
 from draftheads.heads.tensors import matrix
 
 HOW = "llama.cpp's convert_hf_to_gguf.py makes one of a folder of the target"

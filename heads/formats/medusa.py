@@ -26,7 +26,7 @@ from draftheads.heads.formats.stored import (
     target_name,
 )
 from draftheads.heads.layers import LayerShape
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, require
 
 VLLM = [(r"^medusa_heads?\.", "")]

@@ -17,12 +17,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftheads.heads.files import CONFIG, read_json, staged, write_text
-from draftheads.heads.mtp import MtpHead
-from draftheads.heads.mtp_checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
-from draftheads.heads.mtp_families import FAMILIES, Family, family_of
-from draftheads.heads.pretrained import final_norm
-from draftheads.heads.skeleton import tensor_files
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
+from draftheads.heads.mtp.families import FAMILIES, Family, family_of
+from draftheads.heads.mtp.head import MtpHead
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import final_norm
+from draftheads.heads.target.skeleton import tensor_files
 
 NEW = "model-mtp.safetensors"
 """The file of a layer that the checkpoint did not have."""

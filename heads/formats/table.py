@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from draftheads.heads.formats import block, eagle, medusa
 from draftheads.heads.formats.stored import Stored
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 Translates = Callable[[Stored, Target | None], Stored]
 

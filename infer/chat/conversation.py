@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftheads.heads.files import write_text
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Statistics, Step
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.text import AnswerText

@@ -29,8 +29,8 @@ from draftheads.infer.chat.screen import (
     PlainScreen,
     tree_drawing,
 )
+from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics, Step
-from draftheads.infer.measure.costs import too_slow
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.text import AnswerText, TextStream
 

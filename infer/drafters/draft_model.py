@@ -18,9 +18,9 @@ from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed
-from draftheads.heads.masks import Masks
-from draftheads.heads.pretrained import decoder_layers
-from draftheads.heads.target import Target
+from draftheads.heads.target.masks import Masks
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.infer.accept import Acceptance

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draftheads.heads.drafting import Committed, Drafter
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
 from draftheads.infer.engine import DrafterSource

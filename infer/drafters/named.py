@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftheads.heads.formats.hub import HeadFolder, open_head
-from draftheads.heads.mtp_checkpoint import native_head
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.checkpoint import native_head
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import CompileConfig, GenerationConfig
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.ngram import NGram

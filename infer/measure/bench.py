@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.drafting import Drafter
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import DrafterSource, Speculator, Statistics

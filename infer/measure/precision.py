@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from draftheads.heads.cpu_linear import PackedWeight, can_pack, has_int8
+from draftheads.heads.cpu.linear import PackedWeight, can_pack, has_int8
 from draftheads.heads.layers import project
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import NODES

@@ -13,8 +13,8 @@ from rich.console import Console
 from draftheads.heads.files import write_text
 from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.terminal import SafeConsole
+from draftheads.infer.costs import too_slow
 from draftheads.infer.measure.bench import BASELINES, COMPILED, BenchReport, Result
-from draftheads.infer.measure.costs import too_slow
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.race import GENERATE, PLAIN, machine_line
 

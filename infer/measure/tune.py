@@ -22,12 +22,11 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import Committed
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.compiled import why_not
-from draftheads.infer.engine import NoDraft, Speculator, Statistics
-from draftheads.infer.measure.costs import (
+from draftheads.infer.costs import (
     NONE,
     Costs,
     Trial,
@@ -36,6 +35,7 @@ from draftheads.infer.measure.costs import (
     predict,
     search,
 )
+from draftheads.infer.engine import NoDraft, Speculator, Statistics
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,

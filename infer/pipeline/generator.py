@@ -23,8 +23,8 @@ from typing import Any, TypedDict, Unpack, overload
 
 import torch
 
-from draftheads.heads.placement import Bits
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, seeded
 from draftheads.infer.engine import Row, Speculator, Statistics, Step, is_whole

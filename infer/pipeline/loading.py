@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.heads.placement import Bits, Placement
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
+    from draftheads.heads.target.placement import Bits, Placement
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
 
@@ -63,8 +63,8 @@ def load_target(
     import torch
 
     from draftheads.heads.formats.hub import shared_adapter, shared_template_args
-    from draftheads.heads.placement import default_device
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
+    from draftheads.heads.target.placement import default_device
 
     if place.device is not None:
         try:
@@ -102,7 +102,7 @@ def load_fast_target(
     in int8, and with dtype "auto" as the faster one by a measurement. Not for what learns or writes
     data: its results would depend on timing.
     """
-    from draftheads.heads.placement import default_device
+    from draftheads.heads.target.placement import default_device
 
     device = place.device or default_device()
     set_threads(place.threads)
@@ -129,7 +129,7 @@ def faster_dtype(name: str, revision: str | None, place: Place) -> str:
     """
     import torch
 
-    from draftheads.heads.placement import read_config
+    from draftheads.heads.target.placement import read_config
     from draftheads.heads.tensors import dtype_name
     from draftheads.infer.measure.precision import measured_pace, own_dtype
 

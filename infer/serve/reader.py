@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.serve.protocol import (
     MOST_CHOICES,

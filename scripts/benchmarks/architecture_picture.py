@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/architecture_picture.py docs/architecture.svg
 
-A column is a folder, with its core on top and its wings below. A box is as high as its code tokens,
-and at least as high as its text. Arrows are imports: from each core to the core on its left, and
-from each wing to its core. "also" names the wings that a part imports besides.
+A column is a folder: its core and the core's rooms, then its wings. A box is as high as its code
+tokens, and at least as high as its text. Arrows are imports: from each core to the core on its
+left, and from each wing to its core. "also" names the wings that a part imports besides.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 
-from draftheads.scripts.benchmarks.house import FOLDERS, code_tokens, imports, modules
+from draftheads.scripts.benchmarks.house import (
+    FOLDERS,
+    WINGS,
+    code_tokens,
+    imports,
+    modules,
+    part,
+)
 
 ROOT = Path(__file__).parents[2]
-LAYOUT = ROOT / "tests" / "test_architecture.py"
 WIDTH, GAP, MARGIN = 200, 34, 16  # pixels
 LINE, LETTERS = 14, 27  # pixels of a line of text, letters that fit into one
 TOKENS_PER_PIXEL = 220
@@ -51,9 +57,9 @@ class Part:
     def folder(self) -> str:
         return self.name.split(".")[0]
 
-    def lines(self, wings: set[str]) -> list[str]:
+    def lines(self) -> list[str]:
         """The text of the box below its title."""
-        also = sorted(each.split(".")[-1] for each in self.imports & wings)
+        also = sorted(each.split(".")[-1] for each in self.imports & {*WINGS})
         lines = wrap(" ".join(self.modules), LETTERS)
         if len(also) > MOST_NAMES:
             lines.append(f"also {len(also)} wings")
@@ -61,27 +67,14 @@ class Part:
             lines += wrap("also " + ", ".join(also), LETTERS)
         return lines
 
-    def height(self, wings: set[str]) -> int:
-        text = LINE * (len(self.lines(wings)) + 1) + 12
+    def height(self) -> int:
+        text = LINE * (len(self.lines()) + 1) + 12
         return max(text, self.tokens // TOKENS_PER_PIXEL)
 
 
-def wing_names() -> set[str]:
-    """The wings, as the test of the architecture lists them."""
-    for node in ast.parse(LAYOUT.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "WINGS":
-            return set(ast.literal_eval(node.value))
-    raise ValueError(f"{LAYOUT}: expected WINGS, found none; name the wings there")
-
-
-def read_parts(root: Path, wings: set[str]) -> list[Part]:
+def read_parts(root: Path) -> list[Part]:
     """All parts, measured."""
     paths = modules(root)
-
-    def part(module: str) -> str:
-        own = [wing for wing in wings if f"{module}.".startswith(f"{wing}.")]
-        return own[0] if own else module.split(".")[0]
-
     tokens: dict[str, int] = {}
     names: dict[str, list[str]] = {}
     used: dict[str, set[str]] = {}
@@ -99,16 +92,16 @@ def read_parts(root: Path, wings: set[str]) -> list[Part]:
     return [Part(name, tokens[name], names[name], used[name]) for name in tokens]
 
 
-def box(part: Part, x: int, y: int, wings: set[str]) -> list[str]:
+def box(each: Part, x: int, y: int) -> list[str]:
     """A part as SVG, with its upper left corner at x, y."""
-    style = "wing" if part.name in wings else "core"
-    height, size = part.height(wings), f"{part.tokens / 1000:.1f}k"
+    style = "wing" if each.name in WINGS else "core"
+    height, size = each.height(), f"{each.tokens / 1000:.1f}k"
     lines = [
         f'<rect class="{style}" x="{x}" y="{y}" width="{WIDTH}" height="{height}" rx="5"/>',
-        f'<text class="title" x="{x + 8}" y="{y + 17}">{part.name}</text>',
+        f'<text class="title" x="{x + 8}" y="{y + 17}">{each.name}</text>',
         f'<text x="{x + WIDTH - 8}" y="{y + 17}" text-anchor="end">{size}</text>',
     ]
-    for number, text in enumerate(part.lines(wings), start=1):
+    for number, text in enumerate(each.lines(), start=1):
         lines.append(f'<text x="{x + 8}" y="{y + 17 + LINE * number}">{text}</text>')
     return lines
 
@@ -117,29 +110,29 @@ def arrow(path: str) -> str:
     return f'<path class="arrow" marker-end="url(#head)" d="{path}"/>'
 
 
-def column(parts: list[Part], x: int, wings: set[str]) -> tuple[list[str], int]:
+def column(parts: list[Part], x: int) -> tuple[list[str], int]:
     """A folder as SVG, and the y at which it ends. Its wings join a line on the left, which leads
     to the core.
     """
-    core = [part for part in parts if part.name not in wings]
-    around = sorted((part for part in parts if part.name in wings), key=lambda part: -part.tokens)
+    core = [each for each in parts if each.name not in WINGS]
+    around = sorted((each for each in parts if each.name in WINGS), key=lambda each: -each.tokens)
     lines, y, end = [], MARGIN, MARGIN
-    for part in [*core, *around]:
-        lines += box(part, x, y, wings)
-        if core and part in around:
+    for each in [*core, *around]:
+        lines += box(each, x, y)
+        if core and each in around:
             lines.append(arrow(f"M{x} {y + 14} H{x - 12} V{end - 12} H{x - 1}"))
-        if part in core:
-            end = y + part.height(wings)
-        y += part.height(wings) + 12
+        if each in core:
+            end = y + each.height()
+        y += each.height() + 12
     return lines, y
 
 
-def picture(parts: list[Part], wings: set[str]) -> str:
+def picture(parts: list[Part]) -> str:
     """The whole SVG."""
     lines, height = [], 0
     for number, folder in enumerate(FOLDERS):
         x = MARGIN + number * (WIDTH + GAP)
-        drawn, y = column([part for part in parts if part.folder == folder], x, wings)
+        drawn, y = column([each for each in parts if each.folder == folder], x)
         lines += drawn
         height = max(height, y)
         if number:
@@ -153,8 +146,7 @@ def picture(parts: list[Part], wings: set[str]) -> str:
 def main() -> None:
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    wings = wing_names()
-    Path(sys.argv[1]).write_text(picture(read_parts(ROOT, wings), wings))
+    Path(sys.argv[1]).write_text(picture(read_parts(ROOT)))
 
 
 if __name__ == "__main__":

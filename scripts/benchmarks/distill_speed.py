@@ -20,7 +20,7 @@ import torch
 from transformers import GenerationConfig
 
 from draftheads.heads.formats.hub import load_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.accept import seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator

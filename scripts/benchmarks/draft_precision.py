@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.cpu_linear import pack_layers
+from draftheads.heads.cpu.linear import pack_layers
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator, Statistics

@@ -47,7 +47,7 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.eagle import UnrolledChoices
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.sequential import CONDITIONINGS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.threads import set_threads

@@ -26,7 +26,7 @@ from typing import Any
 
 from draftheads.heads.block import BlockHead
 from draftheads.heads.formats.hub import load_head, open_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
 from draftheads.infer.engine import Speculator, Statistics, Step
 from draftheads.scripts.convert import converted, with_mtp

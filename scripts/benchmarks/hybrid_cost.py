@@ -24,7 +24,7 @@ from typer import Option
 
 from draftheads.heads import Target, TokenTree
 from draftheads.heads.drafting import Committed
-from draftheads.heads.recurrent import cache_argument
+from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.engine import DrafterSource, Speculator
 

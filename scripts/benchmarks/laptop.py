@@ -33,7 +33,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from draftheads.heads.formats.hub import open_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator

@@ -25,7 +25,7 @@ import torch
 
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.tables import markdown_table
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.named import MERGED_NGRAM
 from draftheads.infer.drafters.ngram import Memory

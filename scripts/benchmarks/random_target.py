@@ -19,8 +19,8 @@ from transformers.initialization import no_init_weights
 from typer import Argument, Option
 
 from draftheads.heads.formats.mtp import write_target
-from draftheads.heads.mtp import MtpHead
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.head import MtpHead
+from draftheads.heads.target.model import Target
 from draftheads.recipes import packaged
 
 QWEN = {"tie_word_embeddings": True, "max_position_embeddings": 4096}

@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftheads.heads.files import staged, write_text
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.batches import Documents
 from draftheads.train.checkpoint import RunState, newest, read_state
 from draftheads.train.data.answers import read_manifest

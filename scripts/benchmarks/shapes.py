@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.cpu_linear import PackedWeight
+from draftheads.heads.cpu.linear import PackedWeight
 from draftheads.heads.files import write_text
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator, Step

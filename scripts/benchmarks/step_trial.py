@@ -25,7 +25,7 @@ from draftheads.heads.eagle import Eagle3Head
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.layers import DecoderLayer
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.engines import Learner

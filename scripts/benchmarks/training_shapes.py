@@ -96,7 +96,7 @@ def create_target() -> Any:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
 
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPE, num_hidden_layers=1, dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def peak(*, forget: bool = False) -> int:
     """Most bytes of this process so far; forget: those of now, from which it counts anew."""
     import gc
 
-    from draftheads.train.plan import forget_peak, peak_memory
+    from draftheads.train.advice.plan import forget_peak, peak_memory
 
     if forget:
         gc.collect()

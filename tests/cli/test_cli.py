@@ -22,7 +22,7 @@ from typed_commands import failed, prompt_file, questions
 from draftheads.heads.formats.hub import HEADS as KINDS
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer import threads
 from draftheads.scripts import cli
 from draftheads.train.data.answers import count
@@ -298,7 +298,7 @@ def test_the_revision_is_the_targets(run, target, tmp_path, monkeypatch, command
         seen.append((name, options["revision"]))
         raise ValueError("enough")
 
-    monkeypatch.setattr("draftheads.heads.target.Target.load", load)
+    monkeypatch.setattr("draftheads.heads.target.model.Target.load", load)
     save_head(MedusaHead.create(llama()), tmp_path / "head", target=llama())
     rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
     run(command, "--target", target, "--prompts", questions(tmp_path), *rest, "--revision", "v2")

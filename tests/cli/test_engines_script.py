@@ -11,7 +11,7 @@ from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Step
 from draftheads.scripts.benchmarks import engines
 from draftheads.scripts.benchmarks.engine_runs.llamacpp import counts

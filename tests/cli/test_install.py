@@ -112,7 +112,7 @@ def test_clone_sdist_and_a_checkout_without_links_make_the_same_wheel(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     clone = copy_of_the_clone(tmp_path / "clone", links=True)
     wheel = contents(build("build_wheel", clone, tmp_path / "wheel"))
-    expected = {"draftheads/__main__.py", "draftheads/py.typed", "draftheads/heads/target.py"}
+    expected = {"draftheads/__main__.py", "draftheads/py.typed", "draftheads/heads/target/model.py"}
     expected |= {"draftheads/infer/serve/page/index.html", "draftheads/recipes/demo-medusa.yaml"}
     expected |= {"draftheads/recipes/demo-target/model.safetensors"}
     assert expected <= wheel.keys()

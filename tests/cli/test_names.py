@@ -15,7 +15,7 @@ from typed_commands import failed
 
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 
 @pytest.fixture(autouse=True)

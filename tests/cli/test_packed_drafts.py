@@ -16,7 +16,7 @@ from tiny_heads import random_head
 from typed_commands import questions
 
 from draftheads.heads.formats.hub import HEADS, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.loading import Place, load_parts

@@ -27,7 +27,7 @@ from trained_heads import trained
 from draftheads.heads.formats.card import install_command, render_card
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
 from draftheads.heads.tables import flat
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.scripts import cli
 from draftheads.scripts.convert import converted

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from draftheads.heads.cpu_linear import has_int8
+from draftheads.heads.cpu.linear import has_int8
 from draftheads.infer import compiled
 from draftheads.scripts.benchmarks import laptop, shapes
 

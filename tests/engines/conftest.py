@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from relatives import write_relative
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.demo import RECIPES
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from real_engines import place_of
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
 from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
 from draftheads.scripts.demo import RECIPES

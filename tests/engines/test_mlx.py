@@ -19,7 +19,7 @@ from tiny_heads import random_head
 from tiny_targets import VOCABULARY
 
 from draftheads.heads.formats.hub import open_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids

@@ -17,8 +17,8 @@ from real_engines import place_of
 from safetensors.torch import load_file, save_file
 
 from draftheads.heads.formats.hub import open_head
-from draftheads.heads.mtp import MtpHead
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.head import MtpHead
+from draftheads.heads.target.model import Target
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.convert import converted
 from draftheads.scripts.demo import RECIPES

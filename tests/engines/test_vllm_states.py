@@ -19,14 +19,14 @@ from real_engines import place_of
 from states_server import states_of
 from vllm_server import Serving, serving
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.benchmarks import engines
 from draftheads.scripts.benchmarks.engines import Job, ours, theirs
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
+from draftheads.train.features.served import StateServers
 from draftheads.train.loop import fit
 from draftheads.train.recipe import FeatureChoices, load_recipe
-from draftheads.train.served import StateServers
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
 PLACE = place_of("vllm")

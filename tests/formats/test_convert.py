@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.formats.table import destinations
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.cli import app, main
 from draftheads.scripts.convert import converted
 

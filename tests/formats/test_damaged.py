@@ -29,7 +29,7 @@ from trained_heads import FEW, trained
 
 from draftheads.heads import medusa
 from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_measured, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted
 from draftheads.scripts.options import check_writable_head
 from draftheads.scripts.publish import prepare

@@ -35,7 +35,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.layers import Gemma4Layer
 from draftheads.heads.losses import RANKS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 from draftheads.scripts.convert import converted

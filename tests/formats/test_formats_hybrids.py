@@ -12,7 +12,7 @@ from tiny_heads import random_head
 from draftheads.heads.formats.card import ENGINES, render_card
 from draftheads.heads.formats.hub import open_head, save_head
 from draftheads.heads.formats.table import loss
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted
 
 PLACES = ("vllm", "sglang", "gguf", "mlx")

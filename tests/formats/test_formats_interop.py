@@ -32,7 +32,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead
 from draftheads.heads.eagle import Eagle3Head
 from draftheads.heads.formats.hub import load_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.training_time_test import unroll
 from draftheads.scripts.convert import converted
 

@@ -24,7 +24,7 @@ from trained_heads import trained
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.formats.llamacpp import TargetFile
 from draftheads.heads.layers import rotate
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.cli import main
 from draftheads.scripts.convert import converted
 

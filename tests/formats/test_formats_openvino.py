@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.benchmarks.engine_runs.openvino import tell_layers
 from draftheads.scripts.convert import converted
 

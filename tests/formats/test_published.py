@@ -20,7 +20,7 @@ from tiny_targets import VOCABULARY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.formats.hub import load_head, open_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": 1,

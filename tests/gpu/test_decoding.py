@@ -15,8 +15,8 @@ from mtp_targets import FAMILIES, load_mtp_target, write_mtp_target
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import generated, random_model, some_prompts
 
-from draftheads.heads.mtp_checkpoint import native_head
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.checkpoint import native_head
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled, Typical

@@ -21,7 +21,7 @@ from tiny_targets import random_model, some_prompts
 from tiny_training import run, tiny_recipe, weights
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]

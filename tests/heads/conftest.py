@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_targets import tiny_target
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 
 @pytest.fixture(scope="session")

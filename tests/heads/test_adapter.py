@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, shared_adapter
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.infer.engine import Speculator
 from draftheads.scripts.cli import app
 from draftheads.train import engines

@@ -25,7 +25,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.losses import RANKS, linear_cross_entropy
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 

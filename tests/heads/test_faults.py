@@ -19,7 +19,7 @@ from tiny_heads import Recorder, decode, misread_drafts, overfitted, written_by
 from tiny_training import VOCABULARY, tiny_model
 
 from draftheads.heads.formats.hub import load_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 PROMPTS = [[32, 22, 86, 87, 72, 5], [55, 0, 38, 81, 26, 6]]  # the answers to these are no loops
 PADDED = 2 * VOCABULARY + 62  # so large that a wrong draft vocabulary is one of the target's still

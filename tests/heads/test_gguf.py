@@ -15,8 +15,8 @@ from tiny_heads import random_head
 
 from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
-from draftheads.heads.placement import read_config
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.placement import read_config
 from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.formats.hub import HEADS, load_head, open_head, record_measured, save_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,9 +19,9 @@ from tiny_heads import random_head
 from tiny_targets import generated, some_prompts, tiny_target
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.branching import Branches
-from draftheads.heads.recurrent import States
-from draftheads.heads.target import Target
+from draftheads.heads.hybrid.states import States
+from draftheads.heads.hybrid.trees import Branches
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 from draftheads.infer import NGram, compiled
 from draftheads.infer.accept import Greedy

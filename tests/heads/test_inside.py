@@ -19,12 +19,13 @@ from tiny_targets import VOCABULARY, generated, random_model, some_prompts, tiny
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationMixin, masking_utils
 
-from draftheads.heads import masks, placement, recurrent
 from draftheads.heads.batch import Batch
-from draftheads.heads.cpu_linear import FEW, PackedWeight, can_pack
-from draftheads.heads.pretrained import decoder
-from draftheads.heads.recurrent import cache_argument, is_mixer, tree_mixer
-from draftheads.heads.target import Target
+from draftheads.heads.cpu.linear import FEW, PackedWeight, can_pack
+from draftheads.heads.hybrid import states as recurrent
+from draftheads.heads.hybrid.states import cache_argument, is_mixer, tree_mixer
+from draftheads.heads.target import masks, placement
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import decoder
 from draftheads.infer.generate import speculative
 
 pytestmark = pytest.mark.inside

@@ -15,7 +15,7 @@ from tiny_targets import VOCABULARY, generated, scaled_up, some_prompts, tiny_ta
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3ForCausalLM
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Session, Speculator
 from draftheads.infer.generate import speculative
@@ -71,7 +71,7 @@ def oracle(truth: list[list[int]], noise: float = 0.2) -> Any:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_grows_over_the_limit_as_in_generate(monkeypatch, kind, length, chunk):
-    monkeypatch.setattr("draftheads.heads.target.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("draftheads.heads.target.model.PREFILL_CHUNK", chunk)
     target, (prompt,) = long_target(kind), some_prompts(length)
     truth = [greedy(target, prompt, NEW)]
     assert decode(target, None, [prompt], max_new_tokens=NEW)[0] == truth
@@ -85,7 +85,7 @@ def test_a_text_grows_over_the_limit_as_in_generate(monkeypatch, kind, length, c
 @pytest.mark.parametrize("chunk", [1024, 7])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_cross_at_times_of_their_own(monkeypatch, kind, chunk):
-    monkeypatch.setattr("draftheads.heads.target.PREFILL_CHUNK", chunk)
+    monkeypatch.setattr("draftheads.heads.target.model.PREFILL_CHUNK", chunk)
     target, prompts = long_target(kind), some_prompts(20, 40, 31, 32, 5, 33)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
     assert decode(target, oracle(truth), prompts, max_new_tokens=NEW)[0] == truth

@@ -24,18 +24,18 @@ from tiny_training import recipe_of, tiny_recipe
 from tiny_training import run as train
 from typed_commands import failed, questions
 
-from draftheads.heads.cpu_linear import has_int8
+from draftheads.heads.cpu.linear import has_int8
 from draftheads.heads.formats.hub import load_pair, open_head, save_head
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.generator import load
 from draftheads.infer.pipeline.loading import Place, load_parts
 from draftheads.scripts.convert import converted, merged
 from draftheads.scripts.publish import prepare
+from draftheads.train.advice.plan import make_plan
 from draftheads.train.data.answers import read_manifest
-from draftheads.train.plan import make_plan
 
 TIED: list[tuple[bool, dict[str, Any]]] = [
     (False, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),

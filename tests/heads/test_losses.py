@@ -22,7 +22,7 @@ from draftheads.heads.losses import (
     linear_cross_entropy,
 )
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 

@@ -35,7 +35,7 @@ from tiny_targets import (
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 
 NEW = 31  # one token from the prefill and six steps of depth 4 + 1

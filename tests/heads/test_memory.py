@@ -13,7 +13,7 @@ from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 NEW = 24
 LABELS = ["hard", "soft"]

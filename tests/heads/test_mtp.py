@@ -29,9 +29,9 @@ from draftheads.heads.drafting import DraftCache
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.mtp import MtpChoices, MtpDesign, MtpHead
-from draftheads.heads.mtp_checkpoint import native_head, native_shape
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.checkpoint import native_head, native_shape
+from draftheads.heads.mtp.head import MtpChoices, MtpDesign, MtpHead
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.drafters.named import named_drafts
 from draftheads.train.origin import with_vocabulary

@@ -14,17 +14,19 @@ from tiny_targets import UNEVEN, generated, random_model, some_prompts, tiny_tar
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from draftheads.heads import base, cpu_linear, grouped_attention
-from draftheads.heads.cpu_linear import (
+from draftheads.heads import base
+from draftheads.heads.cpu import attention as grouped_attention
+from draftheads.heads.cpu import linear as cpu_linear
+from draftheads.heads.cpu.attention import IMPLEMENTATION, attend
+from draftheads.heads.cpu.linear import (
     PackedLinear,
     PackedWeight,
     can_pack,
     has_int8,
     operand,
 )
-from draftheads.heads.grouped_attention import IMPLEMENTATION, attend
 from draftheads.heads.layers import project
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 
 CPU = torch.device("cpu")

@@ -43,8 +43,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.launch import make_accelerator
 from draftheads.train.metrics import read_metrics
 from draftheads.train.setup import load_target

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import Committed
 from draftheads.heads.layers import project
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 SHARED = {
     "medusa": {"lm_head": "shared"},

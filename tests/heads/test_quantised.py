@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_heads import decode, random_head
 from tiny_targets import random_model, some_prompts
 
-from draftheads.heads.cpu_linear import has_int8
-from draftheads.heads.target import Target
+from draftheads.heads.cpu.linear import has_int8
+from draftheads.heads.target.model import Target
 
 NEW = 12
 

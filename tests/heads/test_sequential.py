@@ -25,7 +25,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.losses import RANKS
 from draftheads.heads.sequential import CONDITIONINGS, SequentialHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 ODD = list(range(1, VOCABULARY, 2))
 RANK = 6

@@ -29,7 +29,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
 
@@ -257,7 +257,7 @@ def test_a_full_device_is_not_the_model_s_fault(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(model, "forward", full)
-    monkeypatch.setattr("draftheads.heads.target.refuse_unsupported", lambda model: None)
+    monkeypatch.setattr("draftheads.heads.target.model.refuse_unsupported", lambda model: None)
     with pytest.raises(torch.OutOfMemoryError):
         Target(model)
 

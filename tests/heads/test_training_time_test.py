@@ -21,7 +21,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.eagle import SWITCHES, Eagle3Head, EagleHead
 from draftheads.heads.layers import Rope, rotate
 from draftheads.heads.losses import RANKS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.training_time_test import RowMemory, Sight, UnrolledMemory
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer

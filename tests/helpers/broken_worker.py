@@ -9,7 +9,7 @@ import sys
 
 import torch.distributed as dist
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

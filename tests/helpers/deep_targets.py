@@ -12,7 +12,7 @@ from tiny_targets import CONFIGS, scaled_up
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.formats.hub import save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 LAYERS = 5
 READ = {"feature_layers": [1, 2, 4]}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import wait_for_everyone
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train import loop
 from draftheads.train.engines import Engine
 from draftheads.train.launch import make_accelerator

@@ -10,7 +10,7 @@ import torch
 from tiny_heads import decode, random_head
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Sampled, filtered_logits
 

@@ -15,7 +15,7 @@ from trained_heads import trained
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import load_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 BASE = {"base_model_name_or_path": "tiny-llama"}
 V01 = {**BASE, "medusa_num_heads": 2, "medusa_num_layers": 1}  # as published; there are 5 heads

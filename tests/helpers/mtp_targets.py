@@ -15,9 +15,9 @@ from tiny_targets import scaled_up
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from draftheads.heads.mtp import MtpHead
-from draftheads.heads.pretrained import decoder_layers
-from draftheads.heads.target import Target
+from draftheads.heads.mtp.head import MtpHead
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import decoder_layers
 
 _COMMON = {**TINY, "num_hidden_layers": 3}
 _ROUTED = {

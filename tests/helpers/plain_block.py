@@ -13,7 +13,7 @@ from plain_hydra import silu
 from torch import Tensor
 
 from draftheads.heads.block import BlockHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 
 class PlainBlock(PlainHead):

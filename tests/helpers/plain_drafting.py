@@ -11,7 +11,7 @@ from tiny_targets import VOCABULARY
 
 from draftheads.heads.drafting import Committed
 from draftheads.heads.sequential import SequentialHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 
 Path = tuple[int, ...]  # token ids behind the root, or ranks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.losses import RANKS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 Memories = list[list[tuple[int, Tensor, Tensor]]]  # one list of entries per layer
 

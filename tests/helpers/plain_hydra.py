@@ -13,7 +13,7 @@ from plain_eagle import PlainHead
 from torch import Tensor
 
 from draftheads.heads.sequential import SequentialHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 
 def awake(head: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 SEED = 0
 PROBE = "What does os.path.join do, and which arguments has it?"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftheads.heads.pretrained import decoder_layers
+from draftheads.heads.target.pretrained import decoder_layers
 
 Tensors = dict[str, Tensor]
 

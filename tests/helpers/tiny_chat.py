@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from draftheads.heads.target import Decoded, Target
+from draftheads.heads.target.model import Decoded, Target
 from draftheads.train.data.answers import columns, journals, read_ids, read_manifest
 from draftheads.train.data.distill import DistillOptions
 from draftheads.train.data.prompts import Prompt

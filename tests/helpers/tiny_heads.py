@@ -15,7 +15,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 from draftheads.infer.engine import Speculator, Statistics

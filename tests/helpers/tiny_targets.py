@@ -17,7 +17,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 VOCABULARY = 19  # so small that token id 0, Medusa's padding, is a frequent right answer
 CONTEXT = 128

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.checkpoint import SEAL, write_state
 from draftheads.train.data.answers import Answer, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch

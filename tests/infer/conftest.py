@@ -9,7 +9,7 @@ import pytest
 from exact_laws import WORDS
 from tiny_targets import random_model
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve.scheduler import Scheduler
 

@@ -23,7 +23,7 @@ from tiny_heads import random_head, written_by
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.background import Point
 from draftheads.infer.chat import idle

@@ -17,9 +17,9 @@ from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
+from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.recurrent import cache_argument
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
 from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical

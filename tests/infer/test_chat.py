@@ -22,7 +22,7 @@ from tiny_chat import END, llama
 from tiny_heads import random_head
 
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import printable
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import threads

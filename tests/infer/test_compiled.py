@@ -29,11 +29,11 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from draftheads.heads import cpu_linear
-from draftheads.heads.cpu_linear import can_pack, has_int8
+from draftheads.heads.cpu import linear as cpu_linear
+from draftheads.heads.cpu.linear import can_pack, has_int8
 from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import (

@@ -12,7 +12,7 @@ from tiny_heads import EACH, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotLayer
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance, seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.drafters.ngram import NGram

@@ -48,8 +48,8 @@ from transformers.generation.streamers import BaseStreamer
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.card import install_command
 from draftheads.heads.formats.hub import HEADS, save_head
-from draftheads.heads.recurrent import cache_argument
-from draftheads.heads.target import Target
+from draftheads.heads.hybrid.states import cache_argument
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Processed, Sampled, Typical
 from draftheads.infer.engine import Speculator

@@ -11,7 +11,7 @@ from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit

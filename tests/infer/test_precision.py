@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from typed_commands import questions
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.cpu_linear import has_int8
+from draftheads.heads.cpu.linear import has_int8
 from draftheads.heads.formats.hub import save_head
 from draftheads.infer import load
 from draftheads.infer.engine import Speculator
@@ -141,7 +141,7 @@ def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):
 def test_the_measured_dtype_decodes(stored):
     """A head loaded with a target in bfloat16 drafts in it."""
     from draftheads.heads.formats.hub import load_head
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
 
     target = Target.load(stored[0], dtype=BFLOAT16)
     head = load_head(stored[1], target=target)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from draftheads.heads import load_pair, save_head
 from draftheads.heads.formats.hub import open_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer import prompt
 from draftheads.infer.chat.conversation import History
 from draftheads.infer.pipeline import loading

@@ -15,7 +15,7 @@ from tiny_chat import byte_tokenizer, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer import Speculator, TextGenerator
 from draftheads.infer.chat.conversation import History
 from draftheads.infer.prompt import PromptRenderer

@@ -16,7 +16,7 @@ from tiny_chat import TEMPLATE, llama
 from tiny_heads import random_head
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt

@@ -16,7 +16,7 @@ from tiny_targets import greedy, some_prompts, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from draftheads.heads.cache import SlotCache, SlotLayer
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer import compiled
 from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
 from draftheads.infer.drafters.ngram import NGram

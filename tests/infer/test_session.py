@@ -20,7 +20,7 @@ from tiny_targets import (
     tiny_target,
 )
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Sampled

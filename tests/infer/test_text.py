@@ -12,7 +12,7 @@ from tiny_chat import END, byte_tokenizer, spaced_tokenizer
 from tiny_targets import random_model
 from transformers import AutoTokenizer
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Speculator
 from draftheads.infer.text import REPLACEMENT, AnswerText, StopStrings, TextStream
 

@@ -17,8 +17,7 @@ from tiny_targets import CONTEXT, greedy, one_layer_target, some_prompts, tiny_t
 from draftheads.heads.formats.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled, threads
-from draftheads.infer.engine import Step
-from draftheads.infer.measure.costs import (
+from draftheads.infer.costs import (
     NONE,
     Costs,
     Trial,
@@ -28,6 +27,7 @@ from draftheads.infer.measure.costs import (
     replayed_steps,
     search,
 )
+from draftheads.infer.engine import Step
 from draftheads.infer.measure.tune import (
     Track,
     Tuned,

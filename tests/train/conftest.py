@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tiny_chat import llama
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 
 
 @pytest.fixture(scope="session")

@@ -25,12 +25,12 @@ from tiny_training import (
 )
 
 from draftheads.heads.formats.hub import load_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted
+from draftheads.train.advice.plan import make_plan
 from draftheads.train.checkpoint import read_state
 from draftheads.train.loop import fit
 from draftheads.train.medusa import main
-from draftheads.train.plan import make_plan
 
 LAYOUTS = {"medusa": "vllm", "eagle3": "speculators", "eagle": "vllm", "block": "speculators"}
 

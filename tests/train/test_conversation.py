@@ -16,7 +16,7 @@ from tiny_chat import CONTEXT, END, TEMPLATE, byte_tokenizer, llama, options, re
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.chat.repl import History
 from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer

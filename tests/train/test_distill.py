@@ -22,7 +22,7 @@ from tiny_chat import (
 )
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
-from draftheads.heads.target import Decoded, Target
+from draftheads.heads.target.model import Decoded, Target
 from draftheads.infer.accept import filtered_logits, seeded
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator

@@ -19,7 +19,7 @@ from launching import CPU, become_one_of_a_launch, fork, free_port, launch_envir
 from tiny_chat import files, on_call, options, prompts, records
 
 from draftheads.heads import files as files_module
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts import cli
 from draftheads.train.data.answers import MANIFEST, Journal, read_answers, read_manifest
 from draftheads.train.data.distill import distill

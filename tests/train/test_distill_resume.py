@@ -21,7 +21,7 @@ from tiny_chat import (
 )
 from tokenizers import processors
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.data import distill as distill_module
 from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.distill import distill

@@ -25,7 +25,7 @@ from tiny_chat import CONTEXT, END, files, llama, options, prompts, records
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer

@@ -27,10 +27,10 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import load_head, save_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts import cli
+from draftheads.train.advice.doctor import Evidence
 from draftheads.train.data.answers import Answer
-from draftheads.train.doctor import Evidence
 from draftheads.train.evaluate import calibrate
 
 pytestmark = pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_step_is_priced_as_decoding_takes_it(examine, good, monkeypatch):
         seen[:] = [evidence.target.is_packed, "PackedLinear" in packed]
         return 1.0
 
-    monkeypatch.setattr("draftheads.heads.cpu_linear.LEAST", 0)
+    monkeypatch.setattr("draftheads.heads.cpu.linear.LEAST", 0)
     monkeypatch.setattr(Evidence, "break_even", property(priced))
     examine(good["medusa"])
     assert seen == [True, True]

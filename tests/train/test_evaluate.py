@@ -30,7 +30,7 @@ from tiny_training import (
 )
 
 from draftheads.heads.formats.hub import HEADS, load_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Step
 from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
@@ -43,7 +43,7 @@ from draftheads.train.evaluate import (
     as_decoded,
     heldout_loss,
 )
-from draftheads.train.features import OnlineFeatures, SharedFaults
+from draftheads.train.features.sources import OnlineFeatures, SharedFaults
 from draftheads.train.metrics import Progress, evaluation_cells, read_metrics
 from draftheads.train.setup import create_head, load_data
 

@@ -34,12 +34,12 @@ from tiny_training import (
 )
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train import batches, evaluate
-from draftheads.train import features as store_module
 from draftheads.train.batches import Documents, Rows, heldout_rows
 from draftheads.train.evaluate import Share, heldout_ranks
-from draftheads.train.features import (
+from draftheads.train.features import sources as store_module
+from draftheads.train.features.sources import (
     MemoryFeatures,
     OnlineFeatures,
     StoredFeatures,

@@ -32,16 +32,16 @@ from transformers import LlamaForCausalLM
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import open_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.recipes import find_recipe
 from draftheads.train import loop
+from draftheads.train.advice.plan import make_plan
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer, read_answers
-from draftheads.train.data.foreign import ForeignStates, open_foreign
+from draftheads.train.features.foreign import ForeignStates, open_foreign
+from draftheads.train.features.states import FileFeatures, StateChecks, StateLayout
 from draftheads.train.loop import fit
 from draftheads.train.metrics import read_metrics
-from draftheads.train.plan import make_plan
-from draftheads.train.states import FileFeatures, StateChecks, StateLayout
 
 HIDDEN, LAYERS = 32, 8
 CAPTURED = [2, 4, 5, 8]

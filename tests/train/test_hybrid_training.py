@@ -17,11 +17,11 @@ from tiny_targets import some_prompts
 from tiny_training import assert_same, random_answers, tiny_recipe, weights, write_answers
 from transformers import GenerationConfig
 
-from draftheads.heads import packing
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head
-from draftheads.heads.packing import document_ends, groups, rows_of
-from draftheads.heads.target import Target
+from draftheads.heads.target import packing
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.packing import document_ends, groups, rows_of
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics

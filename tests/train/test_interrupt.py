@@ -40,7 +40,7 @@ from tiny_training import (
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import staged, write_text
 from draftheads.heads.formats.hub import open_head, write_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted, merged
 from draftheads.train import checkpoint, loop
 from draftheads.train.checkpoint import Checkpoints

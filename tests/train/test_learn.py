@@ -22,7 +22,7 @@ from tiny_training import (
 )
 
 from draftheads.heads.formats.hub import open_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
 from draftheads.infer.engine import Speculator
 from draftheads.train.batches import Documents, Rows

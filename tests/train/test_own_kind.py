@@ -23,7 +23,7 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.kinds import HEADS, register
 from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree, check_fits
 from draftheads.infer.measure.bench import BenchOptions, bench
 from draftheads.scripts.convert import converted

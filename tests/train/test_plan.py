@@ -34,15 +34,15 @@ from tiny_training import (
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.measure.precision import Pace
 from draftheads.scripts import cli
 from draftheads.scripts.printing import print_plan, remedy
-from draftheads.train import plan as planning
+from draftheads.train.advice import plan as planning
+from draftheads.train.advice.plan import Shapes, make_plan
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
-from draftheads.train.plan import Shapes, make_plan
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import create_head
 

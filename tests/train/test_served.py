@@ -33,12 +33,12 @@ from tiny_training import (
 )
 from transformers import LlamaForCausalLM
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Speculator
-from draftheads.train import served
+from draftheads.train.advice.plan import make_plan
 from draftheads.train.checkpoint import read_state
-from draftheads.train.plan import make_plan
-from draftheads.train.states import StateLayout
+from draftheads.train.features import served
+from draftheads.train.features.states import StateLayout
 
 LAYERS = 2
 ALL = [*range(LAYERS + 1)]

@@ -9,9 +9,9 @@ from tiny_training import random_answers, write_answers
 from transformers import AutoConfig
 
 from draftheads.scripts import recipes
+from draftheads.train.advice.suggest import WHY_KIND, suggest
 from draftheads.train.loop import fit
 from draftheads.train.recipe import load_recipe
-from draftheads.train.suggest import WHY_KIND, suggest
 
 
 @pytest.mark.parametrize("kind", WHY_KIND)

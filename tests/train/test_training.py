@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.heads.medusa import MedusaHead
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
 from draftheads.train import loop

@@ -58,14 +58,14 @@ from draftheads.train.data.answers import (
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, check_tools, turns_of
-from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
+from draftheads.train.features.foreign import open_foreign
 from draftheads.train.launch import PATIENCE, check_environment
 
 if TYPE_CHECKING:
-    from draftheads.heads.target import Target
+    from draftheads.heads.target.model import Target
 
 MANY_CUT = 0.2
 """Share of documents cut by length above which the report gives advice."""

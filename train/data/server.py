@@ -28,7 +28,7 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-expo
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftheads.arguments import secret
-from draftheads.heads.placement import read_config
+from draftheads.heads.target.placement import read_config
 from draftheads.heads.terminal import printable
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Step

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from draftheads.heads.placement import (
+from draftheads.heads.target.placement import (
     ASKS_FOR_CODE,
     OWN_CODE,
     end_ids,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
 from draftheads.infer.drafters.ngram import Memory
 from draftheads.infer.drafters.parts import replace_head

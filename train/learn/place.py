@@ -23,8 +23,8 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from draftheads.heads.files import read_json, write_text
 from draftheads.heads.formats.hub import HeadFolder
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.learn.texts import Texts, delete_older
 from draftheads.train.learn.versions import Versions
 

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from draftheads.heads.grouped_attention import IMPLEMENTATION
-from draftheads.heads.recurrent import has_mixers
+from draftheads.heads.cpu.attention import IMPLEMENTATION
+from draftheads.heads.hybrid.states import has_mixers
 
 
 def fingerprint(model: PreTrainedModel) -> str:
     """Hex digits that identify a model's weights, equal on every device and in float32 and
     bfloat16; compare them with `same_weights`.
 
-    A model without layers (`heads.skeleton`) has digits after four dashes alone: of embeddings,
-    final norm and lm_head, which whole models have there, too.
+    A model without layers (`heads.target.skeleton`) has digits after four dashes alone: of
+    embeddings, final norm and lm_head, which whole models have there, too.
 
     The first 16 digits hash the parameter names and, in bfloat16, the one-dimensional parameters
     and 64 embedding rows, which are never quantised. After a dash, 8 digits hash the first row of

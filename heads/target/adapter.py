@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from draftheads.extras import extras
 from draftheads.heads.files import read_json
-from draftheads.heads.pretrained import decoder_layers, hash_tensor, same_weights
+from draftheads.heads.target.pretrained import decoder_layers, hash_tensor, same_weights
 from draftheads.heads.tensors import check_finite, opened
 
 if TYPE_CHECKING:  # slow to import, and rarely needed

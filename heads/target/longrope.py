@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.recurrent import KNOWN, cache_argument
+from draftheads.heads.hybrid.states import KNOWN, cache_argument
 
 
 class LongRope:

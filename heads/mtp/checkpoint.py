@@ -17,13 +17,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
-from draftheads.heads.mtp import MtpDesign, MtpHead
-from draftheads.heads.mtp_families import FAMILIES, Family
-from draftheads.heads.placement import reading
-from draftheads.heads.pretrained import decoder_layers, final_norm
-from draftheads.heads.skeleton import stored_file, tensor_files
-from draftheads.heads.target import Target
-from draftheads.heads.target_layer import LayerOrigin, empty_model, text_config
+from draftheads.heads.mtp.families import FAMILIES, Family
+from draftheads.heads.mtp.head import MtpDesign, MtpHead
+from draftheads.heads.mtp.layer import LayerOrigin, empty_model, text_config
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.placement import reading
+from draftheads.heads.target.pretrained import decoder_layers, final_norm
+from draftheads.heads.target.skeleton import stored_file, tensor_files
 from draftheads.heads.tensors import check_finite
 from draftheads.heads.vocabulary import token_map
 

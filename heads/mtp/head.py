@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
 from draftheads.heads.layers import Angles, Memory, check_embeddings
-from draftheads.heads.mtp_families import FAMILIES, Family, family_of
-from draftheads.heads.pretrained import decoder_layers, describe, final_norm
-from draftheads.heads.target import Target
-from draftheads.heads.target_layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
+from draftheads.heads.mtp.families import FAMILIES, Family, family_of
+from draftheads.heads.mtp.layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import decoder_layers, describe, final_norm
 from draftheads.heads.tensors import integers, matrix, needed
 from draftheads.heads.vocabulary import SharedRows, check_ids, token_map
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from draftheads.heads.placement import (
+from draftheads.heads.target.placement import (
     Loading,
     default_device,
     location,
@@ -22,7 +22,7 @@ from draftheads.heads.placement import (
     read_generation_config,
     reading,
 )
-from draftheads.heads.pretrained import outside, release
+from draftheads.heads.target.pretrained import outside, release
 
 ALIASES = {"lm_head.weight": "embed_out.weight", "embed_tokens.weight": "word_embeddings.weight"}
 """Names in checkpoints that transformers converts."""

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.pretrained import ATTENTION_LAYERS
+from draftheads.heads.target.pretrained import ATTENTION_LAYERS
 
 ASKED = "find_packed_sequence_indices"
 """The function of transformers that asks the device whether rows hold several documents."""

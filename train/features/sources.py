@@ -35,17 +35,23 @@ from tqdm import tqdm
 from draftheads.arguments import nearest
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import remedy, replacing, sweep, write_text
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
-from draftheads.train.data.foreign import ForeignFolder, ForeignStates, open_foreign
 from draftheads.train.data.shards import read_at
 from draftheads.train.faults import is_of_machine
+from draftheads.train.features.foreign import ForeignFolder, ForeignStates, open_foreign
+from draftheads.train.features.served import served_features
+from draftheads.train.features.states import (
+    COMPARED,
+    FileFeatures,
+    StateChecks,
+    StateLayout,
+    check_layers,
+)
 from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
-from draftheads.train.served import served_features
-from draftheads.train.states import COMPARED, FileFeatures, StateChecks, StateLayout, check_layers
 
 FORMAT, MANIFEST = 2, "manifest.json"
 SHARD_BYTES = 1 << 28

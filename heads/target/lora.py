@@ -1,6 +1,6 @@
 """A LoRA of a target, in PEFT's format, merged into its matrices as it is loaded.
 
-Any LoRA that PEFT merges; `heads.adapter` has those that learn along with heads (Medusa-2).
+Any LoRA that PEFT merges; `heads.target.adapter` has those that learn along with heads (Medusa-2).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from draftheads.arguments import head_folder
 from draftheads.extras import extras
-from draftheads.heads.adapter import CONFIG, WEIGHTS
 from draftheads.heads.files import read_json
 from draftheads.heads.online import download
+from draftheads.heads.target.adapter import CONFIG, WEIGHTS
 from draftheads.heads.tensors import opened
 
 FILES = (CONFIG, WEIGHTS, "*token*", "vocab*", "merges.txt", "*.jinja")

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.train.batches import Rows, Span
 from draftheads.train.data.shards import Array
 

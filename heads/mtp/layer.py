@@ -30,10 +30,10 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from draftheads.heads.hybrid.states import is_mixer
 from draftheads.heads.layers import Angles, Memory
-from draftheads.heads.placement import unpartitioned
-from draftheads.heads.pretrained import decoder, decoder_layers, final_norm
-from draftheads.heads.recurrent import is_mixer
+from draftheads.heads.target.placement import unpartitioned
+from draftheads.heads.target.pretrained import decoder, decoder_layers, final_norm
 from draftheads.heads.tensors import check_sizes
 
 IMPLEMENTATION = "draftheads_memory"

@@ -29,16 +29,17 @@ from transformers import (
 )
 from transformers.utils import output_capturing
 
-from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.cpu_linear import PackedBits, PackedLinear, can_pack, pack_layers
-from draftheads.heads.grouped_attention import use_grouped_attention
-from draftheads.heads.longrope import LongRope, document_lengths
-from draftheads.heads.lora import Lora, titled
-from draftheads.heads.masks import Masks, known_packing
-from draftheads.heads.packing import document_ends, groups, rows_of
-from draftheads.heads.placement import (
+from draftheads.heads.cpu.attention import use_grouped_attention
+from draftheads.heads.cpu.linear import PackedBits, PackedLinear, can_pack, pack_layers
+from draftheads.heads.hybrid.states import States, cache_argument, install
+from draftheads.heads.target.adapter import Adapter
+from draftheads.heads.target.longrope import LongRope, document_lengths
+from draftheads.heads.target.lora import Lora, titled
+from draftheads.heads.target.masks import Masks, known_packing
+from draftheads.heads.target.packing import document_ends, groups, rows_of
+from draftheads.heads.target.placement import (
     Loading,
     LoadOptions,
     end_ids,
@@ -48,7 +49,7 @@ from draftheads.heads.placement import (
     read_config,
     reading,
 )
-from draftheads.heads.pretrained import (
+from draftheads.heads.target.pretrained import (
     ADVICE,
     TREE_ROOM,
     decoder,
@@ -63,8 +64,7 @@ from draftheads.heads.pretrained import (
     slot_limit,
     usable_context,
 )
-from draftheads.heads.recurrent import States, cache_argument, install
-from draftheads.heads.skeleton import load_skeleton
+from draftheads.heads.target.skeleton import load_skeleton
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import TokenTree, Topology, Tree
 

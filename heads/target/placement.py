@@ -37,9 +37,9 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.arguments import check_path
-from draftheads.heads.lora import Lora
 from draftheads.heads.online import hub_answers, refusal
-from draftheads.heads.pretrained import MASKED, decoder, decoder_layers, fingerprint
+from draftheads.heads.target.lora import Lora
+from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import check_sizes, dtype_name
 from draftheads.recipes import packaged
 

@@ -24,25 +24,25 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
-from draftheads.heads.pretrained import same_weights
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import same_weights
+from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
-from draftheads.infer.measure.costs import ORDINARY, typical
 from draftheads.infer.prompt import encode_prompt
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
 from draftheads.train.evaluate import calibrate
-from draftheads.train.features import FeatureSource, OnlineFeatures
-from draftheads.train.recipe import FeatureChoices
-from draftheads.train.served import (
+from draftheads.train.features.served import (
     Connection,
     ServedFeatures,
     captured_states,
     proven_servers,
 )
+from draftheads.train.features.sources import FeatureSource, OnlineFeatures
+from draftheads.train.features.states import StateLayout
+from draftheads.train.recipe import FeatureChoices
 from draftheads.train.setup import LOW_SHARE
-from draftheads.train.states import StateLayout
 
 TEXT_TOKENS = 4096
 """Tokens of the documents on which heads are evaluated."""

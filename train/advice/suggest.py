@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from draftheads.heads.block import spare_token
-from draftheads.heads.placement import default_device, read_config
+from draftheads.heads.target.placement import default_device, read_config
+from draftheads.train.advice.plan import make_plan
 from draftheads.train.data.answers import Counts, count, read_manifest
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.plan import make_plan
 from draftheads.train.recipe import Recipe
 
 WHY_KIND = {

@@ -29,29 +29,29 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftheads.arguments import check_path, nearest
-from draftheads.heads.adapter import Adapter
 from draftheads.heads.batch import Batch
 from draftheads.heads.files import own_name, sweep
 from draftheads.heads.formats.hub import refusals
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.lora import Lora
-from draftheads.heads.placement import (
+from draftheads.heads.target.adapter import Adapter
+from draftheads.heads.target.lora import Lora
+from draftheads.heads.target.model import Target
+from draftheads.heads.target.placement import (
     check_placement,
     read_config,
     reading,
 )
-from draftheads.heads.pretrained import decoder_layers
-from draftheads.heads.target import Target
+from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.infer.measure.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import has_answers, has_shards
 from draftheads.train.entry import one_line
-from draftheads.train.features import OnlineFeatures, SharedFaults
+from draftheads.train.features.served import captured_states, measured_rate, serve_command
+from draftheads.train.features.sources import OnlineFeatures, SharedFaults
 from draftheads.train.launch import make_accelerator, use_huge_pages
 from draftheads.train.loop import AHEAD, start, trial_seconds
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
-from draftheads.train.served import captured_states, measured_rate, serve_command
 from draftheads.train.setup import excess, load_data, load_target
 
 ENGINES: dict[str, tuple[str, ...]] = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from draftheads.heads.branching import (
+from draftheads.heads.hybrid.trees import (
     Arguments,
     Branches,
     LayerStates,

@@ -33,10 +33,9 @@ import torch
 from safetensors.torch import load
 from torch import Tensor
 
-from draftheads.heads.target import Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows
-from draftheads.train.data.foreign import FAULTS
 from draftheads.train.data.server import (
     Completion,
     PromptRefused,
@@ -47,8 +46,9 @@ from draftheads.train.data.server import (
     connect,
 )
 from draftheads.train.data.shards import Array
+from draftheads.train.features.foreign import FAULTS
+from draftheads.train.features.states import StateChecks, StateFeatures, StateLayout
 from draftheads.train.recipe import FeatureChoices, Recipe
-from draftheads.train.states import StateChecks, StateFeatures, StateLayout
 
 FILE_SECONDS = 30.0
 """How long a file may take after the answer that names it."""

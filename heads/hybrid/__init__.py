@@ -1,0 +1,1 @@
+"""Targets with recurrent layers: their states, and how these follow a tree of tokens."""

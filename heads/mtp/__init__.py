@@ -1,0 +1,1 @@
+"""The target's own layers for multi-token prediction (MTP) as a draft head."""

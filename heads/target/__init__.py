@@ -1,0 +1,1 @@
+"""The frozen causal LM: how it is loaded, tried and read."""

@@ -1,0 +1,3 @@
+"""States of the target that heads learn from: computed here, stored, or made by servers and
+other toolkits.
+"""
