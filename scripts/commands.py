@@ -168,7 +168,7 @@ def distill(
     prompts are unanswered.
     """
     from draftheads.train.data import distill as distillation
-    from draftheads.train.data.prompts import Hub, StoredPrompts, iter_prompts
+    from draftheads.train.data.prompts import Hub, read_prompts
     from draftheads.train.data.server import ServedTarget, ServerOptions
 
     local = {"head", "tree", "max_batch_tokens", "adapter"}
@@ -187,7 +187,7 @@ def distill(
         reasoning=reasoning,
         source=prompts,
     )
-    records = iter_prompts(
+    texts = read_prompts(
         prompts,
         hub=Hub(split, streaming),
         limit=limit,
@@ -195,7 +195,6 @@ def distill(
         skip_empty=skip_empty,
         tools=tools,
     )
-    texts = StoredPrompts(records)  # not in memory
     answerer: distillation.Answerer
     if server:
         servers = ServerOptions(

@@ -4,16 +4,12 @@ next step.
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
-import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -21,9 +17,7 @@ from draftheads.train.data.prompts import (
     SETS,
     Hub,
     Prompt,
-    StoredPrompts,
     check_source,
-    iter_prompts,
     read_conversations,
     read_prompts,
 )
@@ -503,24 +497,3 @@ def test_prompt_words_refuse_conversations_and_zero(tmp_path: Path) -> None:
         read_prompts(path, prompt_words=3)
     with pytest.raises(ValueError, match="prompt_words: expected a positive number, got 0"):
         read_prompts(path, prompt_words=0)
-
-
-def test_stored_prompts_are_those_that_were_read(tmp_path):
-    path = lines(
-        tmp_path / "p.jsonl",
-        {"messages": [{"role": "system", "content": "Be short."}, *user("Hello")]},
-        {"text": "Ein Stück \U0001f600 text", "category": "qa"},
-        {"turns": ["first", "second"]},
-    )
-    read, stored = read_prompts(path), StoredPrompts(iter_prompts(path))
-    assert list(stored) == read and len(stored) == 3 and stored[1] == read[1]
-    with pytest.raises(IndexError):
-        stored[3]
-
-
-def test_a_full_disk_says_what_to_set(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/full-folder")
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    monkeypatch.setattr(tempfile, "TemporaryFile", Mock(side_effect=full))
-    with pytest.raises(OSError, match="/dev/full-folder: No space left.*set TMPDIR"):
-        StoredPrompts([Prompt(0, text="a")])

@@ -22,20 +22,15 @@ In any layout, `category` may name the kind of a prompt. Errors name the record:
 from __future__ import annotations
 
 import difflib
-import errno
 import gzip
 import itertools
 import json
 import logging
-import mmap
 import os
-import pickle
 import re
-import tempfile
 import zlib
-from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -110,35 +105,6 @@ class _Parts:
     answers: bool = False
     reasoning: bool = True
     left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
-
-
-class StoredPrompts(Sequence[Prompt]):
-    """Prompts in a temporary file without a name: 8 bytes of memory for each. Read once."""
-
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
-        """Raises OSError if there is no room for temporary files."""
-        self._ends = array("q", [0])
-        try:
-            with tempfile.TemporaryFile() as file:
-                for prompt in prompts:
-                    file.write(pickle.dumps(prompt))
-                    self._ends.append(file.tell())
-                file.flush()
-                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            reason = f"{error.strerror}; set TMPDIR to a folder with room for the prompts"
-            raise OSError(error.errno, f"{tempfile.gettempdir()}: {reason}") from error
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, index: int) -> Prompt:  # type: ignore[override]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        prompt: Prompt = pickle.loads(self._content[self._ends[index] : self._ends[index + 1]])
-        return prompt
 
 
 def read_prompts(source: str | Path, **options: Any) -> list[Prompt]:
