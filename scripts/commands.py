@@ -696,7 +696,7 @@ def convert(
         str,
         Option(
             "--to",
-            help="draftheads, vllm, sglang, gguf, openvino, mlx, tgi, speculators or mtp",
+            help="draftheads, vllm, sglang, gguf, openvino, mlx, speculators or mtp",
         ),
     ],
     target: Annotated[
@@ -707,7 +707,7 @@ def convert(
     device: Device = None,
     link: Annotated[bool, Option("--link", help="for mtp: hard links for files that stay")] = False,
 ) -> None:
-    """Convert a head to or from the layout of vLLM, SGLang, llama.cpp, TGI and others, bit by bit.
+    """Convert a head to or from the layout of vLLM, SGLang, llama.cpp and others, bit by bit.
 
     --target is needed where a layout leaves something to the target. mtp: the target's checkpoint
     with the head as its own MTP layer.

@@ -87,8 +87,6 @@ def converted(
     with staged(out) as staging:
         theirs.save(staging)
         (staging / CARD).write_text(card + "\n")
-        if to == "tgi" and target is not None and target.tokenizer is not None:
-            target.tokenizer.save_pretrained(staging)  # TGI reads it from the head's folder
         if to == "draftheads":
             write_remote_code(staging)
     return out

@@ -29,7 +29,6 @@ from draftheads.recipes import packaged
 ENGINES = {
     "vllm": "vLLM (0.33; for Medusa 0.9.2 to 0.32)",
     "sglang": "SGLang (0.5.23)",
-    "tgi": "text-generation-inference",
     "gguf": "llama.cpp",
     "openvino": "OpenVINO GenAI (2026.4)",
     "mlx": "mlx-vlm (0.7.10), for targets whose caches it can roll back",
@@ -132,7 +131,6 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
     converts = {
         "vllm": is_bare or kind == "eagle" or is_shared,
         "sglang": is_bare,
-        "tgi": True,
         "openvino": True,
         "mlx": True,
         "gguf": False,  # it always is, for a file of the target

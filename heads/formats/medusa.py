@@ -1,5 +1,5 @@
-"""Medusa and Hydra heads in the layouts of vLLM, FasterDecoding, text-generation-inference,
-TensorRT-LLM, ModelOpt and zankner/Hydra.
+"""Medusa and Hydra heads in the layouts of vLLM, FasterDecoding, TensorRT-LLM, ModelOpt and
+zankner/Hydra.
 
 Legend: D width, V vocabulary; k counts heads, j the blocks of a head. There are two layouts of
 Medusa, each with or without lm_heads of its own:
@@ -7,13 +7,11 @@ Medusa, each with or without lm_heads of its own:
     blocks.{k}.layers.{j}.weight | .bias    lm_heads.{k}.weight    vLLM; ours
     {k}.{j}.linear.weight | .bias           {k}.{blocks}.weight    the others
 
-Sources: FasterDecoding/Medusa medusa/model; vLLM model_executor/models/medusa.py; TGI
-layers/medusa.py; Hydra (arXiv 2402.05109) hydra/model/hydra_heads.
+Sources: FasterDecoding/Medusa medusa/model; vLLM model_executor/models/medusa.py; Hydra (arXiv
+2402.05109) hydra/model/hydra_heads.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +19,6 @@ from draftheads.heads.choices import LayerSizes
 from draftheads.heads.formats.stored import (
     Stored,
     check_values,
-    engine_target,
     renamed,
     target_name,
 )
@@ -112,24 +109,3 @@ def to_vllm(stored: Stored, target: Target | None) -> Stored:
         dtype = tensors["blocks.0.layers.0.weight"].dtype
         tensors["lm_head.weight"] = known.unembed_weight().detach().to("cpu", dtype)
     return Stored(stored.config, tensors)
-
-
-def to_tgi(stored: Stored, target: Target | None) -> Stored:
-    """The numbered layout; TGI recognises heads by a config without `architectures`."""
-    ours, name = stored.config, engine_target(stored.config)
-    if name is None:
-        raise ValueError("exporting to TGI needs the name of the target model; pass --target")
-    config: dict[str, Any] = {
-        "base_model_name_or_path": name,
-        "medusa_num_heads": ours["num_heads"],
-        "medusa_num_layers": ours["num_hidden_layers"],
-        "hidden_size": ours["hidden_size"],
-        "vocab_size": ours["vocab_size"],
-        **({"version": "2"} if ours["original_lm_head"] else {}),
-        "draftheads": ours["draftheads"],
-    }
-    numbers = [
-        (r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear."),
-        (r"^lm_heads\.(\d+)\.", rf"\1.{ours['num_hidden_layers']}."),
-    ]
-    return Stored(config, renamed(stored.tensors, numbers), "medusa_lm_head.safetensors")

@@ -68,7 +68,6 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
     "openvino": {"eagle3": eagle.to_openvino, "block": as_is},
     "mlx": {"eagle3": eagle.to_speculators, "block": block.to_mlx},
-    "tgi": {"medusa": medusa.to_tgi},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
 """Other programs -> kind of head -> its writer."""
@@ -128,7 +127,6 @@ set_dflash_layers_to_capture), llama.cpp b11434 (t_layer_inp) and mlx-vlm 0.7.10
 
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
-    ("tgi", "medusa"): ["truncated_vocab_size", "deep blocks with a shared lm_head"],
     ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
     ("sglang", "eagle"): ["sliding_window"],
     ("vllm", "eagle3"): [UNSHOWN, RISING, "the last state as a feature"],
@@ -266,7 +264,6 @@ def loss(to: str, stored: Stored) -> str | None:
     conditioning = block_config.get("markov_head_type")
     traits = {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
-        "deep blocks with a shared lm_head": config.get("original_lm_head") and is_deep,
         "sliding_window": config.get("sliding_window") is not None,
         "norms of queries and keys": config.get("model_type") == "qwen3",
         "a bias in fc": bias is not None and bool(bias.any()),

@@ -42,7 +42,6 @@ READERS = (
     "draftheads",
     "vllm",
     "sglang",
-    "tgi",
     "speculators",
     "gguf",
     "openvino",

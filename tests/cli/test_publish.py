@@ -621,7 +621,7 @@ def test_a_published_head_of_a_local_target_says_what_to_type(
 
 
 SERVED = {
-    "medusa": ["vLLM (0.33; for Medusa 0.9.2 to 0.32)", '"method": "medusa"', "--to tgi"],
+    "medusa": ["vLLM (0.33; for Medusa 0.9.2 to 0.32)", '"method": "medusa"'],
     "sequential": ["No serving engine"],
     "eagle": ["--to vllm", "--speculative-algorithm EAGLE "],
     "eagle3": ['"method": "eagle3"', "--speculative-algorithm EAGLE3 "],
@@ -630,7 +630,6 @@ SERVED = {
 }
 UNSERVED = {
     "medusa-reduced": (") does not support this head: it has truncated_vocab_size", "```"),
-    "medusa-deep-shared": ("text-generation-inference does not support this head", "--to tgi"),
     "eagle3-deep": (
         "SGLang (0.5.23) does not support this head: it has more than one layer",
         "sglang.launch",
@@ -686,8 +685,7 @@ CONVERTED = sorted({*BY_KIND.values(), *SIMPLEST.values()})
 """The first and the last of each kind's heads: the commands depend on kind and destination."""
 COMMANDS = {
     "vllm": "vllm serve", "sglang": "sglang.launch_server", "openvino": "optimum-cli",
-    "tgi": "text-generation-launcher", "speculators": "vllm serve",
-    "mlx": "mlx_vlm.generate",
+    "speculators": "vllm serve", "mlx": "mlx_vlm.generate",
 }  # fmt: skip
 
 

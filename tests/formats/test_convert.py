@@ -5,7 +5,6 @@ same trees; what a destination cannot be told is an error, and nothing is writte
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 from trained_heads import trained
 from typer.testing import CliRunner
 
-from draftheads.heads.formats.hub import load_head, open_head, save_head
+from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.formats.table import destinations
 from draftheads.heads.target.model import Target
 from draftheads.scripts.cli import app, main
@@ -75,7 +74,6 @@ REASONS = {
     ("eagle3-one", "sglang"): "it has a single feature",
     ("eagle3-last", "vllm"): "it has the last state as a feature",
     ("eagle3-both-norms", "speculators"): "it has fc_norm and norm_before_fc",
-    ("medusa-deep-shared", "tgi"): "it has deep blocks with a shared lm_head",
     ("block-rnn", "vllm"): "it has gated or rnn conditioning; nothing",
     ("block-reduced", "sglang"): "it has an lm_head of its own",
     ("eagle3-two", "gguf"): "it has other than three features; nothing",
@@ -86,7 +84,7 @@ REASONS = {
     ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
     ("block-window", "speculators"): "it has sliding_window",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",
-    ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm, tgi$",
+    ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm$",
     ("medusa-own", "fasterdecoding"): "got 'fasterdecoding'",
 }
 
@@ -116,7 +114,7 @@ def test_heads_full_of_nan_are_neither_converted_nor_loaded(tmp_path, number, dt
     head.state_dict()["blocks.1.layers.0.weight"][3, 4] = number
     ours = save_head(head, tmp_path / "ours", target=tiny_target())
     said = "expected finite numbers, got others in blocks.1.layers.0.weight; get the head again"
-    for to in ("vllm", "tgi", "draftheads"):
+    for to in ("vllm", "draftheads"):
         with pytest.raises(ValueError, match=said) as caught:
             converted(ours, tmp_path / "theirs", to, tiny_target())
         assert str(ours) in str(caught.value) and "\n" not in str(caught.value)
@@ -128,11 +126,10 @@ def test_heads_full_of_nan_are_neither_converted_nor_loaded(tmp_path, number, dt
 def test_weights_keep_their_dtype(tmp_path):
     head = trained("medusa", depth=2).bfloat16()
     ours = save_head(head, tmp_path / "ours", target=tiny_target())
-    for to in ("vllm", "tgi"):
-        converted(ours, tmp_path / to, to)
-        back = converted(tmp_path / to, tmp_path / f"{to}-back", "draftheads")
-        assert same(load_file(back / "model.safetensors"), dict(head.state_dict()))
-        assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+    converted(ours, tmp_path / "vllm", "vllm")
+    back = converted(tmp_path / "vllm", tmp_path / "back", "draftheads")
+    assert same(load_file(back / "model.safetensors"), dict(head.state_dict()))
+    assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 REDUCED = [(torch.float32, "bfloat16"), (torch.float32, "float16"), (torch.bfloat16, "float32")]
@@ -171,7 +168,7 @@ PRIVATE = ["10.0.0.5", "gpu-7", "acme-llm", "ACME_KEY", "/srv", "/mnt", "custome
 
 @pytest.mark.parametrize(("name", "to"), OTHERS)
 def test_nothing_of_this_machine_or_network_is_converted(tmp_path, name, to):
-    """TGI and speculators look for a target on this machine by its path, in a key of their own."""
+    """speculators looks for a target on this machine by its path, in a key of their own."""
     kind, _, _ = name.partition("-")
     target = Target(random_model("llama"), name="/srv/llama-of-us")
     served = {"server": ["http://10.0.0.5:8000/v1", "http://gpu-7.corp:80"], "path": "/mnt/states"}
@@ -206,26 +203,6 @@ def test_the_target_is_asked_for_where_it_is_needed(tmp_path):
     with pytest.raises(ValueError, match="records the number of layers .* --target"):
         converted(old, tmp_path / "theirs", "vllm")
     converted(old, tmp_path / "served", "vllm", tiny_target())
-    config = json.loads((ours / "config.json").read_text())
-    config["draftheads"]["target"]["name"] = None
-    (ours / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="needs the name of the target model; pass --target"):
-        converted(ours, tmp_path / "theirs", "tgi")
-    converted(ours, tmp_path / "theirs", "tgi", tiny_target())
-    assert open_head(tmp_path / "theirs").target == ("tiny-llama", None)
-
-
-def test_tgi_finds_the_targets_tokenizer_beside_the_heads(tmp_path):
-    class Tokenizer:
-        def save_pretrained(self, folder: Path) -> None:
-            (folder / "tokenizer.json").write_text("{}")
-
-    target = Target(random_model("llama"), tokenizer=Tokenizer(), name="tiny-llama")
-    ours = saved("medusa-own", tmp_path / "ours")
-    theirs = converted(ours, tmp_path / "theirs", "tgi", target)
-    assert {path.name for path in theirs.iterdir()} == {
-        "config.json", "medusa_lm_head.safetensors", "tokenizer.json", "README.md"
-    }  # fmt: skip
 
 
 def test_nothing_is_replaced(tmp_path):
@@ -243,14 +220,14 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr("draftheads.heads.formats.stored.save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        converted(ours, tmp_path / "theirs", "tgi")
+        converted(ours, tmp_path / "theirs", "vllm")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 def test_the_command_prints_the_folder_and_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     ours = saved("medusa-own", tmp_path / "ours")
     command = ["draftheads", "convert", str(ours), str(tmp_path / "theirs"), "--to"]
-    monkeypatch.setattr("sys.argv", [*command, "tgi"])
+    monkeypatch.setattr("sys.argv", [*command, "vllm"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

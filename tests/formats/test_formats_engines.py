@@ -13,7 +13,7 @@ import pytest
 import torch
 from chains import features_of, our_chain
 from converted_heads import CHOICES, saved
-from emulators import EngineError, Served, tgi, vllm_medusa
+from emulators import EngineError, Served, vllm_medusa
 from emulators_block import PlainBlock, mlx_block, openvino_block, sglang_block, vllm_block
 from emulators_eagle import (
     sglang_eagle1,
@@ -40,7 +40,6 @@ ENGINES = {
     "sglang": {"eagle": sglang_eagle1, "eagle3": sglang_eagle3, "block": sglang_block},
     "openvino": {"block": openvino_block},
     "mlx": {"block": mlx_block},
-    "tgi": {"medusa": tgi},
     "speculators": {
         "eagle3": partial(vllm_eagle3, style="speculators"),
         "block": partial(vllm_block, style="speculators"),
@@ -207,11 +206,6 @@ FAULTS = {
     "medusa-fewer-heads": ("medusa-own", "vllm", "", "", {"num_heads": 2}),
     "medusa-biases-denied": ("medusa-own", "vllm", "", "", {"medusa_fc_bias": False}),
     "medusa-map": ("medusa-own", "vllm", "", "", {"truncated_vocab_size": 6}),
-    "tgi-bias-renamed": ("medusa-own", "tgi", "renamed", "0.0.linear.bias", {}),
-    "tgi-key-gone": ("medusa-own", "tgi", "gone", "1.1.weight", {}),
-    "tgi-more-heads": ("medusa-own", "tgi", "", "", {"medusa_num_heads": 4}),
-    "tgi-fewer-heads": ("medusa-own", "tgi", "", "", {"medusa_num_heads": 2}),
-    "tgi-architectures": ("medusa-own", "tgi", "", "", {"architectures": ["MedusaModel"]}),
     "eagle-bias-renamed": ("eagle-plain", "sglang", "renamed", "fc.bias", {}),
     "eagle-bias-gone": ("eagle-plain", "sglang", "gone", "fc.bias", {}),
     "eagle-key-gone": ("eagle-plain", "vllm", "gone", "fc.weight", {}),

@@ -21,9 +21,9 @@ BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
 DFLASH = {"sample_from_anchor": False, "conditioning": "none"}
 ALL = {"vllm", "sglang", "gguf", "speculators", "mlx"}
 CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "medusa-own": ({"layers": 1, "depth": 3}, {"vllm", "tgi"}),
-    "medusa-shared": ({"lm_head": "shared"}, {"vllm", "tgi"}),
-    "medusa-deep": ({"layers": 2}, {"vllm", "tgi"}),
+    "medusa-own": ({"layers": 1, "depth": 3}, {"vllm"}),
+    "medusa-shared": ({"lm_head": "shared"}, {"vllm"}),
+    "medusa-deep": ({"layers": 2}, {"vllm"}),
     "medusa-deep-shared": ({"layers": 2, "lm_head": "shared"}, {"vllm"}),
     "medusa-reduced": ({"vocabulary": FEW}, set()),
     "medusa-shared-reduced": ({"lm_head": "shared", "vocabulary": FEW}, set()),

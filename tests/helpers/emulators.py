@@ -1,8 +1,7 @@
 """What serving engines make of a folder of Medusa heads, restated from the facts of their loaders:
 which names they look for, rename, drop without a word, or leave as memory happened to be.
 
-Source: medusa.md, sections 4.4 and 4.5: vLLM 0.32 (0.33 has no Medusa any more) and
-text-generation-inference 3.
+Source: medusa.md, section 4.4: vLLM 0.32 (0.33 has no Medusa any more).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import Tensor
 
 Shapes = dict[str, tuple[int, ...]]
 Config = dict[str, Any]
-BOTH = ("weight", "bias")
 
 
 class EngineError(Exception):
@@ -94,24 +92,3 @@ def vllm_medusa(folder: Path) -> Served:
             continue
         served.put(plain, tensor)
     return served
-
-
-def tgi(folder: Path) -> Served:
-    """A config with `architectures` is taken for another speculator. "V1" (own last matrices) is
-    tried first, then "V2".
-    """
-    config, tensors = read(folder, "medusa_lm_head.safetensors")
-    if "architectures" in config:
-        raise EngineError("architectures: no heads are made")
-    if "base_model_name_or_path" not in config:
-        raise EngineError("base_model_name_or_path is read")
-    count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
-    first = {f"{k}.{layers}.weight" for k in range(count)}
-    names = {f"{k}.{j}.linear.{p}" for k in range(count) for j in range(layers) for p in BOTH}
-    if first <= set(tensors):
-        names |= first
-    elif layers != 1:
-        raise EngineError("V2 has one block for each head")
-    if not names <= set(tensors):
-        raise EngineError(f"weight {sorted(names - set(tensors))[0]} does not exist")
-    return Served({}, {n: tensors[n] for n in names}, set(tensors) - names, {"depth": count})

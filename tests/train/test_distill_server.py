@@ -861,16 +861,12 @@ ENCODED = base64.b64encode(SECRET.encode()).decode()
 )
 def test_no_part_of_a_key_that_a_server_quotes_is_shown(echo: str) -> None:
     shown = without_secret(printable(f"wrong key <{echo}> for llama-3"), SECRET)
-    assert shown.startswith("wrong key <") and shown.endswith("> for llama-3")
-    quoted = shown.removeprefix("wrong key <").removesuffix("> for llama-3")
-    assert "***" in quoted
-    rims = quoted.split("***")
-    assert all(len(rim) < 11 for rim in rims), "at most `Bearer ` in base64, which stands before it"
+    assert shown == "wrong key *** for llama-3"
 
 
 @pytest.mark.parametrize(("key", "size"), [("", 9), ("ab", 2), ("EMPTY", 4), ("hunter2hunter", 6)])
 def test_short_keys_hide_themselves_and_no_key_hides_nothing(key: str, size: int) -> None:
-    assert without_secret(f"say {key[:size]}.", key) == ("say ***." if key else "say .")
+    assert without_secret(f"say {key[:size]}.", key) == ("say ***" if key else "say .")
     assert without_secret("no such model", key) == "no such model"
 
 

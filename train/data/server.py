@@ -20,8 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -62,7 +61,11 @@ logger = logging.getLogger("draftheads")
 
 
 class ServerError(OSError):
-    """An error that every other request would meet, too."""
+    """An error that every other request would meet, too. wait: seconds before a retry, if the
+    server asks for some.
+    """
+
+    wait = 0.0
 
 
 class PromptRefused(ServerError):
@@ -73,15 +76,8 @@ class ServerFault(ServerError):
     """Not the prompt's fault; a retry may succeed."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """A try without a completion. kind: the error if it was the last one; wait: seconds that the
-    server asks for.
-    """
-
-    reason: str
-    kind: type[ServerError] = ServerFault
-    wait: float = 0.0
+class Unreachable(ServerError):
+    """No connection, also after retries: it is gone, for all prompts."""
 
 
 class ServerOptions(BaseModel):
@@ -448,36 +444,39 @@ class Server:
     async def complete(self, client: Any, request: dict[str, Any]) -> Completion:
         """The server's completion, retried after faults."""
         tries = self._options.tries
-        for number in range(tries):
-            result = await self._attempt(client, request)
-            if isinstance(result, Completion):
-                return result
-            failure = result
-            if number + 1 < tries:
-                pause = min(LONGEST_PAUSE, self._options.pause * 2**number)
-                await asyncio.sleep(failure.wait + pause * self._random.uniform(0.5, 1.0))
-        raise failure.kind(
-            f"{failure.reason}, tried {tries} times" if tries > 1 else failure.reason
-        )
+        number = 1
+        while True:
+            try:
+                return await self._attempt(client, request)
+            except (ServerFault, Unreachable) as fault:
+                if number == tries:
+                    tried = f", tried {tries} times" if tries > 1 else ""
+                    raise type(fault)(f"{fault}{tried}") from None
+                pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
+                await asyncio.sleep(fault.wait + pause * self._random.uniform(0.5, 1.0))
+                number += 1
 
-    async def _attempt(self, client: Any, request: dict[str, Any]) -> Completion | _Failure:
-        """One try. Raises the ServerError of a response that no retry makes better."""
+    async def _attempt(self, client: Any, request: dict[str, Any]) -> Completion:
+        """One try. Raises the ServerError of a response that no retry makes better, ServerFault or
+        Unreachable for what one may.
+        """
         patience = self._options.timeout or 60 + request["max_tokens"] / SLOWEST
         try:
             async with asyncio.timeout(patience):  # for the whole answer
                 response = await client.post("/completions", json=request)
         except TimeoutError:
-            return _Failure("no complete answer in time")
+            raise ServerFault("no complete answer in time") from None
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            return _Failure(self._reason(error), ServerError)  # it is gone, for all prompts
+            raise Unreachable(self._reason(error)) from None
         except httpx.HTTPError as error:
-            return _Failure(self._reason(error))
+            raise ServerFault(self._reason(error)) from None
         try:
             return self._completion(response, request["max_tokens"])
         except ServerFault as fault:
             seconds = response.headers.get("retry-after", "")
-            wait = float(seconds) if seconds.isdecimal() else 0.0
-            return _Failure(str(fault), wait=min(wait, LONGEST_RETRY_AFTER))
+            if seconds.isdecimal():
+                fault.wait = min(float(seconds), LONGEST_RETRY_AFTER)
+            raise
 
     def _completion(self, response: Any, limit: int) -> Completion:
         """That of a response. Raises ServerError. limit: the tokens that were asked for."""
@@ -603,21 +602,20 @@ def _base_url(url: str) -> str:
 
 
 def without_secret(text: str, key: str) -> str:
-    """The text with *** for the key, for its longer parts, and for these in base64 or hexadecimal:
-    servers quote what they refuse.
+    """The text with *** for each word that holds the key or a longer part of it, also in base64 or
+    hexadecimal: servers quote what they refuse.
     """
     parts = _parts(key, len(key)) | _parts(key.encode().hex(), 2 * len(key))
     for before in range(3):  # bytes before the key decide how base64 cuts it
         encoded = base64.b64encode(bytes(before) + key.encode()).decode().rstrip("=")
         own = encoded[-(-before * 4 // 3) : (before + len(key)) * 4 // 3]
         parts |= _parts(own, len(own)) | _parts(own.translate(URL_SAFE), len(own))
-    is_secret = [False] * len(text)
-    for size in {len(part) for part in parts}:
-        for start in range(len(text) - size + 1):
-            if text[start : start + size].lower() in parts:
-                is_secret[start : start + size] = [True] * size
-    runs = groupby(zip(text, is_secret, strict=True), itemgetter(1))
-    return "".join("***" if hide else "".join(char for char, _ in run) for hide, run in runs)
+
+    def shown(word: re.Match[str]) -> str:
+        is_secret = any(part in word[0].lower() for part in parts)
+        return "***" if is_secret else word[0]
+
+    return re.sub(r"\S+", shown, text)
 
 
 def _parts(text: str, length: int) -> set[str]:
