@@ -19,8 +19,11 @@ from torch import Tensor
 
 from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.eagle import (
+    BLOCK,
+    CONFIDENCE,
     LAYER,
     LEFT_OUT,
+    MARKOV,
     NO,
     ONE,
     complete_maps,
@@ -70,12 +73,6 @@ GEMMA4: dict[str, tuple[Any, ...]] = {
 """As `DESIGN`, for heads with Gemma 4's layers."""
 COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
 """Keys that ours have, too."""
-MARKOV = ("markov_rank", "markov_head_type")
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
-SHARED = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
-OUTSIDE = {*SHARED, *MARKOV, *CONFIDENCE, "sample_from_anchor", "target_layer_ids", "is_causal"}
-OUTSIDE |= {"dflash_config", "has_own_lm_head", "has_embed_tokens"}
-"""Our keys that do not describe the layers."""
 ALIGNED = 8
 """Rank of a Markov head of zeros, whose rows are then as long as kernels like them."""
 
@@ -262,12 +259,11 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     stored = to_engine(stored, target)
     ours = flat(stored.config)
     kind = "dflash" if ours["architectures"] == ["DFlashDraftModel"] else "dspark"
-    layer = {key: value for key, value in ours.items() if key not in OUTSIDE}
     more = (*MARKOV, *CONFIDENCE) if kind == "dspark" else ()
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
-        **speculators_config(layer, kind, chain(ours)),
-        **{key: ours[key] for key in (*SHARED, "sample_from_anchor", *more)},
+        **speculators_config(ours, kind, chain(ours)),
+        **{key: ours[key] for key in (*BLOCK, "sample_from_anchor", *more)},
         "aux_hidden_state_layer_ids": list(feature_layers(ours["target_layer_ids"])),
         "sliding_window_non_causal": True,  # vLLM takes it for all layers
         "target_hidden_size": None,

@@ -80,14 +80,20 @@ LEFT_OVER = ("num_attention_heads", "rms_norm_eps", "vocab_size")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 KEPT = ("draft_vocab_size", AUX_LAYERS, "draftheads", *SWITCHES)
 """Keys that speculators and we have at the top level."""
-OUTSIDE = {*KEPT, "architectures", "eagle_config", "num_aux_hidden_states", "dtype"}
-OUTSIDE |= {"target_hidden_size"}
-"""Our keys that do not describe the layer."""
+BLOCK = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
+"""Keys that speculators and we have at the top level of block heads."""
+MARKOV = ("markov_rank", "markov_head_type")
+CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
+OUTSIDE = {*KEPT, *BLOCK, *MARKOV, *CONFIDENCE, "architectures", "eagle_config", "dflash_config"}
+OUTSIDE |= {"num_aux_hidden_states", "target_hidden_size", "sample_from_anchor", "is_causal"}
+OUTSIDE |= {"target_layer_ids", "has_own_lm_head", "has_embed_tokens"}
+"""Our keys that do not describe the layers, of both kinds."""
 
 
 def from_eagle(stored: Stored, target: Target | None) -> Stored:
     """EAGLE-3 if layer 0 has a norm for features, else EAGLE-1."""
-    config, tensors = stored.config, renamed(stored.tensors, RENAMES)
+    config = _flat(stored.config)
+    tensors = renamed(stored.tensors, RENAMES)
     whole = with_sections(config)
     if str(config.get("model_type")).startswith("llama4"):
         whole["use_qk_norm"] = None  # of its target; engines make Llama's layer
@@ -123,12 +129,6 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     return Stored({**ours, "draftheads": facts}, tensors)
 
 
-def from_eagle3(stored: Stored, target: Target | None) -> Stored:
-    """Of the speculators library, or of any other."""
-    is_nested = "speculators_model_type" in stored.config
-    return (from_speculators if is_nested else from_eagle)(stored, target)
-
-
 def with_sections(config: dict[str, Any]) -> dict[str, Any]:
     """Config.json with the keys of `eagle_config` and of its RoPE, of all types of layers."""
     whole = {**(config.get("eagle_config") or {}), **config}
@@ -151,9 +151,10 @@ def unnested(config: dict[str, Any]) -> dict[str, Any]:
     return {**{key: getattr(default, key) for key in LEFT_OVER}, **layer, **config}
 
 
-def from_speculators(stored: Stored, target: Target | None) -> Stored:
-    """Like any other EAGLE-3 head, once the nested config is flattened."""
-    config = stored.config
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the speculators library without its section, any other as it is."""
+    if "speculators_model_type" not in config:
+        return config
     check_values(config, {"speculators_model_type": ("eagle3",)})
     if "norm_before_residual" not in config:
         raise ValueError(
@@ -161,7 +162,7 @@ def from_speculators(stored: Stored, target: Target | None) -> Stored:
             "library assumes false and vLLM true; add the value that it was trained with"
         )
     needed(config, "transformer_layer_config")
-    return from_eagle(Stored(unnested(config), stored.tensors), target)
+    return unnested(config)
 
 
 def _drop_embeddings(tensors: dict[str, Tensor], target: Target | None) -> None:

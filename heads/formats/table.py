@@ -39,14 +39,14 @@ READERS: list[tuple[str, str, Translates]] = [
     (
         "EAGLE-3",
         r"^(model\.)?(midlayer|layers\.0)\.hidden_norm\.weight$",
-        eagle.from_eagle3,
+        eagle.from_eagle,
     ),
     (
         "DSpark and DFlash",
         r"^(dflash_config|target_layer_ids|(model\.)?hidden_norm\.weight)$",
         block.from_block,
     ),
-    ("speculators", r"^speculators_model_type$", eagle.from_speculators),
+    ("speculators", r"^speculators_model_type$", eagle.from_eagle),
     ("vLLM Medusa", r"^(medusa_heads?\.)?blocks\.0\.layers\.0\.weight$", medusa.from_vllm),
     (
         "Medusa (FasterDecoding, TGI, TensorRT-LLM)",

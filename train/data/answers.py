@@ -282,9 +282,9 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     if not manifest["target"] and (foreign := open_foreign(folder)):
         return foreign.shards(), manifest
     if has_shards(manifest):
-        entries = manifest["shards"]
-        _refuse(_faults(folder, entries, by_content=False))
-        return [Shard.open(Path(folder) / entry["name"]) for entry in entries], manifest
+        shards = manifest["shards"]
+        verify(folder, {"shards": shards}, by_content=False)
+        return [Shard.open(Path(folder) / entry["name"]) for entry in shards], manifest
     contents = _Contents.read(folder, manifest)
     prompts = manifest["prompts"]["count"]
     seen = contents.answered + len(contents.refused)
@@ -297,11 +297,13 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     return [Shard(batch) for batch in contents.batches(contents.documents)], manifest
 
 
-def verify(folder: str | Path, manifest: Manifest) -> None:
+def verify(folder: str | Path, manifest: Manifest, *, by_content: bool = True) -> None:
     """Compare the files of a finished folder with size and checksum in its manifest. Raises
     ValueError naming those that differ.
     """
-    _refuse(_faults(folder, _entries(manifest)))
+    faults = _faults(folder, _entries(manifest), by_content=by_content)
+    if listed := "; ".join(f"{path}: {fault}" for path, fault in faults):
+        raise ValueError(f"{listed}; {REPAIR}")
 
 
 def check(folder: str | Path) -> Counts:
@@ -357,12 +359,6 @@ def _faults(
             yield path, f"expected {entry['bytes']} bytes, got {size}"
         elif by_content and (actual := _checksum(path)) != expected:
             yield path, f"expected SHA-256 {expected[:12]}, got {actual[:12]}"
-
-
-def _refuse(faults: Iterable[tuple[Path, str]]) -> None:
-    """Raises ValueError if there are any."""
-    if listed := "; ".join(f"{path}: {fault}" for path, fault in faults):
-        raise ValueError(f"{listed}; {REPAIR}")
 
 
 def _checksum(path: Path) -> str:

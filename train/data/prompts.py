@@ -107,12 +107,7 @@ class _Parts:
     left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
 
 
-def read_prompts(source: str | Path, **options: Any) -> list[Prompt]:
-    """The prompts of a file, a folder or a Hub data set, as a list; all else as `iter_prompts`."""
-    return list(iter_prompts(source, **options))
-
-
-def iter_prompts(
+def read_prompts(
     source: str | Path,
     *,
     hub: Hub | None = None,
@@ -120,7 +115,7 @@ def iter_prompts(
     prompt_words: int | None = None,
     skip_empty: bool = False,
     tools: KeepOrDrop = "drop",
-) -> Iterator[Prompt]:
+) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
     limit: read at most this many. prompt_words: one prompt per line of plain text, cut to its first
@@ -131,13 +126,14 @@ def iter_prompts(
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
     records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    prompt = None
+    prompts = []
     for where, prompt in _parsed(records, _Parts(tools == "keep"), limit, skip_empty):
-        yield prompt if prompt_words is None else _shortened(where, prompt, prompt_words)
-    if prompt is None:
+        prompts.append(prompt if prompt_words is None else _shortened(where, prompt, prompt_words))
+    if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
         )
+    return prompts
 
 
 def _shortened(where: str, prompt: Prompt, words: int) -> Prompt:
