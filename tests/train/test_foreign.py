@@ -39,7 +39,7 @@ from draftheads.train.advice.plan import make_plan
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer, read_answers
 from draftheads.train.features.foreign import ForeignStates, open_foreign
-from draftheads.train.features.states import FileFeatures, StateChecks, StateLayout
+from draftheads.train.features.states import StateChecks, StateLayout, file_features
 from draftheads.train.loop import fit
 from draftheads.train.metrics import read_metrics
 
@@ -239,7 +239,7 @@ def test_a_piece_of_a_long_document_has_the_states_of_the_document(tmp_path, too
     place = folder.path / folder.place
     read = ForeignStates(folder, place, sizes, HIDDEN, StateChecks(captured))
     numbers = list(range(len(rows)))
-    features_BTD = FileFeatures(captured, rows, read)(numbers, rows.batch(numbers))
+    features_BTD = file_features(captured, rows, read)(numbers, rows.batch(numbers))
     before = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     for number in numbers:
         place = 0

@@ -35,9 +35,9 @@ from draftheads.train.data.shards import Array
 from draftheads.train.evaluate import calibrate
 from draftheads.train.features.served import (
     Connection,
-    ServedFeatures,
     captured_states,
     proven_servers,
+    states_from,
 )
 from draftheads.train.features.sources import FeatureSource, OnlineFeatures
 from draftheads.train.features.states import StateLayout
@@ -249,7 +249,7 @@ class Evidence:
         if self.decodes:
             return OnlineFeatures(self.target, self.layers, adapted=True)
         layout = StateLayout(self.target, self.states, self.layers)
-        return ServedFeatures(layout, rows, self.connection)
+        return states_from(self.connection, layout, rows)
 
     def decode(
         self,

@@ -305,21 +305,15 @@ class Connection:
             self._made.close()
 
 
-class ServedFeatures(StateFeatures):
+def states_from(connection: Connection, layout: StateLayout, rows: Rows) -> StateFeatures:
     """From servers. Its errors are ServerError if none gives them, WrongStates for others than were
     asked for.
     """
 
-    def __init__(self, layout: StateLayout, rows: Rows, connection: Connection) -> None:
-        super().__init__(layout, rows)
-        self._connection = connection
+    def ask(number: int) -> list[Future[Tensor]]:
+        return list(map(connection.servers.ask, documents_of(rows, number)))
 
-    def _ask(self, number: int) -> list[Future[Tensor]]:
-        return list(map(self._connection.servers.ask, documents_of(self.rows, number)))
-
-    def close(self) -> None:
-        """End all requests."""
-        self._connection.close()
+    return StateFeatures(layout, rows, ask, connection.close)
 
 
 def served_features(
@@ -328,7 +322,7 @@ def served_features(
     rows: tuple[Rows, Rows],
     layers: Sequence[int],
     log: Callable[[str], None],
-) -> tuple[ServedFeatures, ServedFeatures]:
+) -> tuple[StateFeatures, StateFeatures]:
     """The sources of (training rows, held-out rows). layers: those of features.
 
     At their first use servers are asked for a document that proves what they serve: then ValueError
@@ -337,7 +331,7 @@ def served_features(
     captured = recipe.features.layers or captured_states(layers, target.layers)
     layout = StateLayout(target, captured, layers)
     connection = Connection(lambda: proven_servers(target, recipe.features, captured, rows, log))
-    train, heldout = (ServedFeatures(layout, each, connection) for each in rows)
+    train, heldout = (states_from(connection, layout, each) for each in rows)
     return train, heldout
 
 

@@ -45,10 +45,10 @@ from draftheads.train.features.foreign import ForeignFolder, ForeignStates, open
 from draftheads.train.features.served import served_features
 from draftheads.train.features.states import (
     COMPARED,
-    FileFeatures,
     StateChecks,
     StateLayout,
     check_layers,
+    file_features,
 )
 from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
@@ -424,7 +424,7 @@ def foreign_features(
         check_layers(layout, states_PLH, tokens.tolist())
     except ValueError as error:
         raise ValueError(f"{path / folder.name(first)}: {error}") from None
-    return [FileFeatures(layout, each, states) for each in rows]
+    return [file_features(layout, each, states) for each in rows]
 
 
 def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:

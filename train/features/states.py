@@ -8,9 +8,9 @@ states, H hidden size, D = layers x H, V vocabulary.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import takewhile
 from operator import eq
 from threading import Lock
@@ -51,6 +51,7 @@ BF16 = 0.02
 """Relative error of states that is rounding."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
+Ask = Callable[[int], list[Future[Tensor]]]
 Read = Callable[[int, int, Array, Array], Tensor]
 """(document, place of a piece's first token in it, ids and loss mask of the piece) -> its states
 (P, L, H).
@@ -246,21 +247,21 @@ def distances(got: Tensor, known: Tensor) -> Tensor:
     return error
 
 
-class StateFeatures(ABC):
-    """A `RowSource` of states that come from elsewhere while training goes on."""
+class StateFeatures:
+    """A `RowSource` of states that come from elsewhere while training goes on.
 
-    def __init__(self, layout: StateLayout, rows: Rows) -> None:
+    ask: begins with a row, and gives the states (P, L, H) of each of its pieces. close: ends what
+    goes on.
+    """
+
+    def __init__(
+        self, layout: StateLayout, rows: Rows, ask: Ask, close: Callable[[], None]
+    ) -> None:
         self.target, self.layers, self.rows = layout.target, layout.layers, rows
+        self.close = close
         self._layout = layout
+        self._ask = ask
         self._asked: dict[int, list[Future[Tensor]]] = {}
-
-    @abstractmethod
-    def _ask(self, number: int) -> list[Future[Tensor]]:
-        """Begin with a row: the states (P, L, H) of each of its pieces."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what goes on."""
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource`."""
@@ -281,26 +282,19 @@ class StateFeatures(ABC):
         return self._layout.row([future.result() for future in self._asked.pop(number)])
 
 
-class FileFeatures(StateFeatures):
+def file_features(layout: StateLayout, rows: Rows, read: Read) -> StateFeatures:
     """Of another toolkit's files. read: called by several threads. The states of a piece are those
     of its whole document.
     """
+    threads = ThreadPoolExecutor(READERS, "states")
+    documents = rows.documents
 
-    def __init__(self, layout: StateLayout, rows: Rows, read: Read) -> None:
-        super().__init__(layout, rows)
-        self._read = read
-        self._starts_D = rows.documents.spans[:, 0]
-        self._threads = ThreadPoolExecutor(READERS, "states")
-
-    def _ask(self, number: int) -> list[Future[Tensor]]:
-        return [self._threads.submit(self._piece, span) for span in self.rows.pieces(number)]
-
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(cancel_futures=True)
-
-    def _piece(self, span: Span) -> Tensor:
-        documents = self.rows.documents
+    def states(span: Span) -> Tensor:
         [number] = documents.numbers(np.array(span[:1])).tolist()
-        start = span[0] - self._starts_D[number]
-        return self._read(number, start, documents.tokens(*span), documents.mask(*span))
+        start = span[0] - documents.spans[number, 0]
+        return read(number, start, documents.tokens(*span), documents.mask(*span))
+
+    def ask(number: int) -> list[Future[Tensor]]:
+        return [threads.submit(states, span) for span in rows.pieces(number)]
+
+    return StateFeatures(layout, rows, ask, partial(threads.shutdown, cancel_futures=True))
