@@ -231,7 +231,8 @@ class Conditioning(nn.Module):
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()
-        rank, width = design.rank, design.shape.hidden_size
+        rank = design.rank
+        width = design.shape.hidden_size
         self.markov_w1 = nn.Embedding(design.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, design.draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
@@ -277,7 +278,9 @@ class Conditioning(nn.Module):
 
     def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
         """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
-        given_MKX, carried, codes = self.prepare(states_MKD), None, []
+        given_MKX = self.prepare(states_MKD)
+        carried = None
+        codes = []
         # at once, because each look-up has a gradient as large as the table
         code_MKr = self.markov_w1(tokens_MK)
         for slot in range(tokens_MK.shape[1]):
@@ -309,9 +312,12 @@ class BlockHead(Vocabulary, DraftHead):
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()
-        self.design, shape = design, design.shape
-        self.hidden_size, self.vocab_size = shape.hidden_size, design.vocab_size
-        self.feature_layers, self.rope = design.feature_layers, design.rope
+        self.design = design
+        shape = design.shape
+        self.hidden_size = shape.hidden_size
+        self.vocab_size = design.vocab_size
+        self.feature_layers = design.feature_layers
+        self.rope = design.rope
         self.window = design.window
         self.tree: Tree = StaticTree.unfitted(self.depth)
         width = shape.hidden_size
@@ -449,7 +455,8 @@ class BlockHead(Vocabulary, DraftHead):
             shape = replace(shape, gemma4=True, k_eq_v=bool(config.get("attention_k_eq_v")))
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
-            rank, conditioning = matrix(tensors, "markov_head.markov_w1.weight").shape[1], "markov"
+            rank = matrix(tensors, "markov_head.markov_w1.weight").shape[1]
+            conditioning = "markov"
             for kind, name in (("gated", "gate_proj"), ("rnn", "joint_proj")):
                 if f"markov_head.{name}.weight" in tensors:
                     conditioning = kind
@@ -558,7 +565,8 @@ class BlockHead(Vocabulary, DraftHead):
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        masks, places = batch.root_masks(self.depth), batch.tokens_BT.numel()
+        masks = batch.root_masks(self.depth)
+        places = batch.tokens_BT.numel()
         ranks_PK = features_BTD.new_full((places, self.depth), -1).long()
         number_BT = masks[0].cumsum(1) - 1
         for first in range(0, int(number_BT.max()) + 1, EVALUATED):
@@ -599,7 +607,8 @@ class BlockHead(Vocabulary, DraftHead):
         positions_BQ = (batch.positions_BT.gather(1, anchors_BN)[:, :, None] + slots).flatten(1)
         mask_B1QT = self._mask(batch, anchors_BN, positions_BQ)
         # a feature is the state at the position before its token
-        context_angles, angles = self.rope(batch.positions_BT - 1), self.rope(positions_BQ)
+        context_angles = self.rope(batch.positions_BT - 1)
+        angles = self.rope(positions_BQ)
 
         def advance(layer: DecoderLayer, x_BQD: Tensor) -> Tensor:
             entries = Entries([layer])(context_BTD, context_angles)[0]
@@ -652,7 +661,8 @@ class BlockHead(Vocabulary, DraftHead):
                 codes_MKr.flatten(0, 1).index_select(0, rows_R),
                 self.markov_head.markov_w2.weight,
             )
-        cap, weight_vD = self.design.softcap, self.unembed_weight(target)
+        cap = self.design.softcap
+        weight_vD = self.unembed_weight(target)
         added = plus if cap is None else Capped(cap, plus)
         states_RD = blocks.states_MKD.flatten(0, 1).index_select(0, rows_R)
         return states_RD, weight_vD, labels_MK.flatten()[rows_R], added
@@ -665,7 +675,8 @@ class Entries:
 
     def __init__(self, layers: Iterable[DecoderLayer]) -> None:
         attentions = [layer.self_attn for layer in layers]
-        self.first, self.layers = attentions[0], len(attentions)
+        self.first = attentions[0]
+        self.layers = len(attentions)
         groups = self.first.shape.kv_heads
         weights = [attention.k_proj.weight for attention in attentions]
         if not self.first.shape.k_eq_v:
@@ -679,7 +690,8 @@ class Entries:
         kv = kv.view(*kv.shape[:2], -1, self.first.shape.head_dim).transpose(1, 2)
         heads = len(self.scale_G1W)
         k, v = kv[:, :heads], kv[:, -heads:]  # the same, if the layers' keys are their values
-        k, v = self.first.turned(k, self.scale_G1W, angles), self.first.values(v)
+        k = self.first.turned(k, self.scale_G1W, angles)
+        v = self.first.values(v)
         return list(zip(k.chunk(self.layers, dim=1), v.chunk(self.layers, dim=1), strict=True))
 
 
@@ -694,7 +706,8 @@ class BlockMemory:
         self, keys: Tensor, values: Tensor, mask_B1QT: Tensor, slots: int, heads: int
     ) -> None:
         self.context = extended(*per_query_head(heads, keys, values))
-        self.mask_B1QT, self.slots = mask_B1QT, slots
+        self.mask_B1QT = mask_B1QT
+        self.slots = slots
 
     def attend(self, q_BHQW: Tensor, k_BGQW: Tensor, v_BGQW: Tensor) -> Tensor:
         q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
@@ -754,7 +767,8 @@ class BlockDrafter(TreeDrafter):
 
     def _states(self, roots_B: Tensor) -> Tensor:
         """The states (B, K, D) of the slots that predict, as deep as the tree."""
-        head, size = self.head, self.head.design.block_size
+        head = self.head
+        size = self.head.design.block_size
         self.cache.extend_block(size)
         x_BSD = head.block(roots_B[:, None], self.target)
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
@@ -770,7 +784,8 @@ class BlockDrafter(TreeDrafter):
         parts_BKX = states_BKD
         if conditioning is not None:
             parts_BKX = conditioning.prepare(states_BKD)
-        tokens_BF, carried_BFr = roots_B[:, None], None
+        tokens_BF = roots_B[:, None]
+        carried_BFr = None
         for level in count():
             logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
             if conditioning is not None:

@@ -191,7 +191,8 @@ class AutoregressiveHead(DraftHead):
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss, summed over steps and learned tokens."""
-        inputs_BTD, steps = self._inputs(features_BTD), self.choices.steps
+        inputs_BTD = self._inputs(features_BTD)
+        steps = self.choices.steps
         unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, steps)
         weights = self.choices.decay ** torch.arange(steps, device=inputs_BTD.device).float()
         weights_R = (weights / weights.sum())[unrolled.steps_R]
@@ -249,9 +250,13 @@ class DesignedHead(AutoregressiveHead):
     def __init__(self, design: EagleDesign) -> None:
         super().__init__()
         self.design = design
-        self.hidden_size, self.vocab_size = design.shape.hidden_size, design.vocab_size
-        self.draft_vocab_size, self.feature_layers = design.draft_vocab_size, design.feature_layers
-        self.layer_count, self.rope, self.window = design.layers, design.rope, design.window
+        self.hidden_size = design.shape.hidden_size
+        self.vocab_size = design.vocab_size
+        self.draft_vocab_size = design.draft_vocab_size
+        self.feature_layers = design.feature_layers
+        self.layer_count = design.layers
+        self.rope = design.rope
+        self.window = design.window
 
 
 class EagleChoices(DecoderChoices):
@@ -383,7 +388,8 @@ class Eagle3Head(Vocabulary, DesignedHead):
     def __init__(self, design: EagleDesign) -> None:
         super().__init__(design)
         shape = design.shape
-        count, width = len(design.feature_layers), shape.hidden_size
+        count = len(design.feature_layers)
+        width = shape.hidden_size
         self.fc = nn.Linear(count * width, width, bias=False)
         if design.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(width, shape.eps) for _ in range(count))
@@ -464,7 +470,8 @@ class Eagle3Head(Vocabulary, DesignedHead):
         """config.json for vLLM and SGLang. Layers are indices into hidden states, except in
         `eagle_config`, where SGLang counts outputs of layers.
         """
-        design, layers = self.design, list(self.feature_layers)
+        design = self.design
+        layers = list(self.feature_layers)
         return {
             **design.config(
                 draft_vocab_size=design.draft_vocab_size, target_hidden_size=self.hidden_size
@@ -495,7 +502,9 @@ def default_features(layers: int) -> tuple[int, ...]:
     """Low, middle and high: [2, n // 2, n - 3] of n layers, as all engines assume; distinct states
     if these coincide (n < 8).
     """
-    low, middle, high = 2, layers // 2, layers - 3
+    low = 2
+    middle = layers // 2
+    high = layers - 3
     if low < middle < high:
         return low, middle, high
     return tuple(sorted({1, layers // 2, layers - 1} - {0}))

@@ -72,7 +72,8 @@ class Cached(Generic[T]):
         versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in read]
         if self._versions != versions:
             with torch.inference_mode(False), torch.no_grad():  # training may use it, too
-                self._value, self._checksums = make(), _checksums(self._parameters)
+                self._value = make()
+                self._checksums = _checksums(self._parameters)
             self._versions = versions
         return self._value
 
@@ -211,7 +212,8 @@ class LayerShape:
     @classmethod
     def of(cls, target: Target, choices: LayerSizes) -> LayerShape:
         """The recipe's sizes; by default those of the target's first layer."""
-        config, width = target.config.per_layer_config[0], target.hidden_size
+        config = target.config.per_layer_config[0]
+        width = target.hidden_size
 
         def size(choice: str, default: int) -> int:
             return int(getattr(choices, choice) or getattr(config, KEYS[choice], None) or default)
@@ -259,7 +261,8 @@ class Rope:
     ) -> None:
         # a second base in the scaling would be read by engines before ours
         own = {key: value for key, value in (scaling or {}).items() if key != "rope_theta"}
-        self.theta, self.scaling = float(theta), own or None
+        self.theta = float(theta)
+        self.scaling = own or None
         given = {key: value for key, value in own.items() if value is not None}
         kind = given.pop("type", None) or given.get("rope_type", "default")
         if kind not in kinds:
@@ -274,7 +277,8 @@ class Rope:
             )
         if kind == "default":
             powers_W = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            frequencies, self.attention_factor = self.theta**-powers_W, 1.0
+            frequencies = self.theta**-powers_W
+            self.attention_factor = 1.0
         else:
             parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
             try:
@@ -360,7 +364,8 @@ class Attention(nn.Module):
         self._stack: Cached[tuple[Tensor | PackedWeight, Tensor | None]] = Cached()
 
     def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
-        heads, turned = self.shape.heads, self.shape.heads + self.shape.kv_heads
+        heads = self.shape.heads
+        turned = self.shape.heads + self.shape.kv_heads
         qkv_BQE, scale = self._projected(x_BQE)
         qkv = self._by_head(qkv_BQE)
         qk = self.turned(qkv[:, :turned], scale, angles)

@@ -94,7 +94,8 @@ class MedusaDesign:
         names = [*tensors, "blocks.0.layers.0.weight"]  # the first one that exists
         block = next(name for name in names if re.fullmatch(r"blocks\.\d+\.layers.*\.weight", name))
         lm_heads = [name for name in tensors if name.startswith("lm_heads.")]
-        width, ids_v = len(matrix(tensors, block)), integers(tensors, "token_map")
+        width = len(matrix(tensors, block))
+        ids_v = integers(tensors, "token_map")
         if lm_heads and ids_v is None:
             vocab_size = len(matrix(tensors, lm_heads[0]))
         else:
@@ -119,9 +120,13 @@ class MedusaHead(DraftHead):
 
     def __init__(self, design: MedusaDesign) -> None:
         super().__init__()
-        width, depth, ids_v = design.hidden_size, design.depth, design.token_map
-        self.hidden_size, self.vocab_size = width, design.vocab_size
-        self.layers, self.own_lm_head = design.layers, design.own_lm_head
+        width = design.hidden_size
+        depth = design.depth
+        ids_v = design.token_map
+        self.hidden_size = width
+        self.vocab_size = design.vocab_size
+        self.layers = design.layers
+        self.own_lm_head = design.own_lm_head
         self.draft_vocab_size = design.vocab_size if ids_v is None else len(ids_v)
         self._stack: Cached[StackedHeads] = Cached()
         self._shared_rows = SharedRows()
@@ -244,7 +249,8 @@ class MedusaHead(DraftHead):
 
     def stacked(self) -> StackedHeads | None:
         """The heads as one stack, for drafting; None if they are packed, or too large to copy."""
-        parameters, lm_heads = list(self.parameters()), list(self.lm_heads.parameters())
+        parameters = list(self.parameters())
+        lm_heads = list(self.lm_heads.parameters())
         is_packed = any(operand(weight) is not weight for weight in lm_heads)
         if not lm_heads or is_packed or sum(p.nbytes for p in parameters) > STACK_BYTES:
             return None
@@ -280,7 +286,10 @@ class MedusaDrafter:
         begin_drafting(head, target, tree)
         assert isinstance(tree, StaticTree)
         tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
-        self.head, self.target, self.depth, self.width = head, target, tree.depth, tree.width
+        self.head = head
+        self.target = target
+        self.depth = tree.depth
+        self.width = tree.width
         self.feature_layers = head.feature_layers
         self.topology = tree.topology(target.device)
         self.stack = head.stacked()

@@ -55,7 +55,8 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
 
     name: the repository's, or the path of a folder that does not exist.
     """
-    site, causes = constants.ENDPOINT, list[BaseException]()
+    site = constants.ENDPOINT
+    causes = list[BaseException]()
     raised: BaseException | None = error
     while raised is not None and raised not in causes:
         causes.append(raised)
@@ -77,7 +78,8 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
                 "check the name, or log in if it is private: hf auth login"
             )
         if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
-            why, advice = f"{site} cannot be reached", "check the network"
+            why = f"{site} cannot be reached"
+            advice = "check the network"
             if constants.HF_HUB_OFFLINE:
                 why, advice = "HF_HUB_OFFLINE is set", "unset it to load them once"
             return (

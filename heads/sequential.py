@@ -148,7 +148,8 @@ class SequentialHead(MedusaHead):
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> SequentialHead:
         """The shape of the tensors; the prefix layer and `norm_embeddings` of the config."""
-        design, rank = MedusaDesign.read(config, tensors), None
+        design = MedusaDesign.read(config, tensors)
+        rank = None
         kind: type[SequentialHead] = HydraHead
         if "down.0.weight" in tensors:
             rank, width = matrix(tensors, "down.0.weight").shape
@@ -173,7 +174,8 @@ class SequentialHead(MedusaHead):
     def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
         inputs_BTD = self.cast(features_BTD)
         if self.prefix is not None:
-            angles, memory = self.prefix.rope(batch.positions_BT), RowMemory(batch)
+            angles = self.prefix.rope(batch.positions_BT)
+            memory = RowMemory(batch)
             inputs_BTD = self.checkpointed(self.prefix, inputs_BTD, angles, memory)
         return self.conditioned(batch, inputs_BTD, target)
 
@@ -293,7 +295,8 @@ class RecurrentHead(LowRankHead):
             return hidden_MD + self.up[index](codes_Mr), codes_Mr
 
         roots = batch.roots(self.depth)
-        earlier_M, codes_Mr = roots[0], None
+        earlier_M = roots[0]
+        codes_Mr = None
         for index, roots_M in enumerate(roots):
             hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M, earlier_M, codes_Mr)
             earlier_M = roots_M
@@ -301,7 +304,8 @@ class RecurrentHead(LowRankHead):
 
     def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
         """lm_head and `up` are multiplied if this makes a node cheaper and the result fits."""
-        downs_rE, width = list(self.down.parameters())[::2], self.hidden_size
+        downs_rE = list(self.down.parameters())[::2]
+        width = self.hidden_size
         mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
         pays = len(downs_rE[0]) <= width
         if self.own_lm_head:  # as much is read, but by fewer kernels
@@ -335,7 +339,8 @@ class HydraHead(SequentialHead):
             return hidden_MD
 
         for index, roots_M in enumerate(batch.roots(self.depth)):
-            hidden_MD, bias = self.checkpointed(hidden, index, roots_M), None
+            hidden_MD = self.checkpointed(hidden, index, roots_M)
+            bias = None
             if self.own_lm_head:
                 bias_v1 = self.biases[index][:, None]
                 bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
@@ -358,7 +363,8 @@ class PrefixLayer(nn.Module):
 
     def __init__(self, shape: LayerShape, rope: Rope) -> None:
         super().__init__()
-        self.shape, self.rope = shape, rope
+        self.shape = shape
+        self.rope = rope
         self.layer = DecoderLayer(shape)
         self.norm = RMSNorm(shape.hidden_size, shape.eps)
         nn.init.zeros_(self.layer.self_attn.o_proj.weight)
@@ -410,7 +416,8 @@ class LowRankDrafter(SequentialDrafter):
 
     def __init__(self, head: LowRankHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.stack, self.products = head.stacked(), head.products(target)
+        self.stack = head.stacked()
+        self.products = head.products(target)
         carries = head.carry.parameters() if isinstance(head, RecurrentHead) else ()
         self.carries_rr = list(carries)
 
@@ -423,10 +430,12 @@ class LowRankDrafter(SequentialDrafter):
         if logits_rv is not None:
             logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
             state_KBX = logits_KBv.to(hidden_KBD.dtype)
-        state_B1X, mixed_B1r = state_KBX[:, :, None].unbind(), None
+        state_B1X = state_KBX[:, :, None].unbind()
+        mixed_B1r = None
         if mixers_KDr is not None:
             mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
-        tokens_BF, carried_BFr = roots_B[:, None], None
+        tokens_BF = roots_B[:, None]
+        carried_BFr = None
         for index in count():
             if self.products.codes_Vr is None:
                 codes_BFr = self.head.codes(index, tokens_BF, self.target)
@@ -465,10 +474,12 @@ class HydraDrafter(SequentialDrafter):
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
         head, builder = self.head, self.builder
-        embedded_BFD, paths_BFE = head.embed(roots_B[:, None], self.target), inputs_BD[:, None]
+        embedded_BFD = head.embed(roots_B[:, None], self.target)
+        paths_BFE = inputs_BD[:, None]
         for index in count():
             paths_BFE = torch.cat([paths_BFE, embedded_BFD], dim=2)
-            states_BFD, weight_vD = head.blocks[index](paths_BFE), self.weights_vD[index]
+            states_BFD = head.blocks[index](paths_BFE)
+            weight_vD = self.weights_vD[index]
             bias_v = head.biases[index] if head.own_lm_head else None
             logits_BFv = project(states_BFD.to(weight_vD.dtype), weight_vD, bias_v).float()
             if not builder.add(logits_BFv):

@@ -95,7 +95,8 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
 
 def from_block(stored: Stored, target: Target | None) -> Stored:
     """Copies of the target's embeddings and lm_head are dropped, others are the head's own."""
-    config, tensors = flat(stored.config), renamed(stored.tensors, LEFT_OUT)
+    config = flat(stored.config)
+    tensors = renamed(stored.tensors, LEFT_OUT)
     for architecture in config.get("architectures") or ["none"]:
         if not KNOWN.fullmatch(architecture):
             raise ValueError(
@@ -201,7 +202,8 @@ def _window(config: dict[str, Any]) -> int | None:
     """The window of all layers. Layers with one are causal in their block unless config.json says
     otherwise, and those of our heads never are.
     """
-    has_window, uses = is_windowed(config), bool(config.get("use_swa"))
+    has_window = is_windowed(config)
+    uses = bool(config.get("use_swa"))
     two_ways = [not config[key] for key in ("is_causal", "causal") if config.get(key) is not None]
     two_ways.append(not has_window or bool(config.get("sliding_window_non_causal")))
     if not two_ways[0]:
@@ -224,7 +226,8 @@ def chain(config: dict[str, Any]) -> int:
 
 def to_engine(stored: Stored, target: Target | None) -> Stored:
     """Our layout is DSpark's and DFlash's. Engines need a Markov head in DSpark's: one of zeros."""
-    config, tensors = stored.config, dict(stored.tensors)
+    config = stored.config
+    tensors = dict(stored.tensors)
     if config["architectures"] != ["Qwen3DSparkModel"] or config["markov_rank"]:
         return stored
     for name, size in (("w1", config["vocab_size"]), ("w2", config["draft_vocab_size"])):

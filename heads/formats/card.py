@@ -44,6 +44,8 @@ HERE = "THIS_FOLDER_OR_REPO"
 MEASURED = ("nodes", "tokens_per_step", "speedup", "speedup_ci95", "lossless", "machine")
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")
+ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True)
+ENVIRONMENT.globals.update(here=HERE, merged=MERGED)
 
 
 def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
@@ -53,9 +55,12 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     KeyError for a config without our own metadata.
     """
     facts = HeadFacts(config["draftheads"])
-    kind, target, tree = facts.kind, facts.target.name, facts.tree
-    training = {key: value for key, value in facts.training.items() if key != "recipe"}
-    recipe, source = facts.training.get("recipe"), flat(training).get("data.prompts.source")
+    kind = facts.kind
+    target = facts.target.name
+    tree = facts.tree
+    training = dict(facts.training)
+    recipe = training.pop("recipe", None)
+    source = flat(training).get("data.prompts.source")
     shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
     shape = {key: value for key, value in shape.items() if not key.startswith("speculators_")}
     growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
@@ -76,21 +81,17 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     else:
         engines = [engine for engine in ENGINES if to in (engine, SERVES.get(engine))]
     layer = config.get("mtp_layer")  # engines load it from its target's folder: `convert --to mtp`
-    environment = Environment(trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(TEMPLATE.read_text()).render(
+    return ENVIRONMENT.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
-        title=HEADS[kind].title,
-        paper=HEADS[kind].paper,
+        head=HEADS[kind],
         kind=kind,
         target=target or "an unnamed target",
         on_hub=on_hub,
         lora=lora,
-        merged=MERGED,
         to=to,
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
         quantised=facts.target.quantisation,
         adapter=_two_columns(flat(facts.adapter or {})),
-        here=HERE,
         install=install_command(),
         engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
@@ -125,7 +126,8 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
     our layout and the engine needs another.
     """
     facts = HeadFacts(config["draftheads"])
-    kind, name = facts.kind, facts.target.name
+    kind = facts.kind
+    name = facts.target.name
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
     converts = {

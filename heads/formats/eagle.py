@@ -101,7 +101,8 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     is_alone = whole.get("use_aux_hidden_state") is False and "fc.weight" not in tensors
     if is_alone and norm_D is not None:  # it reads the last state, after the final norm, as it is
         tensors["fc.weight"] = torch.eye(len(norm_D), dtype=norm_D.dtype)
-        config, whole = {**config, AUX_LAYERS: [-1]}, {**whole, "use_aux_hidden_state": None}
+        config = {**config, AUX_LAYERS: [-1]}
+        whole = {**whole, "use_aux_hidden_state": None}
     check_values(whole, {**DESIGN, "target_hidden_size": (None, len(matrix(tensors, "fc.weight")))})
     for architecture in config.get("architectures") or []:
         if not LLAMA_LIKE.fullmatch(architecture):
@@ -218,7 +219,8 @@ def is_windowed(config: dict[str, Any]) -> bool:
     """
     kinds, uses = config.get("layer_types"), config.get("use_sliding_window")
     if kinds is None and uses and config.get("sliding_window"):
-        first, layers = config.get("max_window_layers"), config.get("num_hidden_layers") or 1
+        first = config.get("max_window_layers")
+        layers = config.get("num_hidden_layers") or 1
         if first is None:
             raise ValueError(
                 f"expected layer_types in config.json, got use_sliding_window without them; add "

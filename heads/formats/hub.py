@@ -46,7 +46,8 @@ from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import DynamicTree, Tree
 
 FORMAT = 1
-WEIGHTS, CARD = WEIGHT_FILES[0], "README.md"
+WEIGHTS = WEIGHT_FILES[0]
+CARD = "README.md"
 
 
 def save_head(
@@ -169,7 +170,8 @@ def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:
 
 def _rewrite(folder: Path, config: dict[str, Any]) -> None:
     """Replace config.json, and in the card what nobody has edited."""
-    old, card = render_card(read_config(folder)) + "\n", folder / CARD
+    old = render_card(read_config(folder)) + "\n"
+    card = folder / CARD
     edited = card.read_text(encoding="utf-8") if card.is_file() else old
     write_text(card, merge_sections(edited, old, render_card(config) + "\n"))
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")

@@ -97,7 +97,8 @@ class TargetFile:
         """
         from gguf import MODEL_ARCH_NAMES
 
-        config, about = stored.config, stored.facts.target
+        config = stored.config
+        about = stored.facts.target
         tokens = self.value("tokenizer.ggml.tokens") or []
         sizes = (config["hidden_size"], config["vocab_size"], about.layers)
         own_sizes = (self.number("embedding_length"), len(tokens), self.layers)
@@ -228,7 +229,8 @@ def _tensors(stored: Stored) -> dict[str, Tensor]:
         tensors = renamed(stored.tensors, RENAMES)
         for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight"):
             # rows of queries and keys reordered: it rotates neighbours here, Llama halves
-            weight_OI, half = tensors[name], config["head_dim"] // 2
+            weight_OI = tensors[name]
+            half = config["head_dim"] // 2
             heads_H2WI = weight_OI.view(-1, 2, half, weight_OI.shape[1])
             tensors[name] = heads_H2WI.transpose(1, 2).reshape(weight_OI.shape)
     else:

@@ -50,7 +50,8 @@ HYDRA_DESIGN = {
 
 def from_vllm(stored: Stored, target: Target | None) -> Stored:
     """With `original_lm_head`, the lm_head is the target's."""
-    config, tensors = stored.config, renamed(stored.tensors, VLLM)
+    config = stored.config
+    tensors = renamed(stored.tensors, VLLM)
     whole = (None, config.get("vocab_size"))
     check_values(config, {"logit_scale": (None, 1.0), "truncated_vocab_size": whole})
     tensors.pop("token_map", None)  # vLLM ignores it without truncated_vocab_size

@@ -53,7 +53,8 @@ class Stored:
         """Raise ValueError for tensors that are missing, unexpected or of other shapes or kinds."""
         faults = []
         for name in sorted(expected.keys() | self.tensors.keys()):
-            wanted, got = _form(expected.get(name)), _form(self.tensors.get(name))
+            wanted = _form(expected.get(name))
+            got = _form(self.tensors.get(name))
             if wanted != got:
                 faults.append(f"{name}: expected {wanted}, got {got}")
         if faults:

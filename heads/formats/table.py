@@ -253,10 +253,12 @@ def destinations() -> tuple[str, ...]:
 
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
-    config, bias = stored.config, stored.tensors.get("fc.bias")
+    config = stored.config
+    bias = stored.tensors.get("fc.bias")
     features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
     layers = config.get("num_target_layers") or stored.facts.target.layers
-    kind, architecture = stored.facts.kind, stored.facts.target.architecture
+    kind = stored.facts.kind
+    architecture = stored.facts.target.architecture
     is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
     block_config = block.flat(config)

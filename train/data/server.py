@@ -94,7 +94,7 @@ class ServerOptions(BaseModel):
     pause: float = Field(0.5, ge=0)  # seconds before the second try; then doubled
 
 
-class Completion(BaseModel):
+class ServedCompletion(BaseModel):
     """Output of a server: text, token ids or both."""
 
     text: str | None = None
@@ -108,7 +108,7 @@ class Completion(BaseModel):
 class _Completions(BaseModel):
     model: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    choices: list[Completion] = Field(min_length=1, max_length=1)
+    choices: list[ServedCompletion] = Field(min_length=1, max_length=1)
 
 
 class _Model(BaseModel):
@@ -235,7 +235,7 @@ class ServedTarget(Answerer):
             "frequency_penalty": 0.0,
         }
 
-    def _take(self, row: Conversation, completion: Completion, sampling: Sampling) -> None:
+    def _take(self, row: Conversation, completion: ServedCompletion, sampling: Sampling) -> None:
         """Append an answer, its end token included, to its conversation."""
         ids = completion.token_ids
         if ids is None:
@@ -252,7 +252,7 @@ class ServedTarget(Answerer):
             )
         row.answer(ids)
 
-    def ended(self, ids: list[int], completion: Completion) -> list[int]:
+    def ended(self, ids: list[int], completion: ServedCompletion) -> list[int]:
         """The token ids of a completion up to its end token, also where the server left that out.
         Raises ServerFault if there are none.
         """
@@ -441,7 +441,7 @@ class Server:
         """A new connection pool."""
         return httpx.AsyncClient(**self._client)
 
-    async def complete(self, client: Any, request: dict[str, Any]) -> Completion:
+    async def complete(self, client: Any, request: dict[str, Any]) -> ServedCompletion:
         """The server's completion, retried after faults."""
         tries = self._options.tries
         number = 1
@@ -456,7 +456,7 @@ class Server:
                 await asyncio.sleep(fault.wait + pause * self._random.uniform(0.5, 1.0))
                 number += 1
 
-    async def _attempt(self, client: Any, request: dict[str, Any]) -> Completion:
+    async def _attempt(self, client: Any, request: dict[str, Any]) -> ServedCompletion:
         """One try. Raises the ServerError of a response that no retry makes better, ServerFault or
         Unreachable for what one may.
         """
@@ -478,7 +478,7 @@ class Server:
                 fault.wait = min(float(seconds), LONGEST_RETRY_AFTER)
             raise
 
-    def _completion(self, response: Any, limit: int) -> Completion:
+    def _completion(self, response: Any, limit: int) -> ServedCompletion:
         """That of a response. Raises ServerError. limit: the tokens that were asked for."""
         completions = self._read(response, _Completions)
         name = completions.model  # also with a path, a date or a file's ending, or its weights'

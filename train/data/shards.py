@@ -138,7 +138,8 @@ def _check_spans(batch: pa.RecordBatch) -> None:
     documents_S = np.repeat(np.arange(len(batch)), np.diff(shard.spans_D1))
     firsts_S = shard.bounds_D1[documents_S]
     lasts_S = shard.bounds_D1[documents_S + 1]
-    starts_S, stops_S = shard.starts_S, shard.starts_S + shard.sizes_S
+    starts_S = shard.starts_S
+    stops_S = shard.starts_S + shard.sizes_S
     earliest_S = np.maximum(firsts_S, np.append(0, stops_S[:-1]))
     bad_S = (starts_S < earliest_S) | (stops_S < starts_S) | (stops_S > lasts_S)
     if bad_S.any():

@@ -169,7 +169,8 @@ class ForeignStates:
         """The states (P, L, H) of the piece of a document that begins at `start`. Raises ValueError
         naming the file, unless they are those of this piece.
         """
-        file, size = self.files[document], self.sizes[document]
+        file = self.files[document]
+        size = self.sizes[document]
         stop = start + len(tokens_P)
         advice = f", or delete it and run `{self.folder.command}`"
         try:

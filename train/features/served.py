@@ -37,8 +37,8 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows
 from draftheads.train.data.server import (
-    Completion,
     PromptRefused,
+    ServedCompletion,
     Server,
     ServerError,
     ServerFault,
@@ -91,7 +91,9 @@ class StateServers:
     def __init__(
         self, target: Target, choices: FeatureChoices, captured: Sequence[int], length: int
     ) -> None:
-        self.target, self.captured, self.folder = target, captured, choices.exchange.resolve()
+        self.target = target
+        self.captured = captured
+        self.folder = choices.exchange.resolve()
         self._checks = StateChecks(StateLayout(target, captured, ()))
         if not self.folder.is_dir():
             raise ValueError(
@@ -209,7 +211,7 @@ class StateServers:
             "cache_salt": uuid4().hex,  # states of a cached prefix would be missing
         }
 
-    def _read(self, server: Server, completion: Completion, document: Document) -> Tensor:
+    def _read(self, server: Server, completion: ServedCompletion, document: Document) -> Tensor:
         """The states that an answer names; their file is deleted."""
         given = completion.kv_transfer_params or {}
         name = given.get("hidden_states_path")
@@ -255,7 +257,8 @@ class StateServers:
                 f"expected the {len(tokens)} tokens that were sent, got {where}; is a prefix "
                 "cached (--no-enable-prefix-caching)"
             )
-        states_PLH, scales = tensors[STATES], tensors.get(SCALES)
+        states_PLH = tensors[STATES]
+        scales = tensors.get(SCALES)
         if scales is not None:
             try:
                 scales = scales.expand(*states_PLH.shape[:2], 1)

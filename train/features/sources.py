@@ -53,7 +53,8 @@ from draftheads.train.features.states import (
 from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
 
-FORMAT, MANIFEST = 2, "manifest.json"
+FORMAT = 2
+MANIFEST = "manifest.json"
 SHARD_BYTES = 1 << 28
 """Maximum size of a shard of full rows; a larger row is a shard by itself."""
 HEADER_BYTES, CHECK_BYTES = 1024, 9
@@ -87,7 +88,8 @@ class SharedFaults:
     """
 
     def __init__(self, source: FeatureSource, target: Target, layers: int) -> None:
-        self._source, self._target = source, target
+        self._source = source
+        self._target = target
         self._width = layers * target.hidden_size
         self.fault: Exception | None = None
         self.is_broken = False
@@ -246,7 +248,8 @@ class StoredFeatures:
 
     def _row(self, number: int) -> Tensor:
         shard = number // len(self.shards[0])
-        rows, path = self.shards[shard], self._path(shard)
+        rows = self.shards[shard]
+        path = self._path(shard)
         offset, checks = self._open(shard)
         offset += self.token_bytes * sum(self.rows.sizes[rows.start : number])
         with pa.OSFile(str(path)) as file:
@@ -319,12 +322,14 @@ class StoredFeatures:
                     self._check(number, features_TD.contiguous().view(torch.uint8).numpy())
                     for number, features_TD in zip(mine, features, strict=True)
                 ]
-                tensors, metadata = {"features": torch.cat(features)}, {CHECKS: " ".join(checks)}
+                tensors = {"features": torch.cat(features)}
+                metadata = {CHECKS: " ".join(checks)}
                 _write(self._path(group[rank]), save(tensors, metadata))
 
     def _read(self, shard: int) -> tuple[int, list[str]]:
         """Where the features of a shard begin in its file, and the checksums of its rows."""
-        path, tokens = self._path(shard), self.shard_tokens[shard]
+        path = self._path(shard)
+        tokens = self.shard_tokens[shard]
         wanted = (tokens, self.width), self.online.target.dtype
         try:
             with safe_open(path, framework="pt") as file:
@@ -392,7 +397,8 @@ def stored_features(
 ) -> list[StoredFeatures]:
     """Files of the training rows, and of held-out rows unless an adapter changes them."""
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
-    (train, heldout), bits = rows, recipe.target_bits
+    train, heldout = rows
+    bits = recipe.target_bits
     stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
     if not online.target.adapter:
         count = heldout_rows(heldout)

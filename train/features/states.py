@@ -74,7 +74,9 @@ class StateLayout:
         *,
         is_normed: bool = False,
     ) -> None:
-        self.target, self.captured, self.layers = target, tuple(captured), tuple(layers)
+        self.target = target
+        self.captured = tuple(captured)
+        self.layers = tuple(layers)
         self.is_normed = is_normed
         known = range(target.layers + 1)
         if list(captured) != sorted(set(captured)) or not set(captured) <= set(known):
@@ -127,7 +129,8 @@ class StateChecks:
     """
 
     def __init__(self, layout: StateLayout, rounding: float = BF16) -> None:
-        self.layout, self.rounding = layout, rounding
+        self.layout = layout
+        self.rounding = rounding
         self._turns = Lock()  # logits of many documents would not fit into memory
         self._begun: dict[int, tuple[list[int], Tensor]] = {}
         self._sampled: list[int] = []
@@ -139,7 +142,8 @@ class StateChecks:
         """Raises ValueError for states that are not those of these tokens. learned_P: bool. start:
         place of the first token in its document.
         """
-        target, captured = self.layout.target, list(self.layout.captured)
+        target = self.layout.target
+        captured = list(self.layout.captured)
         shape = (len(tokens), len(captured), target.hidden_size)
         if states_PLH.shape != shape or states_PLH.dtype not in FLOATS:
             raise ValueError(
@@ -168,7 +172,8 @@ class StateChecks:
             )
 
     def _check_beginning(self, states_PLH: Tensor, tokens: list[int]) -> None:
-        first, got_PLH = tokens[0], states_PLH[: len(tokens)].float()
+        first = tokens[0]
+        got_PLH = states_PLH[: len(tokens)].float()
         if first not in self._begun:
             if len(self._begun) < BEGINNINGS:
                 self._begun[first] = tokens, got_PLH.clone()
@@ -222,7 +227,8 @@ def check_layers(layout: StateLayout, states_PLH: Tensor, tokens: Sequence[int])
     ValueError unless each is nearest to that of its own layer. A collective if that is sharded.
     """
     target = layout.target
-    ids_1P, positions_1P = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+    ids_1P = torch.tensor([tokens])
+    positions_1P = torch.arange(len(tokens))[None]
     batch = Batch(ids_1P, ids_1P >= 0, positions_1P, torch.zeros_like(ids_1P)).to(target.device)
     with target.disable_adapter():
         own_PD = target.features(batch, range(target.layers + 1))[0, 1:]  # by the alignment law
@@ -257,7 +263,9 @@ class StateFeatures:
     def __init__(
         self, layout: StateLayout, rows: Rows, ask: Ask, close: Callable[[], None]
     ) -> None:
-        self.target, self.layers, self.rows = layout.target, layout.layers, rows
+        self.target = layout.target
+        self.layers = layout.layers
+        self.rows = rows
         self.close = close
         self._layout = layout
         self._ask = ask
