@@ -367,7 +367,7 @@ class Attention(nn.Module):
         heads = self.shape.heads
         turned = self.shape.heads + self.shape.kv_heads
         qkv_BQE, scale = self._projected(x_BQE)
-        qkv = self._by_head(qkv_BQE)
+        qkv = qkv_BQE.view(*qkv_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
         qk = self.turned(qkv[:, :turned], scale, angles)
         v_BGQW = self.values(qkv[:, -self.shape.kv_heads :])
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], v_BGQW)
@@ -399,9 +399,6 @@ class Attention(nn.Module):
             lambda: (operand(pack_like(weights[0], torch.cat(weights))), scale()),
         )
         return project(x_BQE, stacked), norm_H1W
-
-    def _by_head(self, x_BQE: Tensor) -> Tensor:
-        return x_BQE.view(*x_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
 
     def values(self, x_BGQW: Tensor) -> Tensor:
         """Values of these products: their norm in Gemma 4's layer, else themselves."""

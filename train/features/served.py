@@ -110,7 +110,8 @@ class StateServers:
         try:
             self.servers = connect(options)
         except (ValueError, ServerError) as error:
-            raise type(error)(OPTION.sub(_key, str(error))) from None
+            text = OPTION.sub(lambda option: f"features.{option[1].replace('-', '_')}", str(error))
+            raise type(error)(text) from None
         self.model = self.servers[0].model
         for server in self.servers:
             if server.context and server.context <= length:
@@ -171,14 +172,14 @@ class StateServers:
         task = asyncio.current_task()
         assert task is not None
         self._asked.add(task)
+        servers = [server] if server else self.servers
+        if server is None:
+            first = next(self._turns) % len(servers)
+            servers = [*servers[first:], *servers[:first]]
         try:
-            return await self._from_any(document, [server] if server else self._in_turns())
+            return await self._from_any(document, servers)
         finally:
             self._asked.discard(task)
-
-    def _in_turns(self) -> list[Server]:
-        first = next(self._turns) % len(self.servers)
-        return [*self.servers[first:], *self.servers[:first]]
 
     async def _from_any(self, document: Document, servers: Sequence[Server]) -> Tensor:
         """From the first server that gives them. Raises the error of the last one."""
@@ -190,7 +191,13 @@ class StateServers:
                 async with self._places[server]:
                     if self._is_closing:
                         raise asyncio.CancelledError
-                    request = self._request(document[0])
+                    request = {
+                        "model": self.model,
+                        "prompt": document[0],
+                        "max_tokens": 1,
+                        "temperature": 0,
+                        "cache_salt": uuid4().hex,  # states of a cached prefix would be missing
+                    }
                     completion = await server.complete(self._clients[server], request)
                 return await asyncio.to_thread(self._read, server, completion, document)
             except ServerError as error:
@@ -201,15 +208,6 @@ class StateServers:
                     self.servers = [each for each in self.servers if each is not server]
         assert fault is not None
         raise fault
-
-    def _request(self, tokens: list[int]) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": 0,
-            "cache_salt": uuid4().hex,  # states of a cached prefix would be missing
-        }
 
     def _read(self, server: Server, completion: ServedCompletion, document: Document) -> Tensor:
         """The states that an answer names; their file is deleted."""
@@ -388,9 +386,8 @@ def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -
 def measured_rate(target: Target, recipe: Recipe, rows: Rows, captured: Sequence[int]) -> float:
     """Tokens per second that the servers give, by the first rows. Raises what StateServers do."""
     documents = [each for row in range(min(TRIED, len(rows))) for each in documents_of(rows, row)]
-    servers = StateServers(target, recipe.features, captured, max(rows.sizes))
+    servers = proven_servers(target, recipe.features, captured, [rows], logger.debug)
     try:
-        servers.probe(documents[0])
         began = time.perf_counter()
         for future in list(map(servers.ask, documents)):
             future.result()
@@ -416,10 +413,6 @@ def read_when_complete(path: Path) -> dict[str, Tensor]:
                 return load(file.read())  # what is mapped kills the process if it is cut
         time.sleep(0.005)
     raise TimeoutError(path)
-
-
-def _key(option: re.Match[str]) -> str:
-    return "features." + option[1].replace("-", "_")
 
 
 def _is_locked(path: Path) -> bool:
