@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Sequence
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,12 @@ KNOWN = "a version of transformers that draftheads knows"
 SNAPSHOTS = 4
 """States that are remembered, of earlier lengths of a text."""
 
+Mixing = Literal["tree", "levels", "tokens"]
+"""How mixers run. "tree": all nodes of a tree in one call, where their code is known; "levels": a
+call per level; "tokens": so, and a mixer that forgets its state when it is given several tokens
+reads on one by one.
+"""
+
 StatesByLayer = dict[int, LayerStates]
 """States (B, ...) of the mixers, by layer."""
 Snapshot = tuple[int, StatesByLayer]
@@ -55,22 +61,13 @@ class States:
     """The states of all rows of a cache, one dict of tensors (B, ...) for each mixer.
 
     Before each forward pass, `read` or `branch` says what it will be over. mixers: of the model.
-    forgets: those that take several tokens begin without a state, so that later ones run one by
-    one. by_level: no mixer runs over a tree in one call.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        mixers: Sequence[TreeMixer],
-        *,
-        forgets: bool = False,
-        by_level: bool = False,
-    ) -> None:
-        self.rows, self.forgets = batch, forgets
+    def __init__(self, batch: int, mixers: Sequence[TreeMixer], mixing: Mixing = "tree") -> None:
+        self.rows, self.mixing = batch, mixing
         self.length, self.committed = 0, StatesByLayer()
         self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
-        if not by_level:
+        if mixing == "tree":
             self._branches = {each.layer_idx: Branches(each) for each in mixers if each.branching}
         self._snapshots: list[Snapshot] = []
         self._earlier: Snapshot = (0, {})  # before the last step
@@ -172,7 +169,7 @@ class States:
             rows = [row for row, other in enumerate(self._counts) if other == count]
             before = self._read.get(number, {})
             window = Window({key: state[rows] for key, state in before.items()})
-            width = 1 if before and self.forgets else count
+            width = 1 if before and self.mixing == "tokens" else count
             for start in range(0, count, width):
                 tokens_RTD = hidden_BTD[rows, start : start + width]
                 out_RTD = mixer.plain(tokens_RTD, window, arguments)

@@ -1,39 +1,122 @@
-"""How packed documents are kept apart in a target whose recurrent layers read on across them.
+"""The forward pass of training: packed documents are kept apart.
 
-Legend: B rows of a batch, R documents that run together, T tokens, D documents of a row.
+Legend: B rows of a batch, R documents that run together, T tokens, D documents of a row, or feature
+width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.target.longrope import LongRope, document_lengths
+from draftheads.heads.target.masks import Masks, known_packing
+from draftheads.heads.target.pretrained import chosen_states, decoder, states_argument
 
+PIECE = 8192
+"""Training tokens per forward pass of a row, unless a document is longer."""
 SIMILAR = 0.75
 """Documents run together if they are at least so many times as long as the longest of them."""
 
+Packing = Literal["resets", "mask", "ends", "alone"]
+"""What keeps packed documents apart: position resets, a mask, the documents' ends which kernels of
+recurrent layers obey, or a row for each document.
+"""
 Span = tuple[int, int, int]
-"""A document of a batch: row, start, stop."""
+"""Documents of a batch: row, start, stop."""
+
+
+class TrainingPass:
+    """Hidden states of packed rows, in passes that no model needs more memory for than for PIECE
+    tokens, or one longer document.
+    """
+
+    def __init__(self, masks: Masks, rope: LongRope) -> None:
+        self._masks, self._rope = masks, rope
+        self._tokens = self._slots = 0  # documents' and their rows', of "alone", so far
+
+    @property
+    def padding(self) -> float | None:
+        """The share of padding so far, if each document has a row of its own."""
+        return 1 - self._tokens / self._slots if self._slots else None
+
+    def states(
+        self, model: PreTrainedModel, batch: Batch, layers: Sequence[int], packing: Packing
+    ) -> Tensor:
+        """Features (B, T, D) by the alignment law.
+
+        Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
+        large; those of a sharded target are not, because all processes must run as many forwards.
+        """
+        length = batch.tokens_BT.shape[1]
+        is_sharded = isinstance(decoder(model), FSDPModule)
+        if packing == "ends" and is_sharded:
+            packing = "alone"
+        is_whole = packing == "resets" and (is_sharded or length <= PIECE)
+        if is_whole or packing == "mask":
+            return self._forward(model, batch, layers, packing)
+        if packing == "alone":
+            passes = groups(batch, PIECE)
+        else:
+            passes = [[span] for span in _spans(batch, PIECE if packing == "resets" else length)]
+        if is_sharded:  # all processes must run as many
+            most = torch.tensor(len(passes), device=model.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            passes += passes[-1:] * (int(most) - len(passes))
+        width = len(layers) * model.config.get_text_config(decoder=True).hidden_size
+        states_BTD = torch.zeros(
+            *batch.tokens_BT.shape, width, dtype=model.dtype, device=model.device
+        )
+        for spans in passes:
+            rows = rows_of(batch, spans) if packing == "alone" else batch.part(*spans[0])
+            parts_RTD = self._forward(model, rows, layers, packing)
+            for part_TD, (row, start, stop) in zip(parts_RTD, spans, strict=True):
+                states_BTD[row, start:stop] = part_TD[: stop - start]
+            if packing == "alone":
+                self._tokens += sum(map(_length, spans))
+                self._slots += rows.tokens_BT.numel()
+        return states_BTD
+
+    def _forward(
+        self, model: PreTrainedModel, batch: Batch, layers: Sequence[int], packing: Packing
+    ) -> Tensor:
+        lengths_BT = document_lengths(batch.positions_BT)
+        with self._rope.factors(lengths_BT), known_packing(batch):
+            out = decoder(model)(
+                batch.tokens_BT,
+                attention_mask=self._masks.packed(batch) if packing == "mask" else None,
+                position_ids=batch.positions_BT,
+                use_cache=False,
+                output_hidden_states=states_argument(layers),
+                **(document_ends(batch) if packing == "ends" else {}),
+            )
+        states_BTD = chosen_states(out, layers, model.device)
+        return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
+
+
+def _spans(batch: Batch, tokens: int) -> Iterator[Span]:
+    """The pieces of a batch: at most `tokens` tokens, or one document."""
+    for row, cuts in enumerate(batch.pieces(tokens)):
+        for start, stop in pairwise(cuts):
+            yield row, start, stop
 
 
 def groups(batch: Batch, tokens: int) -> list[list[Span]]:
     """The documents of a batch, those of similar length together: the longest first, and at most
     `tokens` tokens or one document in a group.
     """
-    spans = [
-        (row, start, stop)
-        for row, cuts in enumerate(batch.pieces(1))
-        for start, stop in pairwise(cuts)
-    ]
-    spans.sort(key=_length, reverse=True)
     together: list[list[Span]] = []
-    for span in spans:
+    for span in sorted(_spans(batch, 1), key=_length, reverse=True):
         group = together[-1] if together else []
         longest = _length(group[0]) if group else 0
         fits = (len(group) + 1) * longest <= tokens

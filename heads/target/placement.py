@@ -349,6 +349,22 @@ def quantised_by(config: PretrainedConfig) -> str | None:
     return str(getattr(method, "value", method))
 
 
+def quantisation(config: PretrainedConfig, name: str) -> str | None:
+    """How the weights of target `name` are, or were, quantised, for people; None: they are as they
+    were trained.
+    """
+    if name.endswith(".gguf"):
+        return "GGUF, dequantised"
+    method = quantised_by(config)
+    if method is None:
+        return None
+    given = config.quantization_config
+    values = given if isinstance(given, dict) else given.to_dict()
+    bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
+    bits = bits or values.get("bits")
+    return f"{method}, {bits} bits" if bits else method
+
+
 def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
     """The model of an FP8 checkpoint, as weights of any dtype."""
     return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from draftheads.heads.cpu.attention import IMPLEMENTATION
 from draftheads.heads.hybrid.states import has_mixers
@@ -124,6 +126,45 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
             f"{len(found)} in {', '.join(children)}"
         )
     return found[0]
+
+
+KEEPS_SOME = hasattr(output_capturing, "resolve_hidden_states_indices")
+"""Whether transformers can return some hidden states alone, by their places among all."""
+
+
+def states_argument(layers: Sequence[int]) -> list[int] | bool:
+    """What transformers takes as `output_hidden_states`, to return at least these."""
+    return list(layers) if KEEPS_SOME else True
+
+
+def chosen_states(out: Any, layers: Sequence[int], device: torch.device) -> Tensor:
+    """These of the hidden states that a model returned, (B, T, D), concatenated."""
+    chosen = [out.hidden_states[layer].to(device) for layer in layers]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
+
+
+@torch.no_grad()
+def logits_fault(model: PreTrainedModel, name: str) -> str | None:
+    """Why lm_head(hidden) differs from the model's logits; None if it does not, or if a config
+    says nothing of the kind about a model without layers.
+    """
+    config, lm_head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    keys = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
+    causes = [f"{key}={value}" for key in keys if (value := getattr(config, key, None))]
+    if is_skeleton(model):
+        is_same = all(each.endswith(("=1", "=1.0")) for each in causes)
+    else:
+        tokens = torch.arange(min(4, len(lm_head.weight)), device=model.device)[None]
+        out = model(tokens, use_cache=False, output_hidden_states=states_argument([-1]))
+        got, logits = lm_head(out.hidden_states[-1]).float(), out.logits.float()
+        is_same = torch.allclose(got, logits.to(got.device), rtol=1e-3, atol=1e-3)
+    if is_same:
+        return None
+    return (
+        f"{name}: lm_head(hidden state) is not this model's logits "
+        f"({', '.join(causes) or 'another layer comes between them'}); "
+        "use heads with their own lm_head and hard labels"
+    )
 
 
 class Released(nn.Module):
