@@ -123,7 +123,6 @@ class Target:
                 f"{describe(model)} has recurrent layers and RoPE that depends on the length of a "
                 f"text, so that their states would be computed again; {ADVICE}"
             )
-        self._training = TrainingPass(self._masks, self._longrope)
         self.ways = Ways(packing="alone" if self._mixers else "resets")
         if not (self.is_skeleton or model.get_input_embeddings().weight.is_meta):
             self.ways = working_ways(self)
@@ -355,7 +354,8 @@ class Target:
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
         self._check_layers()
-        return self._training.states(self.model, batch, layers, packing or self.ways.packing)
+        packing = packing or self.ways.packing
+        return TrainingPass(self.model, self._masks, self._longrope, packing).states(batch, layers)
 
     def _check_layers(self) -> None:
         if self.is_skeleton:
@@ -363,11 +363,6 @@ class Target:
                 f"{self.name}: expected a target with its layers, got one that was loaded without, "
                 "for features of a server; load it whole to decode, or ask its server"
             )
-
-    @property
-    def padding(self) -> float | None:
-        """The share of padding in all `states` so far, if each document has a row of its own."""
-        return self._training.padding
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, shape (..., hidden)."""

@@ -7,6 +7,7 @@ width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -36,71 +37,61 @@ Span = tuple[int, int, int]
 """Documents of a batch: row, start, stop."""
 
 
+@dataclass(frozen=True)
 class TrainingPass:
-    """Hidden states of packed rows, in passes that no model needs more memory for than for PIECE
-    tokens, or one longer document.
+    """Hidden states of packed rows. A pass of the model is over at most PIECE tokens, or one longer
+    document.
     """
 
-    def __init__(self, masks: Masks, rope: LongRope) -> None:
-        self._masks, self._rope = masks, rope
-        self._tokens = self._slots = 0  # documents' and their rows', of "alone", so far
+    model: PreTrainedModel
+    masks: Masks
+    rope: LongRope
+    packing: Packing
 
-    @property
-    def padding(self) -> float | None:
-        """The share of padding so far, if each document has a row of its own."""
-        return 1 - self._tokens / self._slots if self._slots else None
-
-    def states(
-        self, model: PreTrainedModel, batch: Batch, layers: Sequence[int], packing: Packing
-    ) -> Tensor:
+    def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """Features (B, T, D) by the alignment law.
 
         Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
-        length = batch.tokens_BT.shape[1]
-        is_sharded = isinstance(decoder(model), FSDPModule)
-        if packing == "ends" and is_sharded:
-            packing = "alone"
+        packing, length = self.packing, batch.tokens_BT.shape[1]
+        is_sharded = isinstance(decoder(self.model), FSDPModule)
         is_whole = packing == "resets" and (is_sharded or length <= PIECE)
         if is_whole or packing == "mask":
-            return self._forward(model, batch, layers, packing)
+            return self._forward(batch, layers, packing)
+        if is_sharded:
+            packing = "alone"
         if packing == "alone":
             passes = groups(batch, PIECE)
         else:
             passes = [[span] for span in _spans(batch, PIECE if packing == "resets" else length)]
         if is_sharded:  # all processes must run as many
-            most = torch.tensor(len(passes), device=model.device)
+            most = torch.tensor(len(passes), device=self.model.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             passes += passes[-1:] * (int(most) - len(passes))
-        width = len(layers) * model.config.get_text_config(decoder=True).hidden_size
+        width = len(layers) * self.model.config.get_text_config(decoder=True).hidden_size
         states_BTD = torch.zeros(
-            *batch.tokens_BT.shape, width, dtype=model.dtype, device=model.device
+            *batch.tokens_BT.shape, width, dtype=self.model.dtype, device=self.model.device
         )
         for spans in passes:
             rows = rows_of(batch, spans) if packing == "alone" else batch.part(*spans[0])
-            parts_RTD = self._forward(model, rows, layers, packing)
+            parts_RTD = self._forward(rows, layers, packing)
             for part_TD, (row, start, stop) in zip(parts_RTD, spans, strict=True):
                 states_BTD[row, start:stop] = part_TD[: stop - start]
-            if packing == "alone":
-                self._tokens += sum(map(_length, spans))
-                self._slots += rows.tokens_BT.numel()
         return states_BTD
 
-    def _forward(
-        self, model: PreTrainedModel, batch: Batch, layers: Sequence[int], packing: Packing
-    ) -> Tensor:
+    def _forward(self, batch: Batch, layers: Sequence[int], packing: Packing) -> Tensor:
         lengths_BT = document_lengths(batch.positions_BT)
-        with self._rope.factors(lengths_BT), known_packing(batch):
-            out = decoder(model)(
+        with self.rope.factors(lengths_BT), known_packing(batch):
+            out = decoder(self.model)(
                 batch.tokens_BT,
-                attention_mask=self._masks.packed(batch) if packing == "mask" else None,
+                attention_mask=self.masks.packed(batch) if packing == "mask" else None,
                 position_ids=batch.positions_BT,
                 use_cache=False,
                 output_hidden_states=states_argument(layers),
                 **(document_ends(batch) if packing == "ends" else {}),
             )
-        states_BTD = chosen_states(out, layers, model.device)
+        states_BTD = chosen_states(out, layers, self.model.device)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 
 
