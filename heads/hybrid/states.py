@@ -12,7 +12,7 @@ Legend: B rows, N nodes, T tokens, R nodes of one level over all rows, D hidden 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,7 +82,7 @@ class States:
         """Let the next step write the committed states where they are."""
         self._is_torn = True
         if not self._is_fixed:
-            self.committed, earlier = copies(self.committed), copies(self.committed)
+            self.committed, earlier = _each(self.committed, _own), _each(self.committed, _own)
             self._earlier, self._is_fixed = (self.length, earlier), True
 
     def free(self) -> None:
@@ -138,12 +138,9 @@ class States:
         snapshots: list[Snapshot] = [(0, {}), *self._snapshots]
         if not self._is_torn:
             snapshots += [self._earlier, (self.length, self.committed)]
-        snapshot = max(
-            (snapshot for snapshot in snapshots if snapshot[0] <= length),
-            key=lambda snapshot: snapshot[0],
-        )
-        self.length, self.committed = snapshot
-        self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
+        known = [snapshot for snapshot in snapshots if snapshot[0] <= length]
+        snapshot = max(known, key=lambda snapshot: snapshot[0])
+        self._begin(*snapshot)
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] < self.length]
         return self.length
 
@@ -187,9 +184,7 @@ class States:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows alone."""
         self.rows = len(rows)
-        for states in self.committed.values():
-            for key, state in states.items():
-                states[key] = state[rows]
+        self.committed = _each(self.committed, lambda state: state[rows])
 
     def join(self, other: States, places: Sequence[int]) -> None:
         """Row i of `other` becomes row places[i]; places after the last row add rows."""
@@ -205,20 +200,25 @@ class States:
 
     def take(self, other: States, place: int, length: int) -> None:
         """Continue with a row of `other`, of `length` tokens, and what is known of its past."""
-        self.length, self.committed = length, StatesByLayer()
-        for number, states in other.committed.items():
-            self.committed[number] = {key: state[[place]] for key, state in states.items()}
+        self._begin(length, _each(other.committed, lambda state: state[[place]]))
+
+    def _begin(self, length: int, committed: StatesByLayer) -> None:
+        """Continue with these, as if nothing had been before."""
+        self.length, self.committed = length, committed
         self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
 
 
-def copies(states: StatesByLayer) -> StatesByLayer:
-    """Tensors of their own, of the same strides whatever computed them."""
+def _each(states: StatesByLayer, change: Callable[[Tensor], Tensor]) -> StatesByLayer:
+    """All states, changed."""
     return {
-        number: {
-            key: state.clone(memory_format=torch.contiguous_format) for key, state in kinds.items()
-        }
+        number: {key: change(state) for key, state in kinds.items()}
         for number, kinds in states.items()
     }
+
+
+def _own(state: Tensor) -> Tensor:
+    """A copy, of the same strides whatever computed it."""
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 def _copy(states: StatesByLayer, into: StatesByLayer) -> None:

@@ -99,20 +99,16 @@ def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -
             f"{name}: bits=8: expected weights as they were trained, got "
             f"{quantisation(model.config, name)}; leave bits out"
         )
-    if bits and 2 * _linear_share(model) < 1:
-        raise ValueError(
-            f"{describe(model)}: bits=8: expected linear layers, got others (such as experts) for "
-            "most weights; leave bits out"
-        )
+    if bits:
+        layers = decoder_layers(model)
+        linear = [each.weight.numel() for each in layers.modules() if type(each) is nn.Linear]
+        if 2 * sum(linear) < sum(parameter.numel() for parameter in layers.parameters()):
+            raise ValueError(
+                f"{describe(model)}: bits=8: expected linear layers, got others (such as experts) "
+                "for most weights; leave bits out"
+            )
     use_grouped_attention(model)
     return not is_quantised and (bits is not None or can_pack(model.device, model.dtype))
-
-
-def _linear_share(model: PreTrainedModel) -> float:
-    """Of the weights of its layers, those of linear ones."""
-    layers = decoder_layers(model)
-    linear = [each.weight.numel() for each in layers.modules() if type(each) is nn.Linear]
-    return sum(linear) / sum(parameter.numel() for parameter in layers.parameters())
 
 
 def pack_model(model: PreTrainedModel, bits: PackedBits | None) -> None:

@@ -241,17 +241,11 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
     """A target's generation_config.json; None if it has none. Raises ValueError for a damaged one,
     which transformers would pass over, and with it the tokens that end an answer.
     """
-    place, options = location(path)
-    if "gguf_file" in options:
+    if path.endswith(".gguf"):
         return None
     with reading(path, revision):
-        found = cached_file(
-            place,
-            GENERATION_CONFIG_NAME,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            **options,
+        found = stored_file(
+            path, GENERATION_CONFIG_NAME, revision, _raise_exceptions_for_connection_errors=False
         )
     if found is None:
         return None
@@ -266,6 +260,23 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
             f"target {path}: expected a {GENERATION_CONFIG_NAME} that can be read, as it names "
             f"the end tokens, got a damaged one ({reason}); download it again, or fix the file"
         ) from error
+
+
+def stored_file(path: str, name: str, revision: str | None, **options: Any) -> str | None:
+    """Where a checkpoint's file lies on this machine, after a download if need be; None without
+    such a file.
+    """
+    place, more = location(path)
+    more.pop("gguf_file", None)
+    found: str | None = cached_file(
+        place,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        **more,
+        **options,
+    )
+    return found
 
 
 def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
@@ -342,11 +353,16 @@ def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", 
 
 def quantised_by(config: PretrainedConfig) -> str | None:
     """The method that a checkpoint was quantised with, such as "fp8"; None for others."""
-    given = getattr(config, "quantization_config", None)
+    given = _quantisation_values(config)
     if given is None:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    method = given.get("quant_method")
     return str(getattr(method, "value", method))
+
+
+def _quantisation_values(config: PretrainedConfig) -> dict[str, Any] | None:
+    given = getattr(config, "quantization_config", None)
+    return given.to_dict() if hasattr(given, "to_dict") else given
 
 
 def quantisation(config: PretrainedConfig, name: str) -> str | None:
@@ -355,11 +371,9 @@ def quantisation(config: PretrainedConfig, name: str) -> str | None:
     """
     if name.endswith(".gguf"):
         return "GGUF, dequantised"
-    method = quantised_by(config)
-    if method is None:
+    method, values = quantised_by(config), _quantisation_values(config)
+    if values is None:
         return None
-    given = config.quantization_config
-    values = given if isinstance(given, dict) else given.to_dict()
     bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
     bits = bits or values.get("bits")
     return f"{method}, {bits} bits" if bits else method

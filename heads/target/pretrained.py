@@ -110,22 +110,28 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_f")
-"""Names of the norm after the last layer."""
+FINAL_NORMS = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "final_norm",
+    "norm_f",
+    "ln_f",
+    "embedding_norm",
+)
+"""Names of the norm after the last layer, LFM's last: elsewhere, it is a norm of embeddings."""
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm after the model's last layer. Raises ValueError if none is found."""
     children = dict(decoder(model).named_children())
-    found = [children[name] for name in FINAL_NORMS if name in children]
-    if not found and "embedding_norm" in children:  # LFM's name for it
-        found = [children["embedding_norm"]]
-    if len(found) != 1:
-        raise ValueError(
-            f"{describe(model)}: expected one final norm ({', '.join(FINAL_NORMS)}), found "
-            f"{len(found)} in {', '.join(children)}"
-        )
-    return found[0]
+    for name in FINAL_NORMS:
+        if name in children:
+            return children[name]
+    raise ValueError(
+        f"{describe(model)}: expected a final norm ({', '.join(FINAL_NORMS)}), found none in "
+        f"{', '.join(children)}"
+    )
 
 
 KEEPS_SOME = hasattr(output_capturing, "resolve_hidden_states_indices")
@@ -242,11 +248,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError, with the reason, for a model that cannot decode a token tree."""
     text = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
-    if has_mixers(model):
+    is_hybrid = has_mixers(model)
+    if is_hybrid:
         foreign = [kind for kind in foreign if kind.endswith("_attention") and kind != RECURRENT]
     attention = {model.config._attn_implementation, text._attn_implementation} - set(MASKED)
     reason = None
-    if foreign or (getattr(model, "_is_stateful", False) and not has_mixers(model)):
+    if foreign or (getattr(model, "_is_stateful", False) and not is_hybrid):
         reason = (
             f"has layers of type {', '.join(foreign) or 'recurrent'}, which take no mask for a "
             f"tree, or keep states of their own; {ADVICE}"
