@@ -36,7 +36,6 @@ from draftheads.heads.target.pretrained import (
     TREE_ROOM,
     chosen_states,
     describe,
-    final_norm,
     fingerprint,
     is_skeleton,
     logits_fault,
@@ -343,15 +342,13 @@ class Target:
         """Features of packed training tokens by the alignment law, (B, T, D), without gradient.
 
         Most models separate documents by position resets alone. Others get a mask, and recurrent
-        layers a row for each document or its end, as their kernels need.
+        layers a row for each document.
         """
         return self.states(batch, layers)
 
     def states(self, batch: Batch, layers: Sequence[int], packing: Packing | None = None) -> Tensor:
-        """`features`, with gradients for an adapter in training.
-
-        Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
-        large; those of a sharded target are not, because all processes must run as many forwards.
+        """`features`, with gradients for an adapter in training. packing: how documents are kept
+        apart; default: as a trial found.
         """
         self._check_layers()
         packing = packing or self.ways.packing
@@ -395,11 +392,6 @@ class Target:
         """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight if weight.device == self.device else self._lm_head_copy
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """Last-layer hidden states (..., hidden) from what leaves the last layer."""
-        normed: Tensor = final_norm(self.model)(hidden)
-        return normed.to(hidden.device)
 
     def fingerprint(self) -> str:
         """Hex digits that identify these weights; see `pretrained.fingerprint`."""

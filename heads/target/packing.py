@@ -1,7 +1,6 @@
 """The forward pass of training: packed documents are kept apart.
 
-Legend: B rows of a batch, R documents that run together, T tokens, D documents of a row, or feature
-width.
+Legend: B rows of a batch, R documents that run together, T tokens, D feature width.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
@@ -29,9 +27,9 @@ PIECE = 8192
 SIMILAR = 0.75
 """Documents run together if they are at least so many times as long as the longest of them."""
 
-Packing = Literal["resets", "mask", "ends", "alone"]
-"""What keeps packed documents apart: position resets, a mask, the documents' ends which kernels of
-recurrent layers obey, or a row for each document.
+Packing = Literal["resets", "mask", "alone"]
+"""What keeps packed documents apart: position resets, a mask, or a row for each document, which
+recurrent layers need.
 """
 Span = tuple[int, int, int]
 """Documents of a batch: row, start, stop."""
@@ -39,9 +37,7 @@ Span = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """Hidden states of packed rows. A pass of the model is over at most PIECE tokens, or one longer
-    document.
-    """
+    """Hidden states of packed rows, of which no document sees another."""
 
     model: PreTrainedModel
     masks: Masks
@@ -54,17 +50,13 @@ class TrainingPass:
         Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
-        packing, length = self.packing, batch.tokens_BT.shape[1]
         is_sharded = isinstance(decoder(self.model), FSDPModule)
-        is_whole = packing == "resets" and (is_sharded or length <= PIECE)
-        if is_whole or packing == "mask":
-            return self._forward(batch, layers, packing)
-        if is_sharded:
-            packing = "alone"
-        if packing == "alone":
+        if self.packing == "alone":
             passes = groups(batch, PIECE)
+        elif self.packing == "mask" or is_sharded or batch.tokens_BT.shape[1] <= PIECE:
+            return self._forward(batch, layers)
         else:
-            passes = [[span] for span in _spans(batch, PIECE if packing == "resets" else length)]
+            passes = [[span] for span in _spans(batch, PIECE)]
         if is_sharded:  # all processes must run as many
             most = torch.tensor(len(passes), device=self.model.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -74,22 +66,21 @@ class TrainingPass:
             *batch.tokens_BT.shape, width, dtype=self.model.dtype, device=self.model.device
         )
         for spans in passes:
-            rows = rows_of(batch, spans) if packing == "alone" else batch.part(*spans[0])
-            parts_RTD = self._forward(rows, layers, packing)
+            rows = rows_of(batch, spans) if self.packing == "alone" else batch.part(*spans[0])
+            parts_RTD = self._forward(rows, layers)
             for part_TD, (row, start, stop) in zip(parts_RTD, spans, strict=True):
                 states_BTD[row, start:stop] = part_TD[: stop - start]
         return states_BTD
 
-    def _forward(self, batch: Batch, layers: Sequence[int], packing: Packing) -> Tensor:
+    def _forward(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         lengths_BT = document_lengths(batch.positions_BT)
         with self.rope.factors(lengths_BT), known_packing(batch):
             out = decoder(self.model)(
                 batch.tokens_BT,
-                attention_mask=self.masks.packed(batch) if packing == "mask" else None,
+                attention_mask=self.masks.packed(batch) if self.packing == "mask" else None,
                 position_ids=batch.positions_BT,
                 use_cache=False,
                 output_hidden_states=states_argument(layers),
-                **(document_ends(batch) if packing == "ends" else {}),
             )
         states_BTD = chosen_states(out, layers, self.model.device)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
@@ -126,26 +117,6 @@ def rows_of(batch: Batch, spans: Sequence[Span]) -> Batch:
     positions_RT = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
     rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, torch.zeros_like(tokens_RT))
     return rows.to(batch.tokens_BT.device)
-
-
-def document_ends(batch: Batch) -> dict[str, Any]:
-    """Where the documents of a single row end, under the names that transformers' models hand on to
-    kernels: sums of lengths for attention and gated delta nets, numbers for Mamba and convolutions.
-    """
-    starts_1T = (batch.host or batch).positions_BT == 0
-    starts_D = starts_1T[0].nonzero()[:, 0]
-    ends_D = F.pad(starts_D, (0, 1), value=starts_1T.shape[1]).int()
-    longest = int(ends_D.diff().max())
-    ends_D, numbers_1T = (
-        tensor.int().to(batch.tokens_BT.device) for tensor in (ends_D, starts_1T.cumsum(1) - 1)
-    )
-    return {
-        "cu_seq_lens_q": ends_D,
-        "cu_seq_lens_k": ends_D,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": numbers_1T,
-    }
 
 
 def _length(span: Span) -> int:

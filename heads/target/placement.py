@@ -137,7 +137,7 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
     device = how.device or default_device()
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
-    read = partial(_read, path, dtype=dtype, revision=revision)
+    read: Callable[..., PreTrainedModel] = _read
     if how.lora is not None:
         is_gguf = path.endswith(".gguf")  # a fingerprint says nothing of its matrices
         method = "gguf" if is_gguf else bits or quantised_by(read_config(path, revision))
@@ -148,10 +148,11 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
                 "merge it with PEFT (merge_and_unload), save the result, and pass that as the "
                 "target"
             )
-        read = partial(_merged, path, how.lora, dtype=dtype, revision=revision)
+        read = partial(_merged, how.lora)
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
-        read = partial(_dequantised, path, dtype=dtype, revision=revision)
+        read = _dequantised
+    read = partial(read, path, dtype=dtype, revision=revision)
     with unpartitioned():
         if placement == "sharded":
             return _load_sharded(read, torch.device(device))
@@ -384,7 +385,7 @@ def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
     return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))
 
 
-def _merged(path: str, lora: Lora, *, dtype: str, revision: str | None) -> PreTrainedModel:
+def _merged(lora: Lora, path: str, *, dtype: str, revision: str | None) -> PreTrainedModel:
     """The model with a LoRA, merged in the checkpoint's own dtype whatever dtype is asked for, so
     that the fingerprint is the same in all of them.
     """

@@ -7,7 +7,6 @@ Legend: B batch, T tokens, N tree nodes, D feature width, L tokens of a text.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -131,15 +130,12 @@ def _packing(target: Any, texts: list[list[int]], expected_LD: Tensor) -> Packin
     tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])
     positions_BT = torch.tensor([[*range(7), *range(6)]] * 2)
     batch = Batch(tokens_BT, tokens_BT >= 0, positions_BT, documents_BT).to(target.device)
-    ways: tuple[Packing, ...] = ("ends", "alone") if target.is_hybrid else ("resets", "mask")
+    ways: tuple[Packing, ...] = ("alone",) if target.is_hybrid else ("resets", "mask")
     for way in ways:
-        # models do not take the ends of documents, or say which kernels they need for them
-        refusals = (TypeError, ValueError) if way == "ends" else ()
-        with suppress(*refusals):
-            one_LD, other_LD = target.states(batch, [-1], way)[:, 8:]
-            leaks = _differ(target, one_LD, other_LD, 0.05)
-            if not leaks and not _differ(target, one_LD, expected_LD):
-                return way
+        one_LD, other_LD = target.states(batch, [-1], way)[:, 8:]
+        leaks = _differ(target, one_LD, other_LD, 0.05)
+        if not leaks and not _differ(target, one_LD, expected_LD):
+            return way
     return None
 
 

@@ -21,7 +21,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.packing import document_ends, groups, rows_of
+from draftheads.heads.target.packing import groups, rows_of
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
@@ -132,10 +132,3 @@ def test_documents_of_similar_length_run_together(monkeypatch):
     rows = rows_of(batch, together[2])
     assert rows.tokens_BT.tolist() == [[20, 21, 22, 23], [8, 9, 10, 0]]
     assert rows.positions_BT.tolist() == [[0, 1, 2, 3]] * 2
-
-
-def test_documents_end_where_kernels_are_told():
-    ends = document_ends(batch_of((3, 1, 4)))
-    assert ends["cu_seq_lens_q"].tolist() == [0, 3, 4, 8]
-    assert ends["max_length_q"] == 4
-    assert ends["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2, 2, 2]]
