@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -37,6 +36,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.arguments import check_path
+from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
@@ -209,20 +209,17 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        fault = f"cannot be read: {reason}; download it again, or fix the file"
         if isinstance(error, ImportError):  # the package of a quantisation method is missing
-            raise ValueError(
-                f"target {path}: expected the package that reads it, found none: {reason}"
-            ) from error
-        if ASKS_FOR_CODE in reason:
-            raise ValueError(f"target {path}: {OWN_CODE}") from error
-        if other := NO_CAUSAL_LM.search(reason):
-            raise ValueError(
-                f"target {path}: expected a causal LM, got a model of {other[1]}; use one whose "
-                "config.json names a class ...ForCausalLM"
-            ) from error
-        raise ValueError(
-            f"target {path}: cannot be read: {reason}; download it again, or fix the file"
-        ) from error
+            fault = f"expected the package that reads it, found none: {reason}"
+        elif ASKS_FOR_CODE in reason:
+            fault = OWN_CODE
+        elif other := NO_CAUSAL_LM.search(reason):
+            fault = (
+                f"expected a causal LM, got a model of {other[1]}; use one whose config.json names "
+                "a class ...ForCausalLM"
+            )
+        raise ValueError(f"target {path}: {fault}") from error
 
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
@@ -251,10 +248,7 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
     if found is None:
         return None
     try:
-        values = json.loads(Path(found).read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f"a JSON object was expected, got {values!r:.40}")
-        return GenerationConfig.from_dict(values)
+        return GenerationConfig.from_dict(read_json(Path(found)))
     except Exception as error:  # a damaged file may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftheads.heads.target.placement import (
@@ -54,7 +54,7 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     with torch.no_grad():
         for module in (embeddings, norm) if is_tied else (embeddings, norm, lm_head):
             wanted = {names[id(parameter)]: parameter for parameter in module.parameters()}
-            tensors = read_tensors(path, revision, config, wanted)
+            tensors = read_tensors(path, revision, wanted)
             module.to_empty(device=device)
             model._initialize_weights(module)  # buffers, too, which are in no checkpoint
             for name, tensor in tensors.items():
@@ -65,7 +65,7 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
 
 
 def read_tensors(
-    path: str, revision: str | None, config: PretrainedConfig, wanted: Mapping[str, Tensor]
+    path: str, revision: str | None, wanted: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Tensors by our names. Raises ValueError for missing and quantised ones, and for others than
     the config says.
