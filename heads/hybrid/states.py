@@ -25,6 +25,7 @@ from draftheads.heads.hybrid.trees import (
     Branches,
     LayerStates,
     Levels,
+    Mixer,
     OneNode,
     TreePass,
     Window,
@@ -63,7 +64,7 @@ class States:
     Before each forward pass, `read` or `branch` says what it will be over. mixers: of the model.
     """
 
-    def __init__(self, batch: int, mixers: Sequence[TreeMixer], mixing: Mixing = "tree") -> None:
+    def __init__(self, batch: int, mixers: Sequence[Mixer], mixing: Mixing = "tree") -> None:
         self.rows, self.mixing = batch, mixing
         self.length, self.committed = 0, StatesByLayer()
         self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
@@ -144,7 +145,7 @@ class States:
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] < self.length]
         return self.length
 
-    def mix(self, mixer: TreeMixer, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
+    def mix(self, mixer: Mixer, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
         """The output of a mixer in this pass."""
         topology, number = self._topology, mixer.layer_idx
         if topology is None:
@@ -159,7 +160,7 @@ class States:
         self._passes[number] = tree_pass
         return tree_pass.run(hidden_BND, arguments)
 
-    def _mix_tokens(self, mixer: TreeMixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
+    def _mix_tokens(self, mixer: Mixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
         """Rows of equal numbers of tokens run together: padding would enter their states."""
         out_BTD, number = torch.zeros_like(hidden_BTD), mixer.layer_idx
         for count in set(self._counts) - {0}:
@@ -227,7 +228,7 @@ def _copy(states: StatesByLayer, into: StatesByLayer) -> None:
             into[number][key].copy_(state)
 
 
-def install(model: PreTrainedModel) -> list[TreeMixer]:
+def install(model: PreTrainedModel) -> list[Mixer]:
     """Let the mixers of a model take our states where they are called with our cache; with others,
     and without one, they work as ever. Returns them.
     """
@@ -291,15 +292,8 @@ def tree_mixer(kind: Any) -> Any:
     return type(kind.__name__, (TreeMixer, kind), own)
 
 
-class TreeMixer(nn.Module):
+class TreeMixer(Mixer):
     """A mixer that hands its work to `States`; see `tree_mixer`."""
-
-    layer_idx: int
-    names: tuple[str, ...]
-    """Of the parameters of its forward."""
-    cache_name: str
-    branching: bool
-    """Whether it may run over a tree in one call."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """That of the mixer, in parts if it is called with our cache."""
@@ -312,8 +306,3 @@ class TreeMixer(nn.Module):
                 inputs.pop("attention_mask", None)  # there is no padding
                 return states.mix(self, hidden_BND, inputs)
         return super().forward(*arguments, **options)
-
-    def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
-        """The output of the mixer's own code, with another cache."""
-        out: Tensor = super().forward(hidden_RTD, **{**arguments, self.cache_name: window})
-        return out

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,16 +46,22 @@ Arguments = dict[str, Any]
 """What a mixer is called with, but for hidden states and cache."""
 
 
-class Mixer(Protocol):
-    """A recurrent layer of transformers, after `recurrent.install`."""
+class Mixer(nn.Module):
+    """A recurrent layer of transformers; see `states.tree_mixer`."""
 
+    layer_idx: int
+    names: tuple[str, ...]
+    """Of the parameters of its forward."""
     cache_name: str
     code: Any
     """Its forward as transformers wrote it."""
+    branching: bool
+    """Whether it may run over a tree in one call."""
 
     def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
-        """Its output with another cache."""
-        ...
+        """The output of its own code, with another cache."""
+        out: Tensor = super().forward(hidden_RTD, **{**arguments, self.cache_name: window})
+        return out
 
 
 @cache

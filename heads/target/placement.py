@@ -356,7 +356,7 @@ def quantised_by(config: PretrainedConfig) -> str | None:
 
 
 def _quantisation_values(config: PretrainedConfig) -> dict[str, Any] | None:
-    given = getattr(config, "quantization_config", None)
+    given: Any = getattr(config, "quantization_config", None)
     return given.to_dict() if hasattr(given, "to_dict") else given
 
 
