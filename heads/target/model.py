@@ -155,77 +155,6 @@ class Target:
         model, tokenizer, facts = load(str(name_or_path), lora, options)
         return cls(model, tokenizer, **facts)
 
-    def adapt(self, **choices: Any) -> Adapter:
-        """Add a new adapter, which changes nothing until it is trained; choices: arguments of
-        `Adapter.create`.
-        """
-        self.adapter = Adapter.create(self.model, self.fingerprint(), **choices)
-        return self.adapter
-
-    def attach(self, folder: str | Path, *, merge: bool = True) -> Target:
-        """Add the adapter of a head folder; returns the target.
-
-        merge: add it to the matrices, which makes decoding as fast as without, but cannot be
-        undone; quantised matrices are never merged. Raises ValueError for an adapter of another
-        target, and for a target without layers.
-        """
-        self._check_layers()
-        self.adapter = Adapter.load(self.model, self.fingerprint(), Path(folder))
-        if merge and not getattr(self.model.config, "quantization_config", None):
-            self.adapter.merge()
-        return self
-
-    def pack(self, bits: PackedBits | None = None) -> Target:
-        """Lay out its matrices as this CPU multiplies the few tokens of a step fastest, for
-        decoding alone; returns the target. Does nothing where torch has no such layout.
-
-        bits=8: quantise them to int8, lm_head included; the rest becomes float32, in which sums of
-        int8 products come out. Raises ValueError for a target that is quantised already or has few
-        linear layers, and on CPUs for which torch has no int8 products.
-        """
-        if can_pack_model(self.model, self.name, bits):
-            self.fingerprint()
-            pack_model(self.model, bits)
-            self.bits = bits or self.bits
-            self.ways = working_ways(self)
-        return self
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether some of its matrices are laid out for this CPU."""
-        return any(isinstance(module, PackedLinear) for module in self.model.modules())
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """A context in which the target works without its adapter."""
-        return self.adapter.disabled() if self.adapter else nullcontext()
-
-    @property
-    def title(self) -> str:
-        """Its name and its LoRA's, for people."""
-        return titled(self.name, self.lora)
-
-    @property
-    def quantisation(self) -> str | None:
-        """How the weights are, or were, quantised; None if they are as they were trained."""
-        return self.precision if self.bits else quantisation(self.model.config, self.name)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of token ids and features."""
-        device: torch.device = self.model.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of hidden states."""
-        dtype: torch.dtype = self.model.dtype
-        return dtype
-
-    @property
-    def precision(self) -> str:
-        """That of its weights, by name: the dtype, or "int8" (see `pack`)."""
-        return "int8" if self.bits else dtype_name(self.dtype)
-
     def new_cache(self, batch: int, capacity: int, mixing: Mixing | None = None) -> SlotCache:
         """An empty cache for `batch` rows of at most `capacity` tokens, tree included. mixing: how
         recurrent layers run; default: as a trial found.
@@ -296,121 +225,6 @@ class Target:
                 tree.tokens_BN, ancestors_BNN, tree.topology.depths_BN, cache, layers
             )
 
-    @property
-    def is_hybrid(self) -> bool:
-        """Whether some of its layers have recurrent states."""
-        return bool(self._mixers)
-
-    @property
-    def mixes_by_level(self) -> bool:
-        """Whether some of these run over a tree level by level."""
-        return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
-
-    @property
-    def has_long_rope(self) -> bool:
-        """Whether RoPE factors depend on the length of a text (LongRoPE)."""
-        return bool(self._longrope.limit)
-
-    def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError for a tree with which a text of `context` tokens would exceed the cache
-        slots of a target that attends by slot.
-        """
-        if self._slots is not None and tree.draft_nodes > TREE_ROOM:
-            raise ValueError(
-                f"expected a tree of at most {TREE_ROOM} draft nodes for {self.name}, which "
-                f"attends by cache slot, got {tree.draft_nodes}; use a smaller tree"
-            )
-
-    def room(self, length: int) -> int:
-        """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
-        crossing = self._longrope.crossing
-        return crossing + 1 - length if crossing and length <= crossing else self.context
-
-    def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
-        """Compute rows of `cache` again where `generate` does: with LongRoPE, when a text has just
-        crossed the limit. texts: row -> its tokens, the newest (not yet in `cache`) included.
-        """
-        for row, text in texts.items():
-            if len(text) - 1 == self._longrope.crossing:
-                alone = self.new_cache(1, len(text))
-                self.prefill([text], alone, ())
-                alone.rewind(len(text) - 1)
-                cache.join(alone, [row])
-
-    @torch.no_grad()
-    def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """Features of packed training tokens by the alignment law, (B, T, D), without gradient.
-
-        Most models separate documents by position resets alone. Others get a mask, and recurrent
-        layers a row for each document.
-        """
-        return self.states(batch, layers)
-
-    def states(self, batch: Batch, layers: Sequence[int], packing: Packing | None = None) -> Tensor:
-        """`features`, with gradients for an adapter in training. packing: how documents are kept
-        apart; default: as a trial found.
-        """
-        self._check_layers()
-        packing = packing or self.ways.packing
-        return TrainingPass(self.model, self._masks, self._longrope, packing).states(batch, layers)
-
-    def _check_layers(self) -> None:
-        if self.is_skeleton:
-            raise ValueError(
-                f"{self.name}: expected a target with its layers, got one that was loaded without, "
-                "for features of a server; load it whole to decode, or ask its server"
-            )
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Input embeddings of token ids, shape (..., hidden)."""
-        embedded: Tensor = self.model.get_input_embeddings()(tokens)
-        return embedded.to(tokens.device)
-
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of last-layer hidden states.
-
-        Raises ValueError if lm_head(hidden) is not what the model returns because it scales or caps
-        its logits.
-        """
-        logits: Tensor = self._checked_lm_head()(hidden)
-        return logits.to(hidden.device)
-
-    def unembed_weight(self) -> Tensor:
-        """The lm_head weight (V, hidden).
-
-        Raises ValueError where `unembed` does, and if there is a bias, which the weight leaves out.
-        """
-        lm_head = self._checked_lm_head()
-        if getattr(lm_head, "bias", None) is not None:
-            raise ValueError(
-                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
-                "use heads with their own lm_head and hard labels"
-            )
-        return self.lm_head_weight()
-
-    def lm_head_weight(self) -> Tensor:
-        """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight if weight.device == self.device else self._lm_head_copy
-
-    def fingerprint(self) -> str:
-        """Hex digits that identify these weights; see `pretrained.fingerprint`."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprint(self.model)
-        return self._fingerprint
-
-    def release(self, *, lm_head: bool = False, layers: bool = False) -> int:
-        """Free weights that are no longer needed; returns the bytes freed on this process.
-
-        lm_head: unless it is tied to the embeddings. layers: all of them. Later calls that need
-        them raise RuntimeError; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
-        must be released by every process.
-        """
-        self.fingerprint()
-        _ = self._unembed_fault  # computed now, while that is possible
-        self.__dict__.pop("_lm_head_copy", None)
-        return release(self.model, lm_head=lm_head, layers=layers)
-
     def _decode(
         self,
         tokens_BN: Tensor,
@@ -446,8 +260,9 @@ class Target:
             arguments["output_hidden_states"] = states_argument(layers)
         if keep is not None and self._keeps_logits:
             arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
+            keep = None
         out = self.forward(tokens_BN, mask, positions_BN, cache, **arguments)
-        logits_BNV = out.logits if keep is None or self._keeps_logits else out.logits[:, keep]
+        logits_BNV = out.logits if keep is None else out.logits[:, keep]
         features = chosen_states(out, layers, self.device) if layers else None
         return Decoded(logits_BNV.to(self.device), features)
 
@@ -464,6 +279,55 @@ class Target:
             **options,
         )
 
+    @torch.no_grad()
+    def features(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        """Features of packed training tokens by the alignment law, (B, T, D), without gradient.
+
+        Most models separate documents by position resets alone. Others get a mask, and recurrent
+        layers a row for each document.
+        """
+        return self.states(batch, layers)
+
+    def states(self, batch: Batch, layers: Sequence[int], packing: Packing | None = None) -> Tensor:
+        """`features`, with gradients for an adapter in training. packing: how documents are kept
+        apart; default: as a trial found.
+        """
+        self._check_layers()
+        packing = packing or self.ways.packing
+        return TrainingPass(self.model, self._masks, self._longrope, packing).states(batch, layers)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings of token ids, shape (..., hidden)."""
+        embedded: Tensor = self.model.get_input_embeddings()(tokens)
+        return embedded.to(tokens.device)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of last-layer hidden states.
+
+        Raises ValueError if lm_head(hidden) is not what the model returns because it scales or caps
+        its logits.
+        """
+        logits: Tensor = self._checked_lm_head()(hidden)
+        return logits.to(hidden.device)
+
+    def unembed_weight(self) -> Tensor:
+        """The lm_head weight (V, hidden).
+
+        Raises ValueError where `unembed` does, and if there is a bias, which the weight leaves out.
+        """
+        lm_head = self._checked_lm_head()
+        if getattr(lm_head, "bias", None) is not None:
+            raise ValueError(
+                f"{self.name}: its lm_head has a bias, which shared heads leave out; "
+                "use heads with their own lm_head and hard labels"
+            )
+        return self.lm_head_weight()
+
+    def lm_head_weight(self) -> Tensor:
+        """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight if weight.device == self.device else self._lm_head_copy
+
     def _checked_lm_head(self) -> Any:
         if self._unembed_fault:
             raise ValueError(self._unembed_fault)
@@ -479,3 +343,140 @@ class Target:
         """For an lm_head that is on another device than the features."""
         weight: Tensor = self.model.get_output_embeddings().weight
         return weight.to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of token ids and features."""
+        device: torch.device = self.model.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of hidden states."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def precision(self) -> str:
+        """That of its weights, by name: the dtype, or "int8" (see `pack`)."""
+        return "int8" if self.bits else dtype_name(self.dtype)
+
+    @property
+    def quantisation(self) -> str | None:
+        """How the weights are, or were, quantised; None if they are as they were trained."""
+        return self.precision if self.bits else quantisation(self.model.config, self.name)
+
+    @property
+    def title(self) -> str:
+        """Its name and its LoRA's, for people."""
+        return titled(self.name, self.lora)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether some of its layers have recurrent states."""
+        return bool(self._mixers)
+
+    @property
+    def mixes_by_level(self) -> bool:
+        """Whether some of these run over a tree level by level."""
+        return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
+
+    @property
+    def has_long_rope(self) -> bool:
+        """Whether RoPE factors depend on the length of a text (LongRoPE)."""
+        return bool(self._longrope.limit)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some of its matrices are laid out for this CPU."""
+        return any(isinstance(module, PackedLinear) for module in self.model.modules())
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree with which a text of `context` tokens would exceed the cache
+        slots of a target that attends by slot.
+        """
+        if self._slots is not None and tree.draft_nodes > TREE_ROOM:
+            raise ValueError(
+                f"expected a tree of at most {TREE_ROOM} draft nodes for {self.name}, which "
+                f"attends by cache slot, got {tree.draft_nodes}; use a smaller tree"
+            )
+
+    def room(self, length: int) -> int:
+        """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
+        crossing = self._longrope.crossing
+        return crossing + 1 - length if crossing and length <= crossing else self.context
+
+    def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
+        """Compute rows of `cache` again where `generate` does: with LongRoPE, when a text has just
+        crossed the limit. texts: row -> its tokens, the newest (not yet in `cache`) included.
+        """
+        for row, text in texts.items():
+            if len(text) - 1 == self._longrope.crossing:
+                alone = self.new_cache(1, len(text))
+                self.prefill([text], alone, ())
+                alone.rewind(len(text) - 1)
+                cache.join(alone, [row])
+
+    def adapt(self, **choices: Any) -> Adapter:
+        """Add a new adapter, which changes nothing until it is trained; choices: arguments of
+        `Adapter.create`.
+        """
+        self.adapter = Adapter.create(self.model, self.fingerprint(), **choices)
+        return self.adapter
+
+    def attach(self, folder: str | Path, *, merge: bool = True) -> Target:
+        """Add the adapter of a head folder; returns the target.
+
+        merge: add it to the matrices, which makes decoding as fast as without, but cannot be
+        undone; quantised matrices are never merged. Raises ValueError for an adapter of another
+        target, and for a target without layers.
+        """
+        self._check_layers()
+        self.adapter = Adapter.load(self.model, self.fingerprint(), Path(folder))
+        if merge and not getattr(self.model.config, "quantization_config", None):
+            self.adapter.merge()
+        return self
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """A context in which the target works without its adapter."""
+        return self.adapter.disabled() if self.adapter else nullcontext()
+
+    def pack(self, bits: PackedBits | None = None) -> Target:
+        """Lay out its matrices as this CPU multiplies the few tokens of a step fastest, for
+        decoding alone; returns the target. Does nothing where torch has no such layout.
+
+        bits=8: quantise them to int8, lm_head included; the rest becomes float32, in which sums of
+        int8 products come out. Raises ValueError for a target that is quantised already or has few
+        linear layers, and on CPUs for which torch has no int8 products.
+        """
+        if can_pack_model(self.model, self.name, bits):
+            self.fingerprint()
+            pack_model(self.model, bits)
+            self.bits = bits or self.bits
+            self.ways = working_ways(self)
+        return self
+
+    def fingerprint(self) -> str:
+        """Hex digits that identify these weights; see `pretrained.fingerprint`."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self.model)
+        return self._fingerprint
+
+    def release(self, *, lm_head: bool = False, layers: bool = False) -> int:
+        """Free weights that are no longer needed; returns the bytes freed on this process.
+
+        lm_head: unless it is tied to the embeddings. layers: all of them. Later calls that need
+        them raise RuntimeError; `embed`, sizes, tokenizer and fingerprint stay. A sharded target
+        must be released by every process.
+        """
+        self.fingerprint()
+        _ = self._unembed_fault  # computed now, while that is possible
+        self.__dict__.pop("_lm_head_copy", None)
+        return release(self.model, lm_head=lm_head, layers=layers)
+
+    def _check_layers(self) -> None:
+        if self.is_skeleton:
+            raise ValueError(
+                f"{self.name}: expected a target with its layers, got one that was loaded without, "
+                "for features of a server; load it whole to decode, or ask its server"
+            )

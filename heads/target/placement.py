@@ -357,7 +357,8 @@ def quantised_by(config: PretrainedConfig) -> str | None:
 
 def _quantisation_values(config: PretrainedConfig) -> dict[str, Any] | None:
     given: Any = getattr(config, "quantization_config", None)
-    return given.to_dict() if hasattr(given, "to_dict") else given
+    values: dict[str, Any] | None = given.to_dict() if hasattr(given, "to_dict") else given
+    return values
 
 
 def quantisation(config: PretrainedConfig, name: str) -> str | None:
