@@ -30,8 +30,14 @@ FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_confi
 FILES = (f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}")
 """The adapter's files in a head folder."""
 
-FREE = {"task_type", "base_model_name_or_path", "revision"}
-FREE |= {"inference_mode", "lora_dropout", "peft_version"}
+FREE = {
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+}
 """PEFT's settings that may have any value."""
 
 

@@ -113,8 +113,7 @@ def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -
 
 def pack_model(model: PreTrainedModel, bits: PackedBits | None) -> None:
     """Pack the linear layers of a model; with bits=8 all of them, and the rest becomes float32."""
-    lm_head = model.get_output_embeddings()
-    pack_layers(model, bits, small=bits is not None, keep={lm_head})
+    pack_layers(model, bits, small=bits is not None, keep={model.get_output_embeddings()})
     for parameter in model.parameters():  # views of a file would keep all of it in memory
         parameter.data = parameter.data.clone()
     if bits:

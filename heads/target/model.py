@@ -104,13 +104,15 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name or model.config.name_or_path
         self.revision = revision
-        self.lora, self.saved_dtype = lora, saved_dtype
+        self.lora = lora
+        self.saved_dtype = saved_dtype
         self._fingerprint = fingerprint
         self.config = model.config.get_text_config(decoder=True)
         self.hidden_size: int = self.config.hidden_size
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self._slots, self.context = slot_limit(self.config), usable_context(model)
+        self._slots = slot_limit(self.config)
+        self.context = usable_context(model)
         self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name)
         self.template_args = {}
         self._cache_name = cache_argument(type(model))

@@ -365,9 +365,10 @@ def quantisation(config: PretrainedConfig, name: str) -> str | None:
     """How the weights of target `name` are, or were, quantised, for people; None: they are as they
     were trained.
     """
-    if name.endswith(".gguf"):
+    if str(name).endswith(".gguf"):
         return "GGUF, dequantised"
-    method, values = quantised_by(config), _quantisation_values(config)
+    method = quantised_by(config)
+    values = _quantisation_values(config)
     if values is None:
         return None
     bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None

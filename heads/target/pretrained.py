@@ -154,16 +154,18 @@ def logits_fault(model: PreTrainedModel, name: str) -> str | None:
     """Why lm_head(hidden) differs from the model's logits; None if it does not, or if a config
     says nothing of the kind about a model without layers.
     """
-    config, lm_head = model.config.get_text_config(decoder=True), model.get_output_embeddings()
+    config = model.config.get_text_config(decoder=True)
     keys = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
     causes = [f"{key}={value}" for key in keys if (value := getattr(config, key, None))]
     if is_skeleton(model):
         is_same = all(each.endswith(("=1", "=1.0")) for each in causes)
     else:
+        lm_head = model.get_output_embeddings()
         tokens = torch.arange(min(4, len(lm_head.weight)), device=model.device)[None]
         out = model(tokens, use_cache=False, output_hidden_states=states_argument([-1]))
-        got, logits = lm_head(out.hidden_states[-1]).float(), out.logits.float()
-        is_same = torch.allclose(got, logits.to(got.device), rtol=1e-3, atol=1e-3)
+        got = lm_head(out.hidden_states[-1]).float()
+        logits = out.logits.float().to(got.device)
+        is_same = torch.allclose(got, logits, rtol=1e-3, atol=1e-3)
     if is_same:
         return None
     return (

@@ -102,8 +102,8 @@ def _node_states(
 
 def _plain_states(target: Any, texts: list[list[int]]) -> Tensor:
     """Last states (B, T, D) of texts without trees."""
-    tokens_BT, last = torch.tensor(texts, device=target.device), states_argument([-1])
-    out = target.model(tokens_BT, use_cache=False, output_hidden_states=last)
+    tokens_BT = torch.tensor(texts, device=target.device)
+    out = target.model(tokens_BT, use_cache=False, output_hidden_states=states_argument([-1]))
     states_BTD: Tensor = out.hidden_states[-1]
     return states_BTD.to(target.device)
 

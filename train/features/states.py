@@ -113,10 +113,9 @@ class StateLayout:
     def last(self, states_PH: Tensor) -> Tensor:
         """Captured last states after the final norm, in the target's dtype on its device."""
         states_PH = states_PH.to(self.target.device, self.target.dtype)
-        if self.is_normed:
-            return states_PH
-        normed_PH: Tensor = final_norm(self.target.model)(states_PH)
-        return normed_PH.to(states_PH.device)
+        if not self.is_normed:
+            states_PH = final_norm(self.target.model)(states_PH)
+        return states_PH.to(self.target.device)
 
 
 class StateChecks:
