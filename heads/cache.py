@@ -28,6 +28,17 @@ SPARE = 4
 """A cache whose text is cut back keeps at most so many times the slots of a new one."""
 
 
+# Who calls what of a SlotTable, and when. `lengths` are those of committed tokens.
+#
+#   a pass of the target  reserve(N)          before it: room for N tokens after each row's length
+#                         visible, positions  its mask: (B, Q, S), and the position in each slot
+#   SlotLayer.update      start, span         in each layer: writes N slots, returns those in sight
+#   a head's own layers   reserve(N, after=M) level by level: M nodes of the tree are there already
+#   SlotCache.keep        advance(counts)     a path is accepted: it was moved to the front before
+#   prefill               advance(counts)     all tokens of a chunk, fewer in rows that ended
+#   a compiled step       fix, note           before: shapes of the step; after: counts, on the host
+#   a session             free([length])      back to a prefix; slots of a much longer text go
+#   rows that come or go  join, select        with their lengths; `empty`: a place without a text
 class SlotTable:
     """The slots in use, shared by all layers of a cache.
 

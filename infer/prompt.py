@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import psutil
 from jinja2.exceptions import TemplateError
 
-from draftheads.heads.target.model import template_variables
+from draftheads.heads.target.load import template_variables
 from draftheads.infer.text import Marks, TextStream
 
 Message = dict[str, Any]

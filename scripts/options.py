@@ -257,7 +257,7 @@ def rule(
 
 def parsed_template_args(text: str) -> dict[str, Any]:
     """The value of --template-args. Raises ValueError as `template_variables`."""
-    from draftheads.heads.target.model import template_variables
+    from draftheads.heads.target.load import template_variables
 
     try:
         value = json.loads(text)

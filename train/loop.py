@@ -357,7 +357,6 @@ def _record(run: Run, result: StepResult, progress: Progress) -> None:
     run.state = replace(state, step=state.step + 1, tokens=state.tokens + tokens)
     if math.isfinite(result.norm):
         run.state = replace(run.state, loss=result.loss, skipped=0)
-        progress.padding = run.target.padding
         progress.step(run.state.step, result.loss, result.norm, result.ranks_KR, tokens, result.lr)
         return
     run.state = replace(run.state, skipped=state.skipped + 1)

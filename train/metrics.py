@@ -81,7 +81,6 @@ class Progress:
         self.losses: list[float] = []
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
-        self.padding: float | None = None  # share of what the target computed for this process
         self.since = time.monotonic()
 
     def log(self, text: str) -> None:
@@ -113,8 +112,6 @@ class Progress:
             "top1": top1.tolist(),
             "chain": 1.0 + float(top1.cumprod(0).sum()),
         }
-        if self.padding is not None:
-            values["target_padding"] = self.padding
         self.bar.set_postfix_str(
             f"loss {values['loss']:.3f}, chain {values['chain']:.2f}, "
             f"{tqdm.format_sizeof(rate)} tokens/s",

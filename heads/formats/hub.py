@@ -40,7 +40,8 @@ from draftheads.heads.kinds import HEADS as HEADS
 from draftheads.heads.online import download
 from draftheads.heads.target.adapter import FILES as ADAPTER_FILES
 from draftheads.heads.target.adapter import FOLDER as ADAPTER
-from draftheads.heads.target.model import Target, template_variables
+from draftheads.heads.target.load import template_variables
+from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import DynamicTree, Tree

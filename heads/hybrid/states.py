@@ -12,10 +12,10 @@ Legend: B rows, N nodes, T tokens, R nodes of one level over all rows, D hidden 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from draftheads.heads.hybrid.trees import (
     Branches,
     LayerStates,
     Levels,
+    Mixer,
     OneNode,
     TreePass,
     Window,
@@ -45,6 +46,12 @@ KNOWN = "a version of transformers that draftheads knows"
 SNAPSHOTS = 4
 """States that are remembered, of earlier lengths of a text."""
 
+Mixing = Literal["tree", "levels", "tokens"]
+"""How mixers run. "tree": all nodes of a tree in one call, where their code is known; "levels": a
+call per level; "tokens": so, and a mixer that forgets its state when it is given several tokens
+reads on one by one.
+"""
+
 StatesByLayer = dict[int, LayerStates]
 """States (B, ...) of the mixers, by layer."""
 Snapshot = tuple[int, StatesByLayer]
@@ -55,22 +62,13 @@ class States:
     """The states of all rows of a cache, one dict of tensors (B, ...) for each mixer.
 
     Before each forward pass, `read` or `branch` says what it will be over. mixers: of the model.
-    forgets: those that take several tokens begin without a state, so that later ones run one by
-    one. by_level: no mixer runs over a tree in one call.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        mixers: Sequence[TreeMixer],
-        *,
-        forgets: bool = False,
-        by_level: bool = False,
-    ) -> None:
-        self.rows, self.forgets = batch, forgets
+    def __init__(self, batch: int, mixers: Sequence[Mixer], mixing: Mixing = "tree") -> None:
+        self.rows, self.mixing = batch, mixing
         self.length, self.committed = 0, StatesByLayer()
         self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
-        if not by_level:
+        if mixing == "tree":
             self._branches = {each.layer_idx: Branches(each) for each in mixers if each.branching}
         self._snapshots: list[Snapshot] = []
         self._earlier: Snapshot = (0, {})  # before the last step
@@ -85,7 +83,7 @@ class States:
         """Let the next step write the committed states where they are."""
         self._is_torn = True
         if not self._is_fixed:
-            self.committed, earlier = copies(self.committed), copies(self.committed)
+            self.committed, earlier = _each(self.committed, _own), _each(self.committed, _own)
             self._earlier, self._is_fixed = (self.length, earlier), True
 
     def free(self) -> None:
@@ -141,16 +139,13 @@ class States:
         snapshots: list[Snapshot] = [(0, {}), *self._snapshots]
         if not self._is_torn:
             snapshots += [self._earlier, (self.length, self.committed)]
-        snapshot = max(
-            (snapshot for snapshot in snapshots if snapshot[0] <= length),
-            key=lambda snapshot: snapshot[0],
-        )
-        self.length, self.committed = snapshot
-        self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
+        known = [snapshot for snapshot in snapshots if snapshot[0] <= length]
+        snapshot = max(known, key=lambda snapshot: snapshot[0])
+        self._begin(*snapshot)
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] < self.length]
         return self.length
 
-    def mix(self, mixer: TreeMixer, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
+    def mix(self, mixer: Mixer, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
         """The output of a mixer in this pass."""
         topology, number = self._topology, mixer.layer_idx
         if topology is None:
@@ -165,14 +160,14 @@ class States:
         self._passes[number] = tree_pass
         return tree_pass.run(hidden_BND, arguments)
 
-    def _mix_tokens(self, mixer: TreeMixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
+    def _mix_tokens(self, mixer: Mixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
         """Rows of equal numbers of tokens run together: padding would enter their states."""
         out_BTD, number = torch.zeros_like(hidden_BTD), mixer.layer_idx
         for count in set(self._counts) - {0}:
             rows = [row for row, other in enumerate(self._counts) if other == count]
             before = self._read.get(number, {})
             window = Window({key: state[rows] for key, state in before.items()})
-            width = 1 if before and self.forgets else count
+            width = 1 if before and self.mixing == "tokens" else count
             for start in range(0, count, width):
                 tokens_RTD = hidden_BTD[rows, start : start + width]
                 out_RTD = mixer.plain(tokens_RTD, window, arguments)
@@ -190,9 +185,7 @@ class States:
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows alone."""
         self.rows = len(rows)
-        for states in self.committed.values():
-            for key, state in states.items():
-                states[key] = state[rows]
+        self.committed = _each(self.committed, lambda state: state[rows])
 
     def join(self, other: States, places: Sequence[int]) -> None:
         """Row i of `other` becomes row places[i]; places after the last row add rows."""
@@ -208,20 +201,25 @@ class States:
 
     def take(self, other: States, place: int, length: int) -> None:
         """Continue with a row of `other`, of `length` tokens, and what is known of its past."""
-        self.length, self.committed = length, StatesByLayer()
-        for number, states in other.committed.items():
-            self.committed[number] = {key: state[[place]] for key, state in states.items()}
+        self._begin(length, _each(other.committed, lambda state: state[[place]]))
+
+    def _begin(self, length: int, committed: StatesByLayer) -> None:
+        """Continue with these, as if nothing had been before."""
+        self.length, self.committed = length, committed
         self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
 
 
-def copies(states: StatesByLayer) -> StatesByLayer:
-    """Tensors of their own, of the same strides whatever computed them."""
+def _each(states: StatesByLayer, change: Callable[[Tensor], Tensor]) -> StatesByLayer:
+    """All states, changed."""
     return {
-        number: {
-            key: state.clone(memory_format=torch.contiguous_format) for key, state in kinds.items()
-        }
+        number: {key: change(state) for key, state in kinds.items()}
         for number, kinds in states.items()
     }
+
+
+def _own(state: Tensor) -> Tensor:
+    """A copy, of the same strides whatever computed it."""
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 def _copy(states: StatesByLayer, into: StatesByLayer) -> None:
@@ -230,7 +228,7 @@ def _copy(states: StatesByLayer, into: StatesByLayer) -> None:
             into[number][key].copy_(state)
 
 
-def install(model: PreTrainedModel) -> list[TreeMixer]:
+def install(model: PreTrainedModel) -> list[Mixer]:
     """Let the mixers of a model take our states where they are called with our cache; with others,
     and without one, they work as ever. Returns them.
     """
@@ -294,15 +292,8 @@ def tree_mixer(kind: Any) -> Any:
     return type(kind.__name__, (TreeMixer, kind), own)
 
 
-class TreeMixer(nn.Module):
+class TreeMixer(Mixer):
     """A mixer that hands its work to `States`; see `tree_mixer`."""
-
-    layer_idx: int
-    names: tuple[str, ...]
-    """Of the parameters of its forward."""
-    cache_name: str
-    branching: bool
-    """Whether it may run over a tree in one call."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """That of the mixer, in parts if it is called with our cache."""
@@ -315,8 +306,3 @@ class TreeMixer(nn.Module):
                 inputs.pop("attention_mask", None)  # there is no padding
                 return states.mix(self, hidden_BND, inputs)
         return super().forward(*arguments, **options)
-
-    def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
-        """The output of the mixer's own code, with another cache."""
-        out: Tensor = super().forward(hidden_RTD, **{**arguments, self.cache_name: window})
-        return out

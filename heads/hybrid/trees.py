@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,16 +46,22 @@ Arguments = dict[str, Any]
 """What a mixer is called with, but for hidden states and cache."""
 
 
-class Mixer(Protocol):
-    """A recurrent layer of transformers, after `recurrent.install`."""
+class Mixer(nn.Module):
+    """A recurrent layer of transformers; see `states.tree_mixer`."""
 
+    layer_idx: int
+    names: tuple[str, ...]
+    """Of the parameters of its forward."""
     cache_name: str
     code: Any
     """Its forward as transformers wrote it."""
+    branching: bool
+    """Whether it may run over a tree in one call."""
 
     def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
-        """Its output with another cache."""
-        ...
+        """The output of its own code, with another cache."""
+        out: Tensor = super().forward(hidden_RTD, **{**arguments, self.cache_name: window})
+        return out
 
 
 @cache
@@ -230,6 +236,7 @@ class Branches(TreePass, MixerCache):
         if self._recurrence is not None:
             decay_BHN, key_BHNQ, value_BHNV = self._recurrence
             ancestors_BN = self.topology.ancestors_BNN.expand(len(last_B), -1, -1)[rows_B, node_B]
+            # S_n of the kept node alone, by the formula in `_attend`
             total_BH1 = decay_BHN[rows_B, :, node_B][:, :, None]
             weight_BHN = (total_BH1 - decay_BHN).masked_fill(~ancestors_BN[:, None], -torch.inf)
             key_BHNQ = key_BHNQ * weight_BHN.exp()[..., None]
@@ -278,6 +285,8 @@ class Branches(TreePass, MixerCache):
 
     def _taps(self, size: int) -> Tensor:
         """int64 (B|1, N, K): where the inputs of each node's path are, after K of the text."""
+        # From each node, K - 1 steps up. Inputs stand as K of the text, then N of the tree, so node
+        # n is at K + n, and a place above the root, which has number -1, is the text's last: K - 1.
         parents_BN = self.topology.parents_BN
         at_BN = torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)
         taps = []
@@ -338,6 +347,12 @@ class Branches(TreePass, MixerCache):
         decay_BHN: logarithms. correction_BHN: the share of what a key already reads that its value
         replaces; None: values are added.
         """
+        # With decay g_n, key k_n and value u_n of a node n, and S the committed state,
+        #     S_n = e^{g_n} S_parent(n) + k_n u_n^T.
+        # Let G_n be the sum of g over the path from the root to n. Unrolled along the path,
+        #     S_n = e^{G_n} S + sum_m e^{G_n - G_m} k_m u_m^T  over n and its ancestors m,
+        # and what a query reads, q_n^T S_n, is one matrix product over all nodes: linear attention
+        # whose mask is the ancestor relation and whose weights are e^{G_n - G_m} <= 1, as g <= 0.
         ancestors_B1NN = self.topology.ancestors_BNN[:, None]
         state_BHQV = self._as_state(self.committed["recurrent", 0]).float()
         total_BHN = (ancestors_B1NN.float() @ decay_BHN[..., None])[..., 0]
@@ -345,12 +360,16 @@ class Branches(TreePass, MixerCache):
         weight_BHNN = between_BHNN.masked_fill(~ancestors_B1NN, -torch.inf).exp()
         since_BHN1 = total_BHN.exp()[..., None]
         if correction_BHN is not None:
+            # The delta rule writes what its value differs from what the decayed state has for the
+            # key: u_n = b_n (v_n - k_n^T e^{g_n} S_parent(n)). Unrolled as above, with
+            # A_nm = b_n e^{G_n - G_m} k_n.k_m for proper ancestors m of n, else 0:
+            #     (I + A) u = b (v - e^G k^T S).
             share_BHN1 = correction_BHN[..., None]
             known_BHNV = since_BHN1 * (key_BHNQ @ state_BHQV)
             value_BHNV = share_BHN1 * (value_BHNV - known_BHNV)
             read_BHNN = share_BHN1 * weight_BHNN * (key_BHNQ @ key_BHNQ.transpose(2, 3))
-            # x with x + read x = value: parents come before children, so read is below the
-            # diagonal. Substitution, as powers of read grow as 3^N where tokens repeat
+            # Parents come before children, so A is below the diagonal; the diagonal of `read_BHNN`
+            # is not read. Substitution, as powers of A grow as 3^N where tokens repeat.
             value_BHNV = torch.linalg.solve_triangular(
                 read_BHNN, value_BHNV, upper=False, unitriangular=True
             )

@@ -21,9 +21,9 @@ from draftheads.heads.mtp.families import FAMILIES, Family
 from draftheads.heads.mtp.head import MtpDesign, MtpHead
 from draftheads.heads.mtp.layer import LayerOrigin, empty_model, text_config
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.placement import reading
+from draftheads.heads.target.placement import reading, stored_file
 from draftheads.heads.target.pretrained import decoder_layers, final_norm
-from draftheads.heads.target.skeleton import stored_file, tensor_files
+from draftheads.heads.target.skeleton import tensor_files
 from draftheads.heads.tensors import check_finite
 from draftheads.heads.vocabulary import token_map
 

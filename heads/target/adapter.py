@@ -30,8 +30,14 @@ FOLDER, WEIGHTS, CONFIG = "adapter", "adapter_model.safetensors", "adapter_confi
 FILES = (f"{FOLDER}/{CONFIG}", f"{FOLDER}/{WEIGHTS}")
 """The adapter's files in a head folder."""
 
-FREE = {"task_type", "base_model_name_or_path", "revision"}
-FREE |= {"inference_mode", "lora_dropout", "peft_version"}
+FREE = {
+    "task_type",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "peft_version",
+}
 """PEFT's settings that may have any value."""
 
 
@@ -112,11 +118,7 @@ class Adapter:
         with extras():
             from peft import PeftModel
 
-        if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
-            raise FileNotFoundError(
-                f"adapter {folder}: expected {CONFIG} and {WEIGHTS}, got at most one of them; get "
-                "the folder again"
-            )
+        check_files(folder, str(folder))
         names = check_weights(folder / WEIGHTS, read_settings(folder)["r"])
         with opened(folder / WEIGHTS) as file:
             trained_on = (file.metadata() or {}).get("target")
@@ -217,6 +219,16 @@ class Adapter:
             "parameters": sum(tensor.numel() for tensor in self.state().values()),
             "drift": self.drift,
         }
+
+
+def check_files(folder: Path, name: str) -> None:
+    """Raise FileNotFoundError unless a folder has PEFT's files; name: of the adapter."""
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise FileNotFoundError(
+                f"adapter {name}: expected {CONFIG} and {WEIGHTS}, as PEFT saves a LoRA, found "
+                f"no {file}; get the folder again"
+            )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

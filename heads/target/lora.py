@@ -18,7 +18,7 @@ from draftheads.arguments import head_folder
 from draftheads.extras import extras
 from draftheads.heads.files import read_json
 from draftheads.heads.online import download
-from draftheads.heads.target.adapter import CONFIG, WEIGHTS
+from draftheads.heads.target.adapter import CONFIG, WEIGHTS, check_files
 from draftheads.heads.tensors import opened
 
 FILES = (CONFIG, WEIGHTS, "*token*", "vocab*", "merges.txt", "*.jinja")
@@ -57,12 +57,7 @@ class Lora:
             repository, _, revision = name.partition("@")
             folder = download("adapter", repository, revision or None, FILES)
             name = f"{repository}@{folder.name}"
-        for file in (CONFIG, WEIGHTS):
-            if not (folder / file).is_file():
-                raise FileNotFoundError(
-                    f"adapter {name}: expected {CONFIG} and {WEIGHTS}, as PEFT saves a LoRA, found "
-                    f"no {file}; get the folder again"
-                )
+        check_files(folder, name)
         kind = read_json(folder / CONFIG).get("peft_type")
         if kind != "LORA":
             raise ValueError(

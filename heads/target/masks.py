@@ -51,6 +51,8 @@ class Masks:
         dtype = self._model.dtype
         masks: dict[str, Tensor] = {}
         for kind in self.types:
+            # `visible` says who is whose ancestor. Windows and chunks look at positions, of which
+            # branches share some: a node as deep as another one is as far from the text.
             seen_BNS = visible_BNS
             if kind == "sliding_attention" and self.window:
                 seen_BNS = visible_BNS & (q_BN1 - k_B1S < self.window)

@@ -1,39 +1,104 @@
-"""How packed documents are kept apart in a target whose recurrent layers read on across them.
+"""The forward pass of training: packed documents are kept apart.
 
-Legend: B rows of a batch, R documents that run together, T tokens, D documents of a row.
+Legend: B rows of a batch, R documents that run together, T tokens, D feature width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.target.longrope import LongRope, document_lengths
+from draftheads.heads.target.masks import Masks, known_packing
+from draftheads.heads.target.pretrained import chosen_states, decoder, states_argument
 
+PIECE = 8192
+"""Training tokens per forward pass of a row, unless a document is longer."""
 SIMILAR = 0.75
 """Documents run together if they are at least so many times as long as the longest of them."""
 
+Packing = Literal["resets", "mask", "alone"]
+"""What keeps packed documents apart: position resets, a mask, or a row for each document, which
+recurrent layers need.
+"""
 Span = tuple[int, int, int]
-"""A document of a batch: row, start, stop."""
+"""Documents of a batch: row, start, stop."""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """Hidden states of packed rows, of which no document sees another."""
+
+    model: PreTrainedModel
+    masks: Masks
+    rope: LongRope
+    packing: Packing
+
+    def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        """Features (B, T, D) by the alignment law.
+
+        Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
+        large; those of a sharded target are not, because all processes must run as many forwards.
+        """
+        is_sharded = isinstance(decoder(self.model), FSDPModule)
+        if self.packing == "alone":
+            passes = groups(batch, PIECE)
+        elif self.packing == "mask" or is_sharded or batch.tokens_BT.shape[1] <= PIECE:
+            return self._forward(batch, layers)
+        else:
+            passes = [[span] for span in _spans(batch, PIECE)]
+        if is_sharded:  # all processes must run as many
+            most = torch.tensor(len(passes), device=self.model.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            passes += passes[-1:] * (int(most) - len(passes))
+        width = len(layers) * self.model.config.get_text_config(decoder=True).hidden_size
+        states_BTD = torch.zeros(
+            *batch.tokens_BT.shape, width, dtype=self.model.dtype, device=self.model.device
+        )
+        for spans in passes:
+            rows = rows_of(batch, spans) if self.packing == "alone" else batch.part(*spans[0])
+            parts_RTD = self._forward(rows, layers)
+            for part_TD, (row, start, stop) in zip(parts_RTD, spans, strict=True):
+                states_BTD[row, start:stop] = part_TD[: stop - start]
+        return states_BTD
+
+    def _forward(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        lengths_BT = document_lengths(batch.positions_BT)
+        with self.rope.factors(lengths_BT), known_packing(batch):
+            out = decoder(self.model)(
+                batch.tokens_BT,
+                attention_mask=self.masks.packed(batch) if self.packing == "mask" else None,
+                position_ids=batch.positions_BT,
+                use_cache=False,
+                output_hidden_states=states_argument(layers),
+            )
+        states_BTD = chosen_states(out, layers, self.model.device)
+        return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
+
+
+def _spans(batch: Batch, tokens: int) -> Iterator[Span]:
+    """The pieces of a batch: at most `tokens` tokens, or one document."""
+    for row, cuts in enumerate(batch.pieces(tokens)):
+        for start, stop in pairwise(cuts):
+            yield row, start, stop
 
 
 def groups(batch: Batch, tokens: int) -> list[list[Span]]:
     """The documents of a batch, those of similar length together: the longest first, and at most
     `tokens` tokens or one document in a group.
     """
-    spans = [
-        (row, start, stop)
-        for row, cuts in enumerate(batch.pieces(1))
-        for start, stop in pairwise(cuts)
-    ]
-    spans.sort(key=_length, reverse=True)
     together: list[list[Span]] = []
-    for span in spans:
+    for span in sorted(_spans(batch, 1), key=_length, reverse=True):
         group = together[-1] if together else []
         longest = _length(group[0]) if group else 0
         fits = (len(group) + 1) * longest <= tokens
@@ -52,26 +117,6 @@ def rows_of(batch: Batch, spans: Sequence[Span]) -> Batch:
     positions_RT = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
     rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, torch.zeros_like(tokens_RT))
     return rows.to(batch.tokens_BT.device)
-
-
-def document_ends(batch: Batch) -> dict[str, Any]:
-    """Where the documents of a single row end, under the names that transformers' models hand on to
-    kernels: sums of lengths for attention and gated delta nets, numbers for Mamba and convolutions.
-    """
-    starts_1T = (batch.host or batch).positions_BT == 0
-    starts_D = starts_1T[0].nonzero()[:, 0]
-    ends_D = F.pad(starts_D, (0, 1), value=starts_1T.shape[1]).int()
-    longest = int(ends_D.diff().max())
-    ends_D, numbers_1T = (
-        tensor.int().to(batch.tokens_BT.device) for tensor in (ends_D, starts_1T.cumsum(1) - 1)
-    )
-    return {
-        "cu_seq_lens_q": ends_D,
-        "cu_seq_lens_k": ends_D,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "seq_idx": numbers_1T,
-    }
 
 
 def _length(span: Span) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -37,6 +36,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.arguments import check_path
+from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
@@ -137,7 +137,7 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
     device = how.device or default_device()
     if dtype == "auto" and device == "cpu":
         dtype = "float32"
-    read = partial(_read, path, dtype=dtype, revision=revision)
+    read: Callable[..., PreTrainedModel] = _read
     if how.lora is not None:
         is_gguf = path.endswith(".gguf")  # a fingerprint says nothing of its matrices
         method = "gguf" if is_gguf else bits or quantised_by(read_config(path, revision))
@@ -148,10 +148,11 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
                 "merge it with PEFT (merge_and_unload), save the result, and pass that as the "
                 "target"
             )
-        read = partial(_merged, path, how.lora, dtype=dtype, revision=revision)
+        read = partial(_merged, how.lora)
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
-        read = partial(_dequantised, path, dtype=dtype, revision=revision)
+        read = _dequantised
+    read = partial(read, path, dtype=dtype, revision=revision)
     with unpartitioned():
         if placement == "sharded":
             return _load_sharded(read, torch.device(device))
@@ -208,20 +209,17 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file may raise anything
         reason = " ".join(str(error).split())[:400] or type(error).__name__
+        fault = f"cannot be read: {reason}; download it again, or fix the file"
         if isinstance(error, ImportError):  # the package of a quantisation method is missing
-            raise ValueError(
-                f"target {path}: expected the package that reads it, found none: {reason}"
-            ) from error
-        if ASKS_FOR_CODE in reason:
-            raise ValueError(f"target {path}: {OWN_CODE}") from error
-        if other := NO_CAUSAL_LM.search(reason):
-            raise ValueError(
-                f"target {path}: expected a causal LM, got a model of {other[1]}; use one whose "
-                "config.json names a class ...ForCausalLM"
-            ) from error
-        raise ValueError(
-            f"target {path}: cannot be read: {reason}; download it again, or fix the file"
-        ) from error
+            fault = f"expected the package that reads it, found none: {reason}"
+        elif ASKS_FOR_CODE in reason:
+            fault = OWN_CODE
+        elif other := NO_CAUSAL_LM.search(reason):
+            fault = (
+                f"expected a causal LM, got a model of {other[1]}; use one whose config.json names "
+                "a class ...ForCausalLM"
+            )
+        raise ValueError(f"target {path}: {fault}") from error
 
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
@@ -241,31 +239,39 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
     """A target's generation_config.json; None if it has none. Raises ValueError for a damaged one,
     which transformers would pass over, and with it the tokens that end an answer.
     """
-    place, options = location(path)
-    if "gguf_file" in options:
+    if path.endswith(".gguf"):
         return None
     with reading(path, revision):
-        found = cached_file(
-            place,
-            GENERATION_CONFIG_NAME,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            **options,
+        found = stored_file(
+            path, GENERATION_CONFIG_NAME, revision, _raise_exceptions_for_connection_errors=False
         )
     if found is None:
         return None
     try:
-        values = json.loads(Path(found).read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError(f"a JSON object was expected, got {values!r:.40}")
-        return GenerationConfig.from_dict(values)
+        return GenerationConfig.from_dict(read_json(Path(found)))
     except Exception as error:  # a damaged file may raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"target {path}: expected a {GENERATION_CONFIG_NAME} that can be read, as it names "
             f"the end tokens, got a damaged one ({reason}); download it again, or fix the file"
         ) from error
+
+
+def stored_file(path: str, name: str, revision: str | None, **options: Any) -> str | None:
+    """Where a checkpoint's file lies on this machine, after a download if need be; None without
+    such a file.
+    """
+    place, more = location(path)
+    more.pop("gguf_file", None)
+    found: str | None = cached_file(
+        place,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        **more,
+        **options,
+    )
+    return found
 
 
 def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
@@ -342,11 +348,32 @@ def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", 
 
 def quantised_by(config: PretrainedConfig) -> str | None:
     """The method that a checkpoint was quantised with, such as "fp8"; None for others."""
-    given = getattr(config, "quantization_config", None)
+    given = _quantisation_values(config)
     if given is None:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given.quant_method
+    method = given.get("quant_method")
     return str(getattr(method, "value", method))
+
+
+def _quantisation_values(config: PretrainedConfig) -> dict[str, Any] | None:
+    given: Any = getattr(config, "quantization_config", None)
+    values: dict[str, Any] | None = given.to_dict() if hasattr(given, "to_dict") else given
+    return values
+
+
+def quantisation(config: PretrainedConfig, name: str) -> str | None:
+    """How the weights of target `name` are, or were, quantised, for people; None: they are as they
+    were trained.
+    """
+    if str(name).endswith(".gguf"):
+        return "GGUF, dequantised"
+    method = quantised_by(config)
+    values = _quantisation_values(config)
+    if values is None:
+        return None
+    bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
+    bits = bits or values.get("bits")
+    return f"{method}, {bits} bits" if bits else method
 
 
 def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
@@ -354,7 +381,7 @@ def _dequantised(path: str, *, dtype: str, **options: Any) -> PreTrainedModel:
     return _read(path, dtype="bfloat16", **options).to(getattr(torch, dtype))
 
 
-def _merged(path: str, lora: Lora, *, dtype: str, revision: str | None) -> PreTrainedModel:
+def _merged(lora: Lora, path: str, *, dtype: str, revision: str | None) -> PreTrainedModel:
     """The model with a LoRA, merged in the checkpoint's own dtype whatever dtype is asked for, so
     that the fingerprint is the same in all of them.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import output_capturing
 
 from draftheads.heads.cpu.attention import IMPLEMENTATION
 from draftheads.heads.hybrid.states import has_mixers
@@ -108,22 +110,69 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "norm_f", "ln_f")
-"""Names of the norm after the last layer."""
+FINAL_NORMS = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "final_norm",
+    "norm_f",
+    "ln_f",
+    "embedding_norm",
+)
+"""Names of the norm after the last layer, LFM's last: elsewhere, it is a norm of embeddings."""
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm after the model's last layer. Raises ValueError if none is found."""
     children = dict(decoder(model).named_children())
-    found = [children[name] for name in FINAL_NORMS if name in children]
-    if not found and "embedding_norm" in children:  # LFM's name for it
-        found = [children["embedding_norm"]]
-    if len(found) != 1:
-        raise ValueError(
-            f"{describe(model)}: expected one final norm ({', '.join(FINAL_NORMS)}), found "
-            f"{len(found)} in {', '.join(children)}"
-        )
-    return found[0]
+    for name in FINAL_NORMS:
+        if name in children:
+            return children[name]
+    raise ValueError(
+        f"{describe(model)}: expected a final norm ({', '.join(FINAL_NORMS)}), found none in "
+        f"{', '.join(children)}"
+    )
+
+
+KEEPS_SOME = hasattr(output_capturing, "resolve_hidden_states_indices")
+"""Whether transformers can return some hidden states alone, by their places among all."""
+
+
+def states_argument(layers: Sequence[int]) -> list[int] | bool:
+    """What transformers takes as `output_hidden_states`, to return at least these."""
+    return list(layers) if KEEPS_SOME else True
+
+
+def chosen_states(out: Any, layers: Sequence[int], device: torch.device) -> Tensor:
+    """These of the hidden states that a model returned, (B, T, D), concatenated."""
+    chosen = [out.hidden_states[layer].to(device) for layer in layers]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
+
+
+@torch.no_grad()
+def logits_fault(model: PreTrainedModel, name: str) -> str | None:
+    """Why lm_head(hidden) differs from the model's logits; None if it does not, or if a config
+    says nothing of the kind about a model without layers.
+    """
+    config = model.config.get_text_config(decoder=True)
+    keys = ("final_logit_softcapping", "logit_scale", "logits_scaling", "dim_model_base")
+    causes = [f"{key}={value}" for key in keys if (value := getattr(config, key, None))]
+    if is_skeleton(model):
+        is_same = all(each.endswith(("=1", "=1.0")) for each in causes)
+    else:
+        lm_head = model.get_output_embeddings()
+        tokens = torch.arange(min(4, len(lm_head.weight)), device=model.device)[None]
+        out = model(tokens, use_cache=False, output_hidden_states=states_argument([-1]))
+        got = lm_head(out.hidden_states[-1]).float()
+        logits = out.logits.float().to(got.device)
+        is_same = torch.allclose(got, logits, rtol=1e-3, atol=1e-3)
+    if is_same:
+        return None
+    return (
+        f"{name}: lm_head(hidden state) is not this model's logits "
+        f"({', '.join(causes) or 'another layer comes between them'}); "
+        "use heads with their own lm_head and hard labels"
+    )
 
 
 class Released(nn.Module):
@@ -201,11 +250,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError, with the reason, for a model that cannot decode a token tree."""
     text = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
-    if has_mixers(model):
+    is_hybrid = has_mixers(model)
+    if is_hybrid:
         foreign = [kind for kind in foreign if kind.endswith("_attention") and kind != RECURRENT]
     attention = {model.config._attn_implementation, text._attn_implementation} - set(MASKED)
     reason = None
-    if foreign or (getattr(model, "_is_stateful", False) and not has_mixers(model)):
+    if foreign or (getattr(model, "_is_stateful", False) and not is_hybrid):
         reason = (
             f"has layers of type {', '.join(foreign) or 'recurrent'}, which take no mask for a "
             f"tree, or keep states of their own; {ADVICE}"

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from draftheads.heads.target.placement import (
     Loading,
     default_device,
-    location,
     read_config,
     read_generation_config,
     reading,
+    stored_file,
 )
 from draftheads.heads.target.pretrained import outside, release
 
@@ -54,7 +54,7 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     with torch.no_grad():
         for module in (embeddings, norm) if is_tied else (embeddings, norm, lm_head):
             wanted = {names[id(parameter)]: parameter for parameter in module.parameters()}
-            tensors = read_tensors(path, revision, config, wanted)
+            tensors = read_tensors(path, revision, wanted)
             module.to_empty(device=device)
             model._initialize_weights(module)  # buffers, too, which are in no checkpoint
             for name, tensor in tensors.items():
@@ -65,7 +65,7 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
 
 
 def read_tensors(
-    path: str, revision: str | None, config: PretrainedConfig, wanted: Mapping[str, Tensor]
+    path: str, revision: str | None, wanted: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Tensors by our names. Raises ValueError for missing and quantised ones, and for others than
     the config says.
@@ -105,21 +105,6 @@ def tensor_files(path: str, revision: str | None) -> dict[str, str]:
     raise ValueError(
         f"target {path}: expected safetensors, got none; save it with save_pretrained first"
     )
-
-
-def stored_file(path: str, name: str, revision: str | None) -> str | None:
-    """Where a checkpoint's file lies on this machine, after a download if need be; None without
-    such a file.
-    """
-    place, options = location(path)
-    found: str | None = cached_file(
-        place,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        **{key: value for key, value in options.items() if key != "gguf_file"},
-    )
-    return found
 
 
 def checkpoint_name(name: str, files: Mapping[str, str], path: str) -> str:

@@ -22,7 +22,7 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 
 from draftheads.arguments import expected
-from draftheads.heads.target.model import template_variables
+from draftheads.heads.target.load import template_variables
 
 Json = dict[str, Any]
 """A JSON object."""

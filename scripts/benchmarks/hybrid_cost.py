@@ -24,7 +24,8 @@ from typer import Option
 
 from draftheads.heads import Target, TokenTree
 from draftheads.heads.drafting import Committed
-from draftheads.heads.hybrid.states import cache_argument
+from draftheads.heads.hybrid.states import Mixing, cache_argument
+from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.engine import DrafterSource, Speculator
 
@@ -132,8 +133,10 @@ def row(name: str, target: Target, nodes: int, repetitions: int, compiled: bool)
     one = torch.tensor([[ids[0]]])
     tree = StaticTree.from_widths((3, 1, 1)).resized(nodes)
 
-    def steps(tree: StaticTree, compile: bool = False, **mixing: bool) -> Callable[[], object]:
-        target._mixing = mixing
+    def steps(
+        tree: StaticTree, compile: bool = False, mixing: Mixing = "tree"
+    ) -> Callable[[], object]:
+        target.ways = Ways(mixing)
         drafts = Constant(tree, target.vocab_size)
         decode = Speculator(target, drafts, compile=compile).generate(ids, max_new_tokens=1500)
         next(decode)
@@ -143,7 +146,7 @@ def row(name: str, target: Target, nodes: int, repetitions: int, compiled: bool)
         lambda: target.model(one, **kept),
         steps(StaticTree(())),
         steps(tree),
-        steps(tree, by_level=True),
+        steps(tree, mixing="levels"),
     ]
     if compiled:
         works += [steps(StaticTree(()), compile=True), steps(tree, compile=True)]

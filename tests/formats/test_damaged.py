@@ -376,7 +376,7 @@ ADAPTERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda f: f.write_text(f.read_text().replace('"r": 2', '"r": "x"')),
         "got 'x' as r (",
     ),
-    "gone": ("adapter_config.json", lambda f: f.unlink(), "got at most one"),
+    "gone": ("adapter_config.json", lambda f: f.unlink(), "found no adapter_config.json"),
 }
 
 

@@ -22,6 +22,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.hybrid.states import States
 from draftheads.heads.hybrid.trees import Branches
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 from draftheads.infer import NGram, compiled
 from draftheads.infer.accept import Greedy
@@ -211,6 +212,12 @@ def test_recorded_steps_write_the_same(monkeypatch, name, tree):
 def test_known_layers_take_a_tree_in_one_call(name):
     """A fault in these would only make decoding slow, as a trial falls back to levels."""
     assert hybrid(name).mixes_by_level == (name in BY_LEVEL)
+
+
+@pytest.mark.parametrize(("name", "mixing"), [("qwen3.5", "tree"), ("jamba", "tokens")])
+def test_a_trial_finds_how_recurrent_layers_run(name, mixing):
+    """Jamba's forget their state when they are given several tokens."""
+    assert hybrid(name).ways == Ways(mixing, "alone")
 
 
 @pytest.mark.parametrize("name", sorted(BY_LEVEL & HYBRIDS.keys()))

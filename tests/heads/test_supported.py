@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
 
@@ -238,6 +239,13 @@ def test_a_trial_shows_who_does_not_listen(ignored, dtype):
 @pytest.mark.parametrize("name", sorted({**CONFIGS, **UNEVEN, **MASKLESS}))
 def test_rounding_refuses_no_target(name, dtype):
     assert Target(random_model(name).to(dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"), [("llama", Ways("tree", "resets")), ("opt", Ways("tree", "mask"))]
+)
+def test_a_trial_finds_what_keeps_documents_apart(name, ways):
+    assert Target(random_model(name)).ways == ways
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma4", "opt"])

@@ -130,7 +130,7 @@ def test_a_long_row_has_the_features_of_a_short_one(name, size, monkeypatch):
     target, batch = tiny_target(name), rows((20, 31), (40,), (7, 30, 12))
     layers = [0, 1, target.layers]
     expected = target.features(batch, layers)
-    monkeypatch.setattr("draftheads.heads.target.model.PIECE", size)
+    monkeypatch.setattr("draftheads.heads.target.packing.PIECE", size)
     found = target.features(batch, layers)
     paired_BT = batch.positions_BT > 0
     paired_BT &= batch.documents_BT >= 0

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tiny_heads import decode
 from torch.distributed.tensor import DTensor
 
-import draftheads.heads.target.model
 from draftheads.heads.batch import Batch
+from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
 from draftheads.train.launch import make_accelerator
 from draftheads.train.loop import fit
@@ -61,9 +61,7 @@ def compare(folder: str) -> dict[str, Any]:
         "sizes": [own_bytes(whole), own_bytes(sharded)],
         "fingerprints": [whole.fingerprint(), sharded.fingerprint() if rank == 0 else None],
     }
-    with mock.patch.object(
-        draftheads.heads.target.model, "PIECE", 4
-    ):  # rank 1 has one more document
+    with mock.patch.object(packing, "PIECE", 4):  # rank 1 has one more document
         documents_BT = torch.tensor([[0] * 5 + [1] * 4, [0] * 3 + [1] * (6 - rank) + [2] * rank])
         starts_BT = F.pad(documents_BT.diff(), (1, 0))
         positions_BT = torch.arange(9) - (torch.arange(9) * starts_BT).cummax(1).values

@@ -1,5 +1,5 @@
 """The promise: heads of a hybrid target learn the same however its documents are packed, on any
-number of processes, and after an interruption; how much padding that costs is logged.
+number of processes, and after an interruption.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.packing import document_ends, groups, rows_of
+from draftheads.heads.target.packing import groups, rows_of
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
@@ -63,7 +63,6 @@ def test_packed_rows_teach_what_documents_teach_alone(made, tmp_path):
         found.append(read_metrics(output)[0])
     for key in ("loss", "gradient_norm"):
         assert found[0][key] == pytest.approx(found[1][key], rel=1e-4)
-    assert 0 < found[0]["target_padding"] < 0.3
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(made, tmp_path):
@@ -133,10 +132,3 @@ def test_documents_of_similar_length_run_together(monkeypatch):
     rows = rows_of(batch, together[2])
     assert rows.tokens_BT.tolist() == [[20, 21, 22, 23], [8, 9, 10, 0]]
     assert rows.positions_BT.tolist() == [[0, 1, 2, 3]] * 2
-
-
-def test_documents_end_where_kernels_are_told():
-    ends = document_ends(batch_of((3, 1, 4)))
-    assert ends["cu_seq_lens_q"].tolist() == [0, 3, 4, 8]
-    assert ends["max_length_q"] == 4
-    assert ends["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2, 2, 2]]

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.pretrained import final_norm
 from draftheads.train.batches import Rows, Span
 from draftheads.train.data.shards import Array
 
@@ -115,7 +116,9 @@ class StateLayout:
     def last(self, states_PH: Tensor) -> Tensor:
         """Captured last states after the final norm, in the target's dtype on its device."""
         states_PH = states_PH.to(self.target.device, self.target.dtype)
-        return states_PH if self.is_normed else self.target.final_norm(states_PH)
+        if not self.is_normed:
+            states_PH = final_norm(self.target.model)(states_PH)
+        return states_PH.to(self.target.device)
 
 
 class StateChecks:

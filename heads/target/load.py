@@ -1,0 +1,120 @@
+"""A target by name: its model, its tokenizer and what is known of them; its layout for a CPU."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftheads.heads.cpu.attention import use_grouped_attention
+from draftheads.heads.cpu.linear import PackedBits, can_pack, pack_layers
+from draftheads.heads.target.lora import Lora
+from draftheads.heads.target.placement import (
+    Loading,
+    LoadOptions,
+    load_model,
+    location,
+    quantisation,
+    quantised_by,
+    read_config,
+    reading,
+)
+from draftheads.heads.target.pretrained import decoder_layers, describe
+from draftheads.heads.target.skeleton import load_skeleton
+from draftheads.heads.tensors import dtype_name
+
+TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
+"""Parameters of `apply_chat_template` that may be given as variables of the template."""
+
+
+def load(
+    path: str, lora: str | Path | None, options: LoadOptions
+) -> tuple[PreTrainedModel, Any, dict[str, Any]]:
+    """Model, tokenizer and what else `Target` takes of a checkpoint; see `Target.load`."""
+    options["dtype"] = dtype_name(options.get("dtype") or "auto")
+    how = Loading(**options, lora=Lora.open(lora) if lora else None)
+    fingerprint = None
+    if how.placement == "skeleton" and how.lora is None:
+        model = load_skeleton(path, how)
+    else:
+        model, fingerprint = load_model(path, how)
+    saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
+    facts = {
+        "name": path,
+        "revision": how.revision or getattr(model.config, "_commit_hash", None),
+        "fingerprint": fingerprint,
+        "lora": how.lora.name if how.lora else None,
+        "saved_dtype": dtype_name(saved or torch.float32),
+    }
+    return model, _tokenizer(path, how), facts
+
+
+def _tokenizer(path: str, how: Loading) -> Any:
+    """The tokenizer of a target, or of its LoRA if that brings one; None without any."""
+    revision = how.revision
+    if how.lora and any(how.lora.folder.glob("tokenizer*")):
+        path, revision = str(how.lora.folder), None
+    local = Path(os.path.expanduser(path))
+    if local.is_dir() and not any(local.glob("tokenizer*")) and not any(local.glob("vocab*")):
+        return None
+    with reading(path, revision):
+        place, file = location(path)
+        return AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=False, **file
+        )
+
+
+def template_variables(given: Any) -> dict[str, Any]:
+    """The same, as `Target.template_args`. Raises ValueError unless these are variables of a chat
+    template, by name, without those that rendering sets itself.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"expected a JSON object, got {given!r:.80}; write it as in "
+            '{"enable_thinking": false}'
+        )
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    taken = sorted(given.keys() & {"messages", *own} - TEMPLATE_OPTIONS)
+    if taken:
+        raise ValueError(
+            f"expected variables of the chat template, got {', '.join(taken)}, which is always "
+            "set; leave it out"
+        )
+    return {**given}
+
+
+def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -> bool:
+    """Whether `pack_model` has a layout for the weights of target `name`. Raises ValueError as
+    `Target.pack` does.
+    """
+    is_quantised = quantised_by(model.config) is not None
+    if bits and is_quantised:
+        raise ValueError(
+            f"{name}: bits=8: expected weights as they were trained, got "
+            f"{quantisation(model.config, name)}; leave bits out"
+        )
+    if bits:
+        layers = decoder_layers(model)
+        linear = [each.weight.numel() for each in layers.modules() if type(each) is nn.Linear]
+        if 2 * sum(linear) < sum(parameter.numel() for parameter in layers.parameters()):
+            raise ValueError(
+                f"{describe(model)}: bits=8: expected linear layers, got others (such as experts) "
+                "for most weights; leave bits out"
+            )
+    use_grouped_attention(model)
+    return not is_quantised and (bits is not None or can_pack(model.device, model.dtype))
+
+
+def pack_model(model: PreTrainedModel, bits: PackedBits | None) -> None:
+    """Pack the linear layers of a model; with bits=8 all of them, and the rest becomes float32."""
+    pack_layers(model, bits, small=bits is not None, keep={model.get_output_embeddings()})
+    for parameter in model.parameters():  # views of a file would keep all of it in memory
+        parameter.data = parameter.data.clone()
+    if bits:
+        model.float()
