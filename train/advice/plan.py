@@ -63,7 +63,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 """What each engine divides over the processes of a launch."""
 BYTES_PER_DOCUMENT = 90
-"""Of a process that has the data open: scripts/benchmarks/answers_scale.py."""
+"""Of a process that has the data open, measured with 2 million documents."""
 LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
 """What a launcher tells its processes."""
 CLEAR = Path("/proc/self/clear_refs")
