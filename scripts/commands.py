@@ -301,7 +301,6 @@ def bench(
     markdown: Annotated[
         Path | None, Option(callback=FILE_CHECK, help="write the tables here")
     ] = None,
-    plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
     explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False,
     compile: Compile = False,
@@ -355,7 +354,7 @@ def bench(
         write_figures(json_out, asdict(served))
         return
     assert target and head  # checked by is_served
-    outputs = Outputs(json_out, markdown, plot, head if card else [])
+    outputs = Outputs(json_out, markdown, head if card else [])
     outputs.check()
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]

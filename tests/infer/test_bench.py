@@ -26,7 +26,6 @@ from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typi
 from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
-from draftheads.infer.measure.plot import plot
 from draftheads.infer.measure.report import (
     MORE,
     best,
@@ -570,18 +569,6 @@ def test_markdown_has_the_tables(report, tmp_path):
 def test_progress_is_quiet_without_a_terminal(target, prompts, capsys):
     quick(target, prompts[:1])
     assert capsys.readouterr() == ("", "")
-
-
-def test_plot_writes_a_picture(report, tmp_path):
-    pytest.importorskip("matplotlib")
-    plot(report, tmp_path / "a" / "bench.png")
-    assert (tmp_path / "a" / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_without_matplotlib_says_what_to_install(report, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'draftheads\[plot\]'"):
-        plot(report, tmp_path / "bench.png")
 
 
 class Operators(TorchDispatchMode):
