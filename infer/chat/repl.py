@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -19,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
@@ -27,7 +25,6 @@ from draftheads.infer.chat.screen import (
     NOTE,
     MarkdownScreen,
     PlainScreen,
-    tree_drawing,
 )
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics, Step
@@ -41,7 +38,6 @@ JUDGED_STEPS = 32
 """Steps after which the chat says that drafts do not pay."""
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
-RULES = {"greedy": Greedy, "sampled": Sampled, "typical": Typical}
 NUMBERS: dict[str, type[int] | type[float]] = {
     "temperature": float,
     "top_p": float,
@@ -339,14 +335,6 @@ class _Conversation:
             self.history.messages = messages
         return answer
 
-    def _save(self, name: str) -> None:
-        self.history.save(Path(os.path.expanduser(name)))
-        self.note(f"Saved: {len(self.history.messages) // 2} turns in {name}")
-
-    def _load(self, name: str) -> None:
-        self.history.load(Path(os.path.expanduser(name)))
-        self.note(f"Loaded: {len(self.history.messages) // 2} turns from {name}")
-
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         if text:
@@ -372,24 +360,8 @@ class _Conversation:
         else:
             current = type(rule).__name__.lower()
             raise ValueError(
-                f"{name}: expected the rule sampled, got {current}; type /rule sampled"
+                f"{name}: expected the rule sampled, got {current}; /set a temperature"
             )
-
-    def _rule(self, name: str) -> None:
-        if name not in RULES:
-            raise ValueError(f"/rule: expected one of {', '.join(RULES)}, got {name!r}")
-        temperature = getattr(self.options.sampling, "temperature", 0.7)
-        rule = RULES[name]
-        if rule is Greedy:
-            self._use(Greedy())
-        else:
-            self._use(rule(temperature=temperature))
-        self._set("")
-        self._warn()
-
-    def _tree(self, _: str) -> None:
-        rates = Statistics.of(self.total.steps).acceptance_by_depth
-        self.console.print(tree_drawing(self.speculator.tree, rates))
 
     def _stats(self, _: str) -> None:
         if not self.answers:
@@ -427,15 +399,11 @@ COMMANDS: dict[str, tuple[Callable[[_Conversation, str], ChatAnswer | None], str
     ),
     "/reset": (_Conversation._reset, "", "forget the conversation"),
     "/regen": (_Conversation._regen, "", "answer the last question again"),
-    "/save": (_Conversation._save, "FILE", "write the conversation as JSON"),
-    "/load": (_Conversation._load, "FILE", "continue a conversation that was saved"),
     "/set": (
         _Conversation._set,
         "[NAME VALUE]",
         "temperature, top_p, top_k, max_new_tokens, seed; alone: show",
     ),
-    "/rule": (_Conversation._rule, "NAME", "greedy, sampled or typical acceptance"),
-    "/tree": (_Conversation._tree, "", "the draft tree, and how often its depths are accepted"),
     "/stats": (_Conversation._stats, "", "statistics since the start"),
     "/tint": (_Conversation._tint, "", "accepted draft tokens in green: on or off"),
     "/help": (_Conversation._help, "", "this list"),

@@ -1,4 +1,4 @@
-"""What a chat draws: streamed markdown with accepted drafts in colour, and trees."""
+"""What a chat draws: streamed markdown with accepted drafts in colour."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment, SegmentLines
 from rich.style import Style
-from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree as Drawing
-
-from draftheads.heads.tree import Path, StaticTree, Tree
 
 ACCEPTED, NOTE = "green", "dim"
 PAUSE = 9
 """Seconds without drawing after each second of drawing."""
-MOST_DRAWN = 64
-"""Nodes of a tree that are drawn."""
 FAR, NEAR = 256, 16
 """How far ahead of the last match a rendered word, or a character, is searched in the source."""
 
@@ -187,29 +181,3 @@ class MarkdownScreen:
     def _block(self, start: int, end: int, last: int = 0) -> RenderableType:
         block = MarkdownText(self._text[start:end], self._accepted[start:end], last)
         return Group("", block) if start else block
-
-
-def tree_drawing(tree: Tree, shares: Sequence[float]) -> RenderableType:
-    """A tree, its nodes named by rank, and how often each depth was accepted. shares[d]: of the
-    steps, those with more than d draft tokens accepted.
-    """
-    if not tree.nodes > 1:
-        return Text("no tree: nothing is drafted")
-    title = f"{tree.draft_nodes} draft nodes, {tree.depth} deep"
-    table = Table("depth", "nodes", "accepted in", box=None, padding=(0, 2, 0, 0))
-    for depth in range(1, tree.depth + 1):
-        share = shares[depth - 1] if depth <= len(shares) else 0.0
-        label = f"{share:.0%} of steps" if shares else "no steps yet"
-        nodes = ""
-        if isinstance(tree, StaticTree):
-            nodes = str(sum(len(path) == depth for path in tree.paths))
-        table.add_row(str(depth), nodes, label)
-    if not isinstance(tree, StaticTree):
-        return Group(Text(f"{title}, chosen anew in each step ({tree})"), table)
-    if tree.draft_nodes > MOST_DRAWN:
-        title += f", {MOST_DRAWN} drawn"
-    drawing = Drawing(title)
-    branches: dict[Path, Drawing] = {(): drawing}
-    for path in sorted(tree.head(MOST_DRAWN).paths):
-        branches[path] = branches[path[:-1]].add(f"rank {path[-1] + 1}")
-    return Group(drawing, table)

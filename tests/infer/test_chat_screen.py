@@ -8,9 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.chat import screen as chat_screen
-from draftheads.infer.chat.screen import MarkdownScreen, MarkdownText, tree_drawing
+from draftheads.infer.chat.screen import MarkdownScreen, MarkdownText
 
 ANSWER = """\
 # Title
@@ -147,17 +146,3 @@ def test_drawing_takes_a_tenth_of_the_time(monkeypatch):
             lines.show("", [])
             clock[0] += 0.25
     assert 18 <= len(drawn) <= 20
-
-
-@pytest.mark.parametrize(
-    ("tree", "said"),
-    [
-        (StaticTree(()), "nothing is drafted"),
-        (StaticTree.from_widths((2,) * 7), "254 draft nodes, 7 deep, 64 drawn"),
-        (DynamicTree(9, 3, 4), "chosen anew in each step (nodes=9,depth=3,top_k=4)"),
-    ],
-)
-def test_every_kind_of_tree_is_drawn(tree, said):
-    console = terminal(100)
-    console.print(tree_drawing(tree, [0.5]))
-    assert said in console.file.getvalue()
