@@ -49,7 +49,7 @@ SENTINEL = "Prompt42"
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedAnswers:
     """Decoded answers. accepted: draft tokens accepted in each step. tokens_per_step: with the
     target's own token, without prefill. seconds: of each step.
     """
@@ -84,7 +84,7 @@ class Evidence:
         self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
 
     @cached_property
-    def decoded(self) -> Decoded:
+    def decoded(self) -> DecodedAnswers:
         """Greedy decoding with the head's own tree."""
         return self.decode(self.openings)
 
@@ -186,7 +186,7 @@ class Evidence:
         openings: Sequence[Sequence[int]],
         *,
         drafts: bool = True,
-    ) -> Decoded:
+    ) -> DecodedAnswers:
         """Answer the openings, greedily. Raises ValueError when none leaves room in the context."""
         context = self.target.context
         room = [opening for opening in openings if len(opening) + 2 <= context]
@@ -213,7 +213,7 @@ class Evidence:
             span = (len(opening), len(opening) + len(new))
             answers.append(Answer([*opening, *new], [span]))
         tokens_per_step = tokens / max(1, len(accepted))
-        return Decoded(answers, torch.tensor(accepted), tokens_per_step, seconds)
+        return DecodedAnswers(answers, torch.tensor(accepted), tokens_per_step, seconds)
 
 
 def batches(rows: Rows) -> Iterator[tuple[Sequence[int], Batch]]:
