@@ -475,7 +475,6 @@ def chat(
     nodes: MaybeNodes = None,
     tree: MaybeTree = None,
     show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True,
-    plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     adapter: MaybeLora = None,
@@ -503,7 +502,6 @@ def chat(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         show_accepted=show_accepted,
-        is_plain=plain,
         seed=seed,
     )
     with learning(engine, head, learn, Learning(learn_keep, learn_mb, learn_folder)) as learner:

@@ -21,11 +21,7 @@ from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
-from draftheads.infer.chat.screen import (
-    NOTE,
-    MarkdownScreen,
-    PlainScreen,
-)
+from draftheads.infer.chat.screen import NOTE, Screen
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics, Step
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
@@ -56,7 +52,6 @@ class ChatOptions:
     sampling: Acceptance = field(default_factory=Greedy)
     max_new_tokens: int | None = None  # per answer; None: the rest of the context
     show_accepted: bool = False  # colour the accepted draft tokens
-    is_plain: bool = False  # plain text on a terminal too, as everywhere else
     seed: int = 0  # after a change of the rule
 
 
@@ -78,6 +73,8 @@ def chat(
     """
     options = options or ChatOptions()
     talk = _Conversation(speculator, options, console or SafeConsole(), background)
+    if talk.console.is_interactive:
+        talk.plain = plain_rate(Speculator(speculator.target, compile=speculator.compile))
     talk.greet()
     is_typed = read is not None or sys.stdin.isatty()
     if read is None and is_typed and talk.console.is_terminal:
@@ -106,7 +103,7 @@ def sample_chat(
 ) -> list[ChatAnswer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
     console = console or SafeConsole()
-    talk = _Conversation(speculator, ChatOptions(show_accepted=True, is_plain=True), console)
+    talk = _Conversation(speculator, ChatOptions(show_accepted=True), console)
     answers = []
     for question in questions:
         console.out(f"> {printable(question)}", style="bold", highlight=False)
@@ -176,14 +173,11 @@ class _Conversation:
         self.prompt_tokens = 0
         self.reused = 0
         self.is_warned = not speculator.tree.draft_nodes
-        self.is_rich = console.is_interactive and not options.is_plain
-        self.plain = 0.0
-        if self.is_rich:
-            self.plain = plain_rate(Speculator(speculator.target, compile=speculator.compile))
+        self.plain = 0.0  # tokens per second without drafts; 0: not measured
 
     def note(self, text: str) -> None:
         """Print a message of the program."""
-        self.console.print(Text(printable(text), NOTE), soft_wrap=not self.is_rich)
+        self.console.print(Text(printable(text), NOTE), soft_wrap=not self.console.is_interactive)
 
     def greet(self) -> None:
         """Print the target and its options."""
@@ -288,10 +282,7 @@ class _Conversation:
         after = () if self.history.has_template else prompt
         stream = TextStream(target.tokenizer, after=after, marks=marks)
         steps = answer.grow(generated, AnswerText(stream, clean=printable))
-        screen: PlainScreen | MarkdownScreen = PlainScreen(self.console)
-        if self.is_rich:
-            screen = MarkdownScreen(self.console, lambda: answer.summary(self.plain))
-        with interruptible() as stopped, screen, closing(steps):
+        with interruptible() as stopped, closing(Screen(self.console)) as screen, closing(steps):
             for _ in steps:
                 screen.show(answer.text, self._green(answer))
                 if stopped.is_set():

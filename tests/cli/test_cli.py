@@ -432,7 +432,7 @@ def test_an_empty_name_is_refused_and_never_read_as_the_working_directory(
 
 
 @pytest.mark.parametrize("option", ["--head", "--nodes", "--tree"])
-@pytest.mark.parametrize("last", [[], ["--plain"]])
+@pytest.mark.parametrize("last", [[], ["--learn"]])
 def test_an_option_without_its_value_is_not_left_out_in_silence(run, option, last):
     """As from `--head $UNSET`: the plain model chatted."""
     code, _, errors = run("chat", "--target", "x", option, *last)

@@ -154,7 +154,6 @@ def test_the_package_is_in_one_place_however_it_is_installed(tmp_path):
 COME_WITH = {
     "annotated_types": "pydantic",
     "h11": "uvicorn",
-    "markdown_it": "rich",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
 }
