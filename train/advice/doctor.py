@@ -151,7 +151,9 @@ class Evidence:
     @cached_property
     def predicted(self) -> float:
         """Tokens per step of the best fixed tree, as training would predict it."""
-        return self.best_tree(self.observed_MK) if self.finite else 1.0
+        if not self.finite:
+            return 1.0
+        return calibrate(self.observed_MK, self.nodes, self.head.tree).tokens_per_step
 
     @cached_property
     def falls_short(self) -> bool:
@@ -165,10 +167,6 @@ class Evidence:
         shares: list[float] = self.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
         hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
         return is_above(-hits_M, -sum(shares))
-
-    def best_tree(self, ranks_MK: Tensor) -> float:
-        """Tokens per step of the best fixed tree for these ranks."""
-        return calibrate(ranks_MK, self.nodes, self.head.tree).tokens_per_step
 
     @torch.no_grad()
     def ranks_of(self, rows: Rows) -> Tensor:
