@@ -59,7 +59,6 @@ def create_app(
         service.scheduler.close()
 
     app = FastAPI(
-        title="draftheads",
         lifespan=lifespan,
         openapi_url=None,  # bodies are read by `Reader`, and OpenAI describes them
     )
