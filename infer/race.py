@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain, groupby, product
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -108,7 +108,6 @@ class Run:
 
     steps: list[Step]
     seconds: float
-    cpu_seconds: float = 0.0  # of all threads of this process
 
     @property
     def tokens(self) -> list[int]:
@@ -213,18 +212,18 @@ def timed(
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
-        cpu, start = process_time(), clock()
+        start = clock()
         steps = list(candidate.generate(batch))
-        shares = (clock() - start) / len(batch), (process_time() - cpu) / len(batch)
+        share = (clock() - start) / len(batch)
     finally:
         if was_enabled:
             gc.enable()
-    return [Run(list(filter(None, row)), *shares) for row in zip(*steps, strict=True)]
+    return [Run(list(filter(None, row)), share) for row in zip(*steps, strict=True)]
 
 
 def speed(sums_P2: Tensor) -> float:
-    """Tokens per second. sums_P2: float64 tokens and seconds; further columns do not count."""
-    tokens, seconds = sums_P2.sum(0)[:2].tolist()
+    """Tokens per second. sums_P2: float64 tokens and seconds."""
+    tokens, seconds = sums_P2.sum(0).tolist()
     return float(tokens / seconds)
 
 

@@ -70,7 +70,6 @@ LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", 
 NEEDS = {
     **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml")),
     "gguf": ("gguf",),
-    "--plot": ("matplotlib",),
 }
 """Words of a command line -> packages of extras, missed only once torch is loaded otherwise."""
 
@@ -119,7 +118,7 @@ def main() -> None:
 
 def check_packages(arguments: Sequence[str]) -> None:
     """Raise ImportError for a package that this command needs and the install lacks."""
-    words = {*arguments[:1], *{"gguf", "--plot"}.intersection(arguments)}
+    words = {*arguments[:1], *{"gguf"}.intersection(arguments)}
     for package in chain.from_iterable(NEEDS.get(word, ()) for word in words):
         if find_spec(package) is None and "--help" not in arguments:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)

@@ -300,7 +300,6 @@ def bench(
     markdown: Annotated[
         Path | None, Option(callback=FILE_CHECK, help="write the tables here")
     ] = None,
-    plot: Annotated[Path | None, Option(help="write a PNG here")] = None,
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False,
     explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False,
     compile: Compile = False,
@@ -354,7 +353,7 @@ def bench(
         write_figures(json_out, asdict(served))
         return
     assert target and head  # checked by is_served
-    outputs = Outputs(json_out, markdown, plot, head if card else [])
+    outputs = Outputs(json_out, markdown, head if card else [])
     outputs.check()
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
@@ -475,7 +474,6 @@ def chat(
     nodes: MaybeNodes = None,
     tree: MaybeTree = None,
     show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True,
-    plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False,
     compile: Compile = False,
     template_args: MaybeTemplateArgs = None,
     adapter: MaybeLora = None,
@@ -503,7 +501,6 @@ def chat(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         show_accepted=show_accepted,
-        is_plain=plain,
         seed=seed,
     )
     with learning(engine, head, learn, Learning(learn_keep, learn_mb, learn_folder)) as learner:

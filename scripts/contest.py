@@ -13,9 +13,8 @@ from draftheads.infer.drafters.named import NamedDrafts
 from draftheads.infer.engine import DrafterSource
 from draftheads.infer.measure.baseline import rivals
 from draftheads.infer.measure.bench import BenchOptions, BenchReport, Entry
-from draftheads.infer.measure.plot import new_figure, plot
 from draftheads.infer.measure.report import write_cards, write_json, write_markdown
-from draftheads.scripts.options import check_file, check_writable_head
+from draftheads.scripts.options import check_writable_head
 
 
 def contestants(
@@ -57,20 +56,10 @@ class Outputs:
 
     json: Path | None
     markdown: Path | None
-    picture: Path | None
     cards: Sequence[str]
 
     def check(self) -> None:
-        """Raise ValueError, before anything is measured, for what cannot be written, ImportError
-        for a picture without matplotlib.
-        """
-        if self.picture:
-            check_file(self.picture)
-            formats = new_figure(1, 1).canvas.get_supported_filetypes()
-            if self.picture.suffix and self.picture.suffix[1:].lower() not in formats:
-                raise ValueError(
-                    f"{self.picture}: expected a file ending in .png, .pdf or .svg; rename it"
-                )
+        """Raise ValueError, before anything is measured, for a head that cannot be written."""
         for source in self.cards:
             check_writable_head(source, "--card")
 
@@ -80,7 +69,5 @@ class Outputs:
             write_json(report, self.json)
         if self.markdown:
             write_markdown(report, self.markdown)
-        if self.picture:
-            plot(report, self.picture)
         if self.cards:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})

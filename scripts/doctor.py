@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from typer import Context, Exit, Option
+from typer import Exit, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target, load_target
+from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.infer.threads import set_threads
 from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor, say_next, target_options
+from draftheads.scripts.following import after_doctor, target_options
 from draftheads.scripts.options import (
-    DECODED,
-    EXAMINED,
     PROMPT_CHECK,
     Device,
     Dtype,
     Head,
     Json,
-    KeyVariable,
     MaybeLora,
     MaybeTemplateArgs,
     PromptWords,
-    ServerModel,
     TargetName,
     Threads,
-    check_places,
     write_figures,
 )
 
@@ -40,26 +33,9 @@ if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
     from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
-    from draftheads.train.recipe import FeatureChoices
-
-SERVER = """http://HOST:PORT of a vLLM that captures hidden states (`plan` prints how) for a target
-whose layers are not loaded; repeatable"""
-LAYERS = """states that it captures, such as 0,18,36; default: the recipe's, or what the head reads,
-the first and the last"""
-
-KEY = re.compile(r"\bfeatures\.(server_model|server|api_key_env|exchange|layers)\b")
-"""Keys of recipes, which are options here."""
-
-
-def _nothing_to_read(needed: str, recorded: str, folder: HeadFolder) -> ValueError:
-    return ValueError(
-        f"expected {needed}, got none, and the head's training data, {recorded or 'not recorded'}, "
-        f"is neither here nor in a folder above {folder.path}; give {needed}"
-    )
 
 
 def doctor(
-    context: Context,
     target: TargetName,
     head: Head,
     adapter: MaybeLora = None,
@@ -73,11 +49,6 @@ def doctor(
     prompt_words: PromptWords = None,
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
-    server: Annotated[list[str] | None, Option(help=SERVER)] = None,
-    server_model: ServerModel = None,
-    api_key_env: KeyVariable = None,
-    exchange: Annotated[Path | None, Option(help="folder to which it writes states")] = None,
-    layers: Annotated[str | None, Option(help=LAYERS)] = None,
     json_out: Json = None,
     template_args: MaybeTemplateArgs = None,
     dtype: Dtype = "auto",
@@ -86,58 +57,36 @@ def doctor(
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
-    With --server nothing is decoded. Exit code 0: healthy. 1: something was found.
+    Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.formats.hub import open_head
     from draftheads.scripts.openings import opening_ids
-    from draftheads.train.advice.doctor import Evidence, openings_of, unseen
-    from draftheads.train.data.answers import read_manifest
+    from draftheads.train.advice.doctor import Evidence, diagnose, openings_of, unseen
 
-    check_places(context, EXAMINED, DECODED, "nothing is decoded")
     folder = open_head(head)
     training = folder.facts.training
-    features = _features(
-        training,
-        server=server,
-        server_model=server_model,
-        api_key_env=api_key_env,
-        exchange=exchange,
-        layers=layers and layers.split(","),
-    )
-    place = models.Place(
-        dtype, device, threads, lora=adapter, placement="skeleton" if server else "whole"
-    )
+    place = models.Place(dtype, device, threads, lora=adapter)
     model, drafter = _load(target, folder, place, template_args)
     recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
     path = data or data_of(folder.path, recorded)
     documents = documents_in(path, model)
-    manifest = read_manifest(path) if path else {}
     if prompts:
         openings = opening_ids(model, prompts, prompt_words, limit)
     elif documents:
         spans = unseen(training, documents)
         openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
     else:
-        raise _nothing_to_read("--data" if server else "--prompts or --data", recorded, folder)
-    evidence = Evidence(
-        model,
-        drafter,
-        folder.facts,
-        openings,
-        documents,
-        manifest,
-        max_new_tokens,
-        features,
-        models.say_beside,
-    )
-    diagnosis = _diagnosis(evidence)
+        raise ValueError(
+            "expected --prompts or --data, got none, and the head's training data, "
+            f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
+            "give --prompts or --data"
+        )
+    evidence = Evidence(model, drafter, folder.facts, openings, documents, max_new_tokens)
+    diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    if not server:
-        checks = [finding.check for finding in diagnosis.findings]
-        after_doctor(target_options(target, adapter), head, checks)
-    elif not diagnosis.findings:
-        say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
+    checks = [finding.check for finding in diagnosis.findings]
+    after_doctor(target_options(target, adapter), head, checks)
     raise Exit(1 if diagnosis.findings else 0)
 
 
@@ -146,36 +95,10 @@ def _load(
 ) -> tuple[Target, DraftHead]:
     """The target, and the head on it, as they decode elsewhere: a step is priced."""
     set_threads(place.threads)
-    load = load_target if place.placement == "skeleton" else load_fast_target
-    model = load(target, place, None, [folder], models.prepared(template_args))
+    model = load_fast_target(target, place, None, [folder], models.prepared(template_args))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a changed target is a finding with a price
+        warnings.simplefilter("ignore")  # a changed target is a finding
         return model, folder.load(model).pack(model)
-
-
-def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
-    """Where features come from by these options; states and the exchange folder are those of the
-    training by default.
-    """
-    from draftheads.train.recipe import FeatureChoices
-
-    choices = {key: value for key, value in options.items() if value}
-    recorded = training.get("recipe", {}).get("features", {})
-    kept = {key: recorded[key] for key in ("layers", "exchange") if key in recorded}
-    return FeatureChoices(mode="served" if choices else "online", **(kept | choices))
-
-
-def _diagnosis(evidence: Evidence) -> Diagnosis:
-    """That of `diagnose`. Raises its errors with options in place of a recipe's keys."""
-    from draftheads.train.advice.doctor import diagnose
-    from draftheads.train.data.server import ServerError
-
-    try:
-        with closing(evidence.connection):
-            return diagnose(evidence)
-    except (ValueError, ServerError) as error:
-        line = KEY.sub(lambda key: "--" + key[1].replace("_", "-"), str(error))
-        raise ValueError(line) from error
 
 
 def data_of(head: Path, recorded: str) -> Path | None:
@@ -196,24 +119,18 @@ def documents_in(folder: Path | None, target: Target) -> Documents | None:
 
 
 def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
-    """Print findings, then remarks."""
+    """Print τ, and what was found."""
     from draftheads.heads.terminal import SafeConsole
-    from draftheads.scripts.printing import labelled
 
     console = SafeConsole(highlight=False)
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
-    measured = "nothing was decoded (measure it with draftheads bench --server)"
-    if diagnosis.measured is not None:
-        measured = (
-            f"{diagnosis.measured:.2f} tokens per step measured (greedy, with the target's own "
-            "token)"
-        )
     console.print(
-        f"{evidence.head.kind} head on {evidence.target.title}: {measured}; "
+        f"{evidence.head.kind} head on {evidence.target.title}: {diagnosis.measured:.2f} tokens "
+        "per step measured (greedy, with the target's own token); "
         f"{diagnosis.predicted:.2f} tokens per step predicted for the best fixed tree of "
         f"{evidence.nodes} draft nodes{recorded}"
     )
-    if diagnosis.measured and diagnosis.break_even and evidence.head.tree.draft_nodes:
+    if diagnosis.break_even and evidence.head.tree.draft_nodes:
         console.print(
             f"a step costs {diagnosis.break_even:.2f} plain ones here (break-even τ): "
             f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
@@ -225,12 +142,6 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
         )
     if not diagnosis.findings:
         console.print("healthy: no fault was found", style="green")
-    for number, finding in enumerate([*diagnosis.findings, *diagnosis.remarks], start=1):
-        if number <= len(diagnosis.findings):
-            verb = "lacks" if finding.check == "speed" else "explains"
-            title = f"{number}. {finding.check}: {verb} {finding.explains:.2f} tokens per step"
-            console.print(title, style="bold red")
-        else:
-            console.print(f"also seen, at no measured cost: {finding.check}", style="yellow")
-        lines = {"  found": finding.shown, "  normal": finding.normal, "  next": finding.advice}
-        console.print(labelled(lines))
+    for finding in diagnosis.findings:
+        console.print(f"{finding.check}: {finding.found}", style="bold red")
+        console.print(f"  next: {finding.advice}")

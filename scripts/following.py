@@ -42,14 +42,14 @@ def after_answers(target: str, out: Path, lora: str | None = None) -> None:
 
 REMEDIES = {
     "speed": "tune",
-    **dict.fromkeys(("target", "template", "data", "use"), "distill"),
+    **dict.fromkeys(("target", "template", "use"), "distill"),
 }
 """Checks of `doctor` -> the command that mends what they find."""
 
 
 def after_doctor(words: Sequence[str], head: str, checks: Sequence[str]) -> None:
-    """words: `target_options`. checks: those that found something, the most expensive first. Others
-    are mended by no command alone.
+    """words: `target_options`. checks: those that found something. Others are mended by no
+    command alone.
     """
     commands = [REMEDIES[check] for check in checks if check in REMEDIES]
     if not checks:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.infer.engine import Speculator
     from draftheads.train.learn.learner import UseLearner
-    from draftheads.train.learn.place import Place
+    from draftheads.train.learn.place import HeadStore
 
 Learn = Annotated[
     bool, Option("--learn", help="keep questions and answers here, and train the head on them")
@@ -54,20 +54,20 @@ def learning(
     engine: Speculator, head: str | None, learn: bool, options: Learning
 ) -> Iterator[Learner]:
     """The engine, with --learn the newest head that was learned in it. Raises ValueError unless
-    --head names one head, for compiled steps, and as `UseLearner` and `Place` do.
+    --head names one head, for compiled steps, and as `UseLearner` and `HeadStore` do.
     """
     if not learn:
         yield Learner(engine)
         return
     with extras():
-        from draftheads.train.learn.place import Place, address, learning_root, place_of
+        from draftheads.train.learn.place import HeadStore, address, learning_root, place_of
 
     folder = learned_folder(head)
     if engine.compile:
         raise ValueError("--learn: expected no --compile, as steps would be compiled again")
     path = place_of(folder, learning_root(options.folder))
     limits = {"most_mb": options.size_mb, "keep_days": options.keep_days}
-    with closing(Place(path, engine.target, head=address(folder), **limits)) as place:
+    with closing(HeadStore(path, engine.target, head=address(folder), **limits)) as place:
         learner = _learner(engine, str(head), folder, place)
         say_beside(
             f"learning from use: what is asked and answered is kept in {path} for "
@@ -77,7 +77,7 @@ def learning(
         yield learner
 
 
-def _learner(engine: Speculator, head: str, folder: HeadFolder, place: Place) -> Learner:
+def _learner(engine: Speculator, head: str, folder: HeadFolder, place: HeadStore) -> Learner:
     from draftheads.infer.drafters.ngram import Memory
     from draftheads.infer.drafters.parts import with_memory
     from draftheads.infer.engine import DrafterSource

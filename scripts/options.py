@@ -86,12 +86,6 @@ COMMON |= {"temperature", "top_p", "top_k", "json_out", "template_args", "revisi
 """Parameters of every `bench`; the rest is for heads in this process."""
 
 
-EXAMINED = {"server_model", "api_key_env", "exchange", "layers"}
-"""Parameters of `doctor --server` alone."""
-DECODED = {"prompts", "prompt_words", "limit", "max_new_tokens"}
-"""Parameters of `doctor` without it."""
-
-
 def is_served(context: Context) -> bool:
     """Whether `bench` measures servers. Raises ValueError for options that are not for what it
     measures, and for those that it lacks.

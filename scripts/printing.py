@@ -17,7 +17,7 @@ from rich.text import Text
 from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
-from draftheads.infer.costs import ORDINARY, Trial
+from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.prompt import PromptRenderer
@@ -162,10 +162,6 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(table)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
-    use = [
-        _decoding(shapes.row) if shapes.row else "",
-        _break_even(plan) if plan.break_even else "",
-    ]
     facts = {
         "disk": f"at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
         f"features: {_size(disk['features'])}; free: {_size(disk['free'])}",
@@ -174,7 +170,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         "": work.note or "",
         "time": _time(plan),
         "server": _served(plan.served) if plan.served else "",
-        "use": "\n".join(filter(None, use)),
+        "use": _decoding(shapes.row) if shapes.row else "",
         "refused by": shapes.refusals,
     }
     console.print(labelled(facts))
@@ -264,18 +260,6 @@ def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
         f"{trial.measured / present.measured:.2f}",
         "{:.2f}-{:.2f}".format(*trial.gain_ci95),
     ]
-
-
-def _break_even(plan: Plan) -> str:
-    nodes, dtypes = plan.recipe.head.nodes, plan.break_even
-    costs = " and ".join(f"{tau:.1f} plain tokens in {dtype}" for dtype, tau in dtypes.items())
-    line = (
-        f"verifying {nodes} draft nodes costs {costs} on this CPU: heads of fewer tokens "
-        "per step (τ) make decoding slower here"
-    )
-    if min(dtypes.values()) > ORDINARY:
-        line += "; set a smaller head.nodes, train a head of larger τ, or decode on a faster device"
-    return line
 
 
 def why_no_drafts(tuned: Tuned) -> str:

@@ -70,7 +70,7 @@ NEIGHBOURS = {
     "infer.generate": {"heads.formats", "infer.drafters"},
     "infer.measure": {"heads.formats", "infer.costs", "infer.drafters"},
     "infer.pipeline": {"heads.formats", "infer.drafters", "infer.measure"},
-    "train.advice": {"heads.formats", "infer.costs", "infer.measure", "train.data"},
+    "train.advice": {"heads.formats", "infer.costs", "train.data"},
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},
 }
 """The wings that a wing imports. This list only shrinks."""

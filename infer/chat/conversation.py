@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from draftheads.heads.files import write_text
 from draftheads.heads.target.model import Target
 from draftheads.infer.engine import Statistics, Step
 from draftheads.infer.prompt import encode_prompt
@@ -108,7 +105,18 @@ class History:
         """Set the system prompt. Raises ValueError, and keeps the old one, if the target has no
         chat template or its template rejects it.
         """
-        self._replace(system, self.messages)
+        if system and not self.has_template:
+            raise ValueError(
+                f"{self.target.name} has no chat template, so it takes no system prompt; "
+                "leave it out"
+            )
+        old = self.system
+        self.system = system
+        try:  # some templates reject the role, or what another one took
+            self._fit(self.messages, "Hello")
+        except ValueError:
+            self.system = old
+            raise
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """Token ids of the conversation with `question`, and the number of turns dropped.
@@ -146,48 +154,6 @@ class History:
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-
-    def save(self, path: Path) -> None:
-        """Write system prompt and messages as JSON."""
-        record = {"messages": [*self._head(), *self.messages]}
-        write_text(path, json.dumps(record, ensure_ascii=False, indent=1) + "\n")
-
-    def load(self, path: Path) -> None:
-        """Replace the conversation by a saved one. Raises ValueError, and keeps the old one, for
-        anything else.
-        """
-        try:  # the errors of json do not mention the file
-            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-            turns = [{"role": each["role"], "content": each["content"]} for each in messages]
-            if not all(isinstance(each["content"], str) for each in turns):
-                raise ValueError("a message is no text")
-            system = ""
-            if turns and turns[0]["role"] == "system":
-                system = turns.pop(0)["content"]
-            roles = [each["role"] for each in turns]
-            if roles != ["user", "assistant"] * (len(turns) // 2):
-                raise ValueError("the messages are not questions and answers in turn")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(
-                f'{path}: expected {{"messages": [...]}} as /save writes it, got something else '
-                f"({error}); choose another file"
-            ) from error
-        self._replace(system, turns)
-
-    def _replace(self, system: str, messages: list[Message]) -> None:
-        if system and not self.has_template:
-            raise ValueError(
-                f"{self.target.name} has no chat template, so it takes no system prompt; "
-                "leave it out"
-            )
-        old = self.system
-        self.system = system
-        try:  # some templates reject the role, or what another one took
-            self._fit(messages, "Hello")
-        except ValueError:
-            self.system = old
-            raise
-        self.messages = messages
 
     def _head(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from time import perf_counter
 from types import FrameType
 from typing import Any
@@ -19,16 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
-from draftheads.infer.chat.screen import (
-    NOTE,
-    MarkdownScreen,
-    PlainScreen,
-    tree_drawing,
-)
+from draftheads.infer.chat.screen import NOTE, Screen
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Session, Speculator, Statistics, Step
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
@@ -41,7 +34,6 @@ JUDGED_STEPS = 32
 """Steps after which the chat says that drafts do not pay."""
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
-RULES = {"greedy": Greedy, "sampled": Sampled, "typical": Typical}
 NUMBERS: dict[str, type[int] | type[float]] = {
     "temperature": float,
     "top_p": float,
@@ -60,7 +52,6 @@ class ChatOptions:
     sampling: Acceptance = field(default_factory=Greedy)
     max_new_tokens: int | None = None  # per answer; None: the rest of the context
     show_accepted: bool = False  # colour the accepted draft tokens
-    is_plain: bool = False  # plain text on a terminal too, as everywhere else
     seed: int = 0  # after a change of the rule
 
 
@@ -82,6 +73,8 @@ def chat(
     """
     options = options or ChatOptions()
     talk = _Conversation(speculator, options, console or SafeConsole(), background)
+    if talk.console.is_interactive:
+        talk.plain = plain_rate(Speculator(speculator.target, compile=speculator.compile))
     talk.greet()
     is_typed = read is not None or sys.stdin.isatty()
     if read is None and is_typed and talk.console.is_terminal:
@@ -110,7 +103,7 @@ def sample_chat(
 ) -> list[ChatAnswer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
     console = console or SafeConsole()
-    talk = _Conversation(speculator, ChatOptions(show_accepted=True, is_plain=True), console)
+    talk = _Conversation(speculator, ChatOptions(show_accepted=True), console)
     answers = []
     for question in questions:
         console.out(f"> {printable(question)}", style="bold", highlight=False)
@@ -180,14 +173,11 @@ class _Conversation:
         self.prompt_tokens = 0
         self.reused = 0
         self.is_warned = not speculator.tree.draft_nodes
-        self.is_rich = console.is_interactive and not options.is_plain
-        self.plain = 0.0
-        if self.is_rich:
-            self.plain = plain_rate(Speculator(speculator.target, compile=speculator.compile))
+        self.plain = 0.0  # tokens per second without drafts; 0: not measured
 
     def note(self, text: str) -> None:
         """Print a message of the program."""
-        self.console.print(Text(printable(text), NOTE), soft_wrap=not self.is_rich)
+        self.console.print(Text(printable(text), NOTE), soft_wrap=not self.console.is_interactive)
 
     def greet(self) -> None:
         """Print the target and its options."""
@@ -292,10 +282,7 @@ class _Conversation:
         after = () if self.history.has_template else prompt
         stream = TextStream(target.tokenizer, after=after, marks=marks)
         steps = answer.grow(generated, AnswerText(stream, clean=printable))
-        screen: PlainScreen | MarkdownScreen = PlainScreen(self.console)
-        if self.is_rich:
-            screen = MarkdownScreen(self.console, lambda: answer.summary(self.plain))
-        with interruptible() as stopped, screen, closing(steps):
+        with interruptible() as stopped, closing(Screen(self.console)) as screen, closing(steps):
             for _ in steps:
                 screen.show(answer.text, self._green(answer))
                 if stopped.is_set():
@@ -339,14 +326,6 @@ class _Conversation:
             self.history.messages = messages
         return answer
 
-    def _save(self, name: str) -> None:
-        self.history.save(Path(os.path.expanduser(name)))
-        self.note(f"Saved: {len(self.history.messages) // 2} turns in {name}")
-
-    def _load(self, name: str) -> None:
-        self.history.load(Path(os.path.expanduser(name)))
-        self.note(f"Loaded: {len(self.history.messages) // 2} turns from {name}")
-
     def _set(self, text: str) -> None:
         name, _, value = text.partition(" ")
         if text:
@@ -372,24 +351,8 @@ class _Conversation:
         else:
             current = type(rule).__name__.lower()
             raise ValueError(
-                f"{name}: expected the rule sampled, got {current}; type /rule sampled"
+                f"{name}: expected the rule sampled, got {current}; /set a temperature"
             )
-
-    def _rule(self, name: str) -> None:
-        if name not in RULES:
-            raise ValueError(f"/rule: expected one of {', '.join(RULES)}, got {name!r}")
-        temperature = getattr(self.options.sampling, "temperature", 0.7)
-        rule = RULES[name]
-        if rule is Greedy:
-            self._use(Greedy())
-        else:
-            self._use(rule(temperature=temperature))
-        self._set("")
-        self._warn()
-
-    def _tree(self, _: str) -> None:
-        rates = Statistics.of(self.total.steps).acceptance_by_depth
-        self.console.print(tree_drawing(self.speculator.tree, rates))
 
     def _stats(self, _: str) -> None:
         if not self.answers:
@@ -427,15 +390,11 @@ COMMANDS: dict[str, tuple[Callable[[_Conversation, str], ChatAnswer | None], str
     ),
     "/reset": (_Conversation._reset, "", "forget the conversation"),
     "/regen": (_Conversation._regen, "", "answer the last question again"),
-    "/save": (_Conversation._save, "FILE", "write the conversation as JSON"),
-    "/load": (_Conversation._load, "FILE", "continue a conversation that was saved"),
     "/set": (
         _Conversation._set,
         "[NAME VALUE]",
         "temperature, top_p, top_k, max_new_tokens, seed; alone: show",
     ),
-    "/rule": (_Conversation._rule, "NAME", "greedy, sampled or typical acceptance"),
-    "/tree": (_Conversation._tree, "", "the draft tree, and how often its depths are accepted"),
     "/stats": (_Conversation._stats, "", "statistics since the start"),
     "/tint": (_Conversation._tint, "", "accepted draft tokens in green: on or off"),
     "/help": (_Conversation._help, "", "this list"),

@@ -106,8 +106,6 @@ class Result:
     plain_tokens_per_second: float
     speedup: float  # over generate
     speedup_ci95: list[float]
-    cpu_speedup: float  # over generate, by CPU seconds of all threads of the process
-    cpu_speedup_ci95: list[float]
     speedup_over_best: float  # over the fastest baseline
     speedup_over_best_ci95: list[float]
     draft_seconds: float
@@ -255,15 +253,13 @@ def summarize(
     name = candidate.name
     units = batched(prompts, options.batch)
     baselines = [each for each in BASELINES if each in runs]
-    sums_P3 = {each: sums_of(runs[each], units) for each in (*baselines, name)}
-    speeds = {each: speed(sums) for each, sums in sums_P3.items()}
-    ours_P3 = sums_P3[name]
-    generate_P3 = sums_P3[GENERATE]
+    sums_P2 = {each: sums_of(runs[each], units) for each in (*baselines, name)}
+    speeds = {each: speed(sums) for each, sums in sums_P2.items()}
+    ours_P2 = sums_P2[name]
+    generate_P2 = sums_P2[GENERATE]
     best = max(baselines, key=lambda each: speeds[each])
-    speedup, speedup_ci95 = compared(ours_P3, generate_P3, options)
-    # tokens and CPU seconds
-    cpu_speedup, cpu_speedup_ci95 = compared(ours_P3[:, ::2], generate_P3[:, ::2], options)
-    over_best, over_best_ci95 = compared(ours_P3, sums_P3[best], options)
+    speedup, speedup_ci95 = compared(ours_P2, generate_P2, options)
+    over_best, over_best_ci95 = compared(ours_P2, sums_P2[best], options)
     statistics = Statistics.of(steps_of(runs[name]))
     profile = profile or statistics
     reason = _why_not_comparable(target, options.sampling)
@@ -283,14 +279,12 @@ def summarize(
         plain_tokens_per_second=speeds[PLAIN],
         speedup=speedup,
         speedup_ci95=speedup_ci95,
-        cpu_speedup=cpu_speedup,
-        cpu_speedup_ci95=cpu_speedup_ci95,
         speedup_over_best=over_best,
         speedup_over_best_ci95=over_best_ci95,
         draft_seconds=profile.draft_seconds / max(profile.steps, 1),
         verify_seconds=profile.verify_seconds / max(profile.steps, 1),
         steps=statistics.steps,
-        tokens=int(ours_P3[:, 0].sum()),
+        tokens=int(ours_P2[:, 0].sum()),
         categories=_by_category(name, prompts, runs, options),
     )
 
@@ -315,13 +309,12 @@ def _by_category(
 
 
 def sums_of(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tensor:
-    """float64 (P, 3): tokens, seconds and CPU seconds of each batch, summed over repetitions."""
+    """float64 (P, 2): tokens and seconds of each batch, summed over repetitions."""
     sums = []
     for unit in units:
         together = [run for place in unit for run in runs[place]]
         tokens = sum(len(run.tokens) for run in together)
-        seconds = sum(run.seconds for run in together)
-        sums.append([tokens, seconds, sum(run.cpu_seconds for run in together)])
+        sums.append([tokens, sum(run.seconds for run in together)])
     return torch.tensor(sums, dtype=torch.float64)
 
 

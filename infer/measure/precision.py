@@ -35,7 +35,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Pace:
+class DtypeTimes:
     """Seconds of the products of one token and of a step with drafts, for each dtype that the
     target may be loaded in: float32, and the checkpoint's own; and for "int8" (`--bits 8`).
     """
@@ -56,11 +56,6 @@ class Pace:
     def dtype(self) -> str:
         """The dtype to load the target in."""
         return self.own if self.gain > FASTER else "float32"
-
-    def break_even(self, dtype: str) -> float:
-        """Tokens per step at which drafts pay if drafting them costs nothing."""
-        plain, drafted = self.seconds[dtype]
-        return max(drafted / plain, 1.0)  # noise only adds, and more tokens take no less
 
     def _faster(self, dtype: str, than: str) -> float:
         return sum(self.seconds[than]) / sum(self.seconds[dtype])
@@ -90,7 +85,7 @@ def own_dtype(config: PretrainedConfig) -> torch.dtype:
     return dtype if dtype in HALVES and not is_quantised else torch.float32
 
 
-def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
+def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> DtypeTimes:
     """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
     text = config.get_text_config(decoder=True)
     weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own_dtype(config))}
@@ -103,7 +98,7 @@ def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> Pace:
             break
         for dtype, (plain, drafted) in pass_seconds(weights, nodes).items():
             best[dtype] = min(best[dtype][0], plain), min(best[dtype][1], drafted)
-    return Pace({dtype_name(dtype): each for dtype, each in best.items()})
+    return DtypeTimes({dtype_name(dtype): each for dtype, each in best.items()})
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:

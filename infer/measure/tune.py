@@ -147,10 +147,10 @@ def tune(
         "context": round(context),
         "compile": options.compile,
     }
-    return Tuned(describe_machine(target), settings, costs, trials, fastest(trials))
+    return Tuned(describe_machine(target), settings, costs, trials, winner(trials))
 
 
-def fastest(trials: Sequence[Trial]) -> Trial:
+def winner(trials: Sequence[Trial]) -> Trial:
     """The fastest of the present tree, which is the first, and those that surely beat it."""
     better = [each for each in trials if each.gain_ci95[0] > 1.0]
     return max([trials[0], *better], key=lambda each: each.measured)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
@@ -18,7 +17,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from draftheads.heads.terminal import printable
@@ -31,7 +29,6 @@ from draftheads.infer.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    ErrorBody,
     GenerationRequest,
     Json,
 )
@@ -41,9 +38,6 @@ logger = logging.getLogger("draftheads")
 
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-ERRORS: dict[int | str, Any] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
-ANSWERS = {**ERRORS, 200: {"content": {"text/event-stream": {}}}}
-"""What /openapi.json says about responses."""
 
 
 def create_app(
@@ -65,11 +59,8 @@ def create_app(
         service.scheduler.close()
 
     app = FastAPI(
-        title="draftheads",
-        description="OpenAI's interface to a causal LM with draft heads",
         lifespan=lifespan,
-        docs_url=None,  # these pages read scripts from another host
-        redoc_url=None,
+        openapi_url=None,  # bodies are read by `Reader`, and OpenAI describes them
     )
     app.state.service = service
     app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
@@ -78,7 +69,6 @@ def create_app(
     _add_models(app, service)
     _add_state(app, service)
     _add_page(app)
-    _add_schemas(app)
     return app
 
 
@@ -93,11 +83,11 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", responses=ANSWERS, openapi_extra=body_of(ChatRequest))
+    @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Any:
         return await service.respond(ChatRequest, http)
 
-    @app.post("/v1/completions", responses=ANSWERS, openapi_extra=body_of(CompletionRequest))
+    @app.post("/v1/completions")
     async def complete(http: Request) -> Any:
         return await service.respond(CompletionRequest, http)
 
@@ -117,30 +107,25 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "learns": service.background is not None,
         }
 
-    @app.get("/v1/models", responses=ERRORS)
+    @app.get("/v1/models")
     async def models() -> Any:
         return {"object": "list", "data": [model()]}
 
-    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Any:
         if name != service.options.name:
             raise service.reader.unknown(name)
         return model()
 
-    @app.post("/load_model", include_in_schema=False)  # for `transformers chat`
-    async def load_model() -> Response:
-        ready = json.dumps({"status": "ready", "cached": True})
-        return Response(f"data: {ready}\n\n", media_type="text/event-stream")
-
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health", responses=ERRORS)
+    @app.get("/health")
     async def health() -> Any:
         if not service.scheduler.is_open:
             raise ApiError(503, "shutting down", "shutting_down")
         return {"status": "ok"}
 
-    @app.get("/v1/learning", responses=ERRORS)
+    @app.get("/v1/learning")
     async def learning() -> Any:
         background = service.background
         points = background.points() if background is not None else ()
@@ -159,20 +144,7 @@ def _add_page(app: FastAPI) -> None:
         return FileResponse(PAGE / name, headers=headers)
 
     for path in ("/", "/page.css", "/page.js", "/markdown.js", "/icon.svg"):
-        app.add_api_route(path, show, include_in_schema=False)
-
-
-def body_of(kind: type[GenerationRequest]) -> Json:
-    """What /openapi.json says about the body of a request."""
-    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _add_schemas(app: FastAPI) -> None:
-    """Describe the bodies, which FastAPI does not read."""
-    kinds = [(kind, "validation") for kind in (ChatRequest, CompletionRequest)]
-    _, schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    app.openapi()["components"]["schemas"].update(schemas["$defs"])
+        app.add_api_route(path, show)
 
 
 class _Server(uvicorn.Server):

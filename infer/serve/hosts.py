@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+
+NAME = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*")
+HEADER = re.compile(r"\[?([0-9a-f:.]+(?=\])|[\w.-]+?)\]?\.?(:\d+)?")
+"""A Host header in lower case: a name or an address, and its port."""
 
 
 class Hosts:
@@ -20,8 +24,7 @@ class Hosts:
 
     def __init__(self, names: Sequence[str]) -> None:
         for name in names:
-            bare = name.removeprefix("*.")
-            if name != "*" and host_of(bare) != bare.lower():
+            if not NAME.fullmatch(name):
                 raise ValueError(
                     f"--allowed-host: expected a name such as model.example.com, got {name!r}; "
                     "leave out https://, port and path"
@@ -30,22 +33,8 @@ class Hosts:
 
     def allow(self, header: str) -> bool:
         """Whether a request with this Host header passes."""
-        host = host_of(header) or ""  # which "*" alone matches
-        return is_address(host) or any(fnmatchcase(host, name) for name in self.names)
-
-
-def host_of(header: str) -> str | None:
-    """The host of a Host header in lower case, without its port; None if it is malformed."""
-    with suppress(ValueError):
-        parts = urlsplit(f"//{header}")
-        _ = parts.port  # raises if it is not a number
-        if parts.netloc == header and "@" not in header:
-            return (parts.hostname or "").rstrip(".") or None
-    return None
-
-
-def is_address(host: str) -> bool:
-    """Whether this is an IP address."""
-    with suppress(ValueError):
-        return bool(ip_address(host))
-    return False
+        parts = HEADER.fullmatch(header.lower())
+        host = parts[1] if parts else ""  # which "*" alone matches
+        with suppress(ValueError):
+            return bool(ip_address(host))
+        return any(fnmatchcase(host, name) for name in self.names)

@@ -64,7 +64,7 @@ class Job:
         return self.is_complete
 
 
-class Batch:
+class JobBatch:
     """Jobs of one engine that are decoded together, `most` at a time.
 
     After an error, such as the end of memory, fewer are decoded at a time, until some have ended.

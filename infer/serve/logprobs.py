@@ -38,7 +38,7 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Scored(Acceptance):
+class ScoredRule(Acceptance):
     """A rule for one row that notes the scores of its choices. top: likeliest tokens to note."""
 
     rule: Acceptance

@@ -1,8 +1,8 @@
 """OpenAI's requests and errors, as far as this engine can honour them; what it cannot is refused.
 
 Beyond OpenAI's: `top_k`, `return_token_ids`, `stop_token_ids` and `chat_template_kwargs` as vLLM
-has them, the `generation_config` of `transformers chat`, `draft: false` for the plain model, and
-with `stream_options.include_steps` what each forward pass of the target brought.
+has them, `draft: false` for the plain model, and with `stream_options.include_steps` what each
+forward pass of the target brought.
 """
 
 from __future__ import annotations
@@ -320,7 +320,6 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    generation_config: str | None = None
     chat_template_kwargs: Json | None = None
 
     @field_validator("chat_template_kwargs", mode="before")
@@ -332,26 +331,6 @@ class ChatRequest(GenerationRequest):
         if "chat_template" in variables:  # a program, which clients must not run here
             raise ValueError("the chat template is the server's own; leave chat_template out")
         return variables
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_generation_config(cls, body: Any) -> Any:
-        """`transformers chat` sends its options as JSON text."""
-        text = body.get("generation_config") if isinstance(body, dict) else None
-        if text is None:
-            return body
-        try:
-            config = json.loads(text)
-            options = {name: config.get(name) for name in ("temperature", "top_p", "top_k")}
-            options["max_tokens"] = config.get("max_new_tokens")
-            if not config.get("do_sample"):
-                options["temperature"] = 0
-            elif options["temperature"] is None:
-                options["temperature"] = 1.0
-        except (TypeError, ValueError, AttributeError, RecursionError):
-            raise ValueError("generation_config: expected a JSON object as text") from None
-        options = {name: value for name, value in options.items() if value is not None}
-        return {**options, **body}
 
     @model_validator(mode="after")
     def _ask_for_logprobs_with_top(self) -> ChatRequest:
@@ -368,17 +347,3 @@ class ChatRequest(GenerationRequest):
     def scores(self) -> int | None:
         """As OpenAI's `top_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-
-class ErrorBody(BaseModel):
-    """An error in OpenAI's shape."""
-
-    class Error(BaseModel):
-        """What is wrong."""
-
-        message: str
-        type: str
-        param: str | None
-        code: str | None
-
-    error: Error

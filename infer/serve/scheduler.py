@@ -1,7 +1,7 @@
 """Requests that share one engine: a bounded queue, and a batch that rows join and leave.
 
 One thread decodes. A request has one job or several, its answers, and up to `slots` jobs are
-active. Prompts are read one part at a time, and after each part the `Batch` of all jobs whose
+active. Prompts are read one part at a time, and after each part the `JobBatch` of all jobs whose
 prompts were read makes a step. Jobs with drafts that cannot be batched take turns instead. The next
 part, or turn, is always of the request that has used the least time. Each slot keeps its keys and
 values, for a job that continues the same text. While nothing is asked, a `Background` works.
@@ -23,7 +23,7 @@ from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
-from draftheads.infer.serve.jobs import Batch, Job
+from draftheads.infer.serve.jobs import Job, JobBatch
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
@@ -68,7 +68,7 @@ class Scheduler:
         self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
-        self._drafting, self._plain = Batch(speculator, slots), Batch(self.plain, slots)
+        self._drafting, self._plain = JobBatch(speculator, slots), JobBatch(self.plain, slots)
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
         self._pace = 0.0  # seconds of the engine for a request, a mean over recent ones
@@ -186,7 +186,7 @@ class Scheduler:
             with torch.inference_mode(False):
                 engine, pause = self.background.work(self.speculator)
             if engine is not self.speculator:
-                self._drafting, self.speculator = Batch(engine, self.slots), engine
+                self._drafting, self.speculator = JobBatch(engine, self.slots), engine
                 self._idle = [Session() for _ in range(self.slots)]
             return min(pause, LONGEST_PAUSE)
         except Exception:  # whatever it is, the answers are right without it
@@ -267,7 +267,7 @@ class Scheduler:
         if job.session is not None:
             self._idle.append(job.session)
 
-    def _batch(self, job: Job) -> Batch:
+    def _batch(self, job: Job) -> JobBatch:
         return self._drafting if job.draft else self._plain
 
     def _advance(self, job: Job) -> None:
@@ -297,7 +297,7 @@ class Scheduler:
         except Exception as error:
             self._read_again(batch, error)
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: JobBatch) -> None:
         """One step of a batch, whose jobs share its time."""
         start = perf_counter()
         try:
@@ -310,7 +310,7 @@ class Scheduler:
             self._charge(job, seconds)
             self._tell(job, step)
 
-    def _read_again(self, batch: Batch, error: Exception) -> None:
+    def _read_again(self, batch: JobBatch, error: Exception) -> None:
         """After an error, read the texts of all jobs of a batch again, in smaller batches; the one
         that fails alone ends.
         """

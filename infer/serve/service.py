@@ -26,7 +26,7 @@ from draftheads.infer.engine import Speculator, Step
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.jobs import Account, Job
-from draftheads.infer.serve.logprobs import Scored, TokenScore, TokenTexts
+from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
@@ -178,7 +178,7 @@ class Service:
         for choice in reply.choices:
             rule = self.rule(request, choice.index % request.count)
             if request.scores is not None:
-                rule = Scored(rule, request.scores)
+                rule = ScoredRule(rule, request.scores)
             room = self.target.context - len(choice.prompt)
             job = Job(
                 choice.prompt,
@@ -267,7 +267,7 @@ def delivery(
         event: Event
         if isinstance(outcome, Exception):
             event = outcome
-        elif isinstance(rule, Scored):
+        elif isinstance(rule, ScoredRule):
             event = (choice, outcome, list(rule.newest))
         else:
             event = (choice, outcome, ())

@@ -13,7 +13,7 @@ GAIN = 1.05
 
 
 @dataclass
-class Choice:
+class SizeSearch:
     """What is drafted for so many rows. size: the index of a tree."""
 
     size: int
@@ -36,37 +36,37 @@ class TreeSizes:
             self.trees.append(tree.head(nodes))
         if tree.nodes > 1:
             self.trees.append(StaticTree(()))
-        self._choices = {1: Choice(0)}
+        self._searches = {1: SizeSearch(0)}
 
     def choose(self, rows: int) -> Tree:
         """The tree of the next step."""
-        if rows not in self._choices:  # start with what fewer rows found
-            fewer = max(number for number in self._choices if number < rows)
-            self._choices[rows] = Choice(self._choices[fewer].size)
-        choice = self._choices[rows]
-        return self.trees[choice.size if choice.trial is None else choice.trial]
+        if rows not in self._searches:  # start with what fewer rows found
+            fewer = max(number for number in self._searches if number < rows)
+            self._searches[rows] = SizeSearch(self._searches[fewer].size)
+        search = self._searches[rows]
+        return self.trees[search.size if search.trial is None else search.trial]
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
         """What the step after `choose` brought to these rows, and took."""
         if rows == 1:
             return
-        choice = self._choices[rows]
-        choice.tokens, choice.seconds = choice.tokens + tokens, choice.seconds + seconds
-        choice.left -= rows
-        if choice.left > 0:
+        search = self._searches[rows]
+        search.tokens, search.seconds = search.tokens + tokens, search.seconds + seconds
+        search.left -= rows
+        if search.left > 0:
             return
-        rate = choice.tokens / max(choice.seconds, 1e-9)
-        choice.tokens, choice.seconds = 0, 0.0
-        if choice.trial is None:
-            choice.rate, choice.left = rate, TRIAL
-            choice.trial = self._neighbour(choice)
-        elif rate > GAIN * choice.rate:
-            choice.size, choice.trial, choice.left = choice.trial, None, FIRST
+        rate = search.tokens / max(search.seconds, 1e-9)
+        search.tokens, search.seconds = 0, 0.0
+        if search.trial is None:
+            search.rate, search.left = rate, TRIAL
+            search.trial = self._neighbour(search)
+        elif rate > GAIN * search.rate:
+            search.size, search.trial, search.left = search.trial, None, FIRST
         else:
-            choice.change, choice.trial, choice.left = -choice.change, None, OFTEN
+            search.change, search.trial, search.left = -search.change, None, OFTEN
 
-    def _neighbour(self, choice: Choice) -> int:
+    def _neighbour(self, search: SizeSearch) -> int:
         """The next to be tried: at either end of the sizes, there is one alone."""
-        if not 0 <= choice.size + choice.change < len(self.trees):
-            choice.change = -choice.change
-        return min(max(choice.size + choice.change, 0), len(self.trees) - 1)
+        if not 0 <= search.size + search.change < len(self.trees):
+            search.change = -search.change
+        return min(max(search.size + search.change, 0), len(self.trees) - 1)

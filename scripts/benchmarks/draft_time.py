@@ -51,8 +51,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.threads import set_threads
-from draftheads.scripts.benchmarks.step_time import CLOCKS
-from draftheads.scripts.benchmarks.step_trial import option
+from draftheads.scripts.benchmarks.step_time import CLOCKS, option
 from draftheads.train.entry import mistakes_in_one_line
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,7 +99,7 @@ class Setup:
     layers. pack: target and head are packed for a CPU, as commands do it. bits: 8: an int8 target.
     nodes, depth: of all trees. top_k: of the dynamic ones. draft_vocab: tokens that the heads can
     draft, 0: all. rank: of conditioning, 0: the kind's default. context: committed tokens before
-    the first tree; accepted: before each further one. clock: as in `step_trial`. together_gb: heads
+    the first tree; accepted: before each further one. clock: as in `step_time`. together_gb: heads
     that take no more are timed in turns.
     """
 

@@ -233,10 +233,6 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
     (tmp_path / "link").symlink_to("/dev/null")
     for name in ("fifo", "link"):  # in whose place a file would stand
         failed(run(*bench, "--json", tmp_path / name), f"{name}: expected a file to write, got a l")
-    pytest.importorskip("matplotlib")
-    failed(run(*bench, "--plot", tmp_path / "a.xyz"), "a.xyz: expected a file ending in .png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    failed(run(*bench, "--plot", tmp_path / "a.png"), "pip install 'draftheads[plot]'")
     assert run(*bench, "--seed", 2**63)[0] == 2
     failed(run(*bench, "--card"), "--card", "me/heads")
 
@@ -436,7 +432,7 @@ def test_an_empty_name_is_refused_and_never_read_as_the_working_directory(
 
 
 @pytest.mark.parametrize("option", ["--head", "--nodes", "--tree"])
-@pytest.mark.parametrize("last", [[], ["--plain"]])
+@pytest.mark.parametrize("last", [[], ["--learn"]])
 def test_an_option_without_its_value_is_not_left_out_in_silence(run, option, last):
     """As from `--head $UNSET`: the plain model chatted."""
     code, _, errors = run("chat", "--target", "x", option, *last)

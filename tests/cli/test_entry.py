@@ -209,7 +209,6 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
         ("datasets.exceptions", "pip install 'draftheads[prompts]'"),
         ("peft", "pip install 'draftheads[medusa2]'"),
         ("prometheus_client", "pip install 'draftheads[serve]'"),
-        ("matplotlib", "pip install 'draftheads[plot]'"),
         ("gguf", "pip install 'draftheads[gguf]'"),
         ("wandb", "pip install wandb"),
     ],
@@ -269,7 +268,6 @@ def test_a_very_long_value_is_cut_out_of_its_error_line():
         (["distill", "--target", "demo-target"], "pyarrow"),
         (["train", "demo-medusa"], "ruamel.yaml"),
         (["convert", "me/heads", "head.gguf", "--to", "gguf"], "gguf"),
-        (["bench", "--plot", "a.png"], "matplotlib"),
     ],
 )
 def test_a_missing_extra_is_named_before_torch_is_loaded(run, monkeypatch, words, package):

@@ -154,7 +154,6 @@ def test_the_package_is_in_one_place_however_it_is_installed(tmp_path):
 COME_WITH = {
     "annotated_types": "pydantic",
     "h11": "uvicorn",
-    "markdown_it": "rich",
     "pydantic_core": "pydantic",
     "starlette": "fastapi",
 }
@@ -246,10 +245,9 @@ for line in sys.stdin.read().splitlines():
         print(f"exit {end.code or 0}", file=sys.stderr, flush=True)
 """
 HIDDEN = "pyarrow ruamel datasets tensorboard peft uvicorn fastapi starlette prometheus_client "
-HIDDEN += "matplotlib gguf deepspeed aiohttp"
+HIDDEN += "gguf deepspeed aiohttp"
 NEEDS = {
     "bench --target TARGET --head ngram --prompts p.txt --repetitions 1 --max-new-tokens 2": None,
-    "bench --target TARGET --head ngram --prompts p.txt --plot a.png": "plot",
     "bench --target TARGET --head ngram --prompts gsm8k": "prompts",
     "convert HEAD out/vllm --to vllm": None,
     "convert HEAD out/head.gguf --to gguf --target TARGET/model.gguf": "gguf",

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from draftheads.scripts.benchmarks.step_time import main
-from draftheads.scripts.benchmarks.step_trial import (
+from draftheads.scripts.benchmarks.step_time import (
     KINDS,
     Setup,
     Trial,
@@ -17,6 +16,7 @@ from draftheads.scripts.benchmarks.step_trial import (
     create_target,
     frozen_parts,
     head_parts,
+    main,
     total,
 )
 

@@ -20,7 +20,6 @@ from draftheads.heads import terminal
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.chat.screen import MarkdownText
 from draftheads.scripts import cli
 from draftheads.scripts.benchmarks.house import modules
 
@@ -107,15 +106,6 @@ def test_tables_titles_and_rich_text_are_harmless_and_brackets_are_no_markup(ter
     written = file.getvalue()
     assert written.count("[/b]") == 4
     assert_harmless(re.sub("\x1b\\[[0-9;]*m", "", written))  # rich's own colours
-
-
-def test_an_answers_entities_become_no_marks():
-    """Markdown decodes &#x202e; after the answer's text was checked."""
-    file = io.StringIO()
-    console = SafeConsole(file=file, force_terminal=True, width=80)
-    source = "a &#x202e;b &#27;]52;c;x&#7; [link](http://e.com/&#x1b;]52)"
-    console.print(MarkdownText(source, [False] * len(source)))
-    assert_harmless(re.sub("\x1b\\[[0-9;]*m|\x1b]8;[^\x1b]*\x1b\\\\", "", file.getvalue()))
 
 
 def test_a_locale_without_the_characters_does_not_end_a_command():

@@ -421,7 +421,7 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
         ("--card --explain", "--card, --explain: omit"),
         ("--lenience 2 --typical", "--typical, --lenience: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
-        ("--markdown a.md --plot a.png", "--markdown, --plot: omit"),
+        ("--markdown a.md", "--markdown: omit"),
         ("--concurrency 0", "--concurrency: expected greater than or equal to 1"),
         ("--server ftp://x", "--server: expected http://HOST:PORT, got 'ftp://x'"),
     ],

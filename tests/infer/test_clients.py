@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -110,44 +106,6 @@ def test_curl_streams(client, says):
     assert (end, rest) == ("data: [DONE]", "")
     parts = [json.loads(event[6:])["choices"][0]["delta"]["content"] for event in events]
     assert "".join(parts) == TEXT
-
-
-@pytest.mark.slow
-def test_transformers_chat_talks(client, says):
-    """In a terminal, as a person would."""
-    says[0].text = text = "Grüße von einem kleinen Modell."
-    master, terminal = pty.openpty()
-    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
-    environment = {**os.environ, "TERM": "dumb", "COLUMNS": "200", "HF_HUB_OFFLINE": "0"}
-    process = subprocess.Popen(
-        [*command, "chat", "tiny", f"{says[1]}/v1", "max_new_tokens=200", "do_sample=False"],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=environment,
-        close_fds=True,
-    )
-    os.close(terminal)
-    seen, asked = b"", False
-    try:
-        until = time.monotonic() + 60
-        os.set_blocking(master, False)
-        while time.monotonic() < until and text.encode() not in seen:
-            try:
-                seen += os.read(master, 65536)
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:  # it has ended
-                break
-            if not asked and b">:" in seen.replace(b"\x1b[0m", b""):
-                os.write(master, b"Hello there\n")
-                asked = True
-        assert text in seen.decode(errors="replace")
-        assert "Hello there" in says[0].asked[-1]
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
 
 
 def test_distill_gets_the_token_ids_that_the_target_writes(tmp_path):

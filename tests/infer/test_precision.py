@@ -6,7 +6,6 @@ keeps a fixed dtype, so that no result depends on timing.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -78,8 +77,6 @@ def test_the_faster_dtype_is_chosen_and_named(pace, other, dtype, line):
     assert str(found).startswith(line) and "\n" not in str(found)
     still = {BFLOAT16: other, "float32": 1.0}[dtype] / 0.25
     assert str(found).endswith(f"; --bits 8 (int8 weights): {still:.1f}x faster still")
-    assert found.break_even("float32") == pytest.approx(3.0)
-    assert replace(found, seconds={"float32": (1.0, 0.8)}).break_even("float32") == 1.0
 
 
 def test_a_checkpoint_in_float32_or_quantised_has_no_choice():

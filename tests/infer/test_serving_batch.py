@@ -21,7 +21,7 @@ from draftheads.infer import compiled
 from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Decoding, Row, Speculator
-from draftheads.infer.serve.logprobs import Scored
+from draftheads.infer.serve.logprobs import ScoredRule
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
 SCHEDULER = "draftheads.infer.serve.scheduler"
@@ -113,7 +113,9 @@ def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedul
         asked = [Asked(p, rule(n), 20) for n, p in enumerate(some_prompts(*LENGTHS))]
         scheduler.submit(*(each.job for each in asked))
         assert [each.answer() for each in asked] == alone
-        scored = [Asked(p, Scored(rule(n), 2), 20) for n, p in enumerate(some_prompts(*LENGTHS))]
+        scored = [
+            Asked(p, ScoredRule(rule(n), 2), 20) for n, p in enumerate(some_prompts(*LENGTHS))
+        ]
         scheduler.submit(*(each.job for each in scored))
         assert [each.answer() for each in scored] == alone
 
@@ -124,7 +126,7 @@ def test_log_probabilities_of_a_row_are_its_own(schedulers, length):
     engine = Speculator(target, random_head("medusa", target))
     [prompt] = some_prompts(length)
     for others in (0, 3):
-        rule, noted = Scored(Greedy(), 3), []
+        rule, noted = ScoredRule(Greedy(), 3), []
         asked = Asked(prompt, rule)
         deliver = asked.job.deliver
 

@@ -17,7 +17,7 @@ from tiny_targets import greedy, some_prompts, tiny_target
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.engine import Decoding, Row, Speculator
-from draftheads.infer.serve.logprobs import Scored
+from draftheads.infer.serve.logprobs import ScoredRule
 from draftheads.infer.serve.tree_sizes import TRIAL, TreeSizes
 
 TREE = StaticTree.unfitted(4).resized(8)
@@ -90,7 +90,7 @@ def test_answers_are_the_same_whatever_is_drafted(schedulers, changing, name):
     engine = Speculator(target, random_head(name, target))
     prompts = some_prompts(3, 30, 9, 14, 2, 21)
     scheduler = schedulers(engine, slots=4)
-    rules = [Greedy(), Scored(Greedy(), 2)]
+    rules = [Greedy(), ScoredRule(Greedy(), 2)]
     asked = [Asked(prompt, rules[n % 2], 12 + n) for n, prompt in enumerate(prompts)]
     scheduler.submit(*(each.job for each in asked))
     for each in asked:
@@ -110,7 +110,7 @@ def test_what_depends_on_drafts_keeps_the_whole_tree(schedulers, changing, is_sc
     seeded = Sampled(0.9)
     seeded.seed(1)
     for rule in (seeded, Typical()):
-        rule = Scored(rule, 2) if is_scored else rule
+        rule = ScoredRule(rule, 2) if is_scored else rule
         asked = [Asked(prompt, rule, 20) for prompt in some_prompts(3, 5)]
         scheduler.submit(*(each.job for each in asked))
         for each in asked:

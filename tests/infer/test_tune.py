@@ -33,10 +33,10 @@ from draftheads.infer.measure.tune import (
     Tuned,
     TuneOptions,
     cost_trees,
-    fastest,
     few_cost_trees,
     tune,
     verify_curve,
+    winner,
 )
 from draftheads.infer.race import Run, describe_machine, fitting_prompts, race
 from draftheads.scripts.printing import print_tuned
@@ -266,9 +266,9 @@ def trial(nodes: int, measured: float, low: float) -> Trial:
 def test_a_tree_that_may_be_no_faster_does_not_replace_the_present_one():
     present = trial(9, 100.0, 1.0)
     unsure, sure, faster = trial(8, 150.0, 0.99), trial(4, 110.0, 1.01), trial(3, 120.0, 1.1)
-    assert fastest([present, unsure]) is present
-    assert fastest([present, unsure, sure]) is sure
-    assert fastest([present, unsure, sure, faster]) is faster
+    assert winner([present, unsure]) is present
+    assert winner([present, unsure, sure]) is sure
+    assert winner([present, unsure, sure, faster]) is faster
 
 
 def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_decoding(
@@ -297,7 +297,7 @@ def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_d
     assert [each.predicted for each in trials] == pytest.approx([1 / 3.0] * 4)
     for each, gain in zip(trials, (1.0, 0.5, 2.0, 0.25), strict=True):
         assert each.gain_ci95 == pytest.approx((gain, gain))
-    assert fastest(trials).tree == faster
+    assert winner(trials).tree == faster
 
 
 def test_a_tree_of_no_nodes_is_explained(capsys, monkeypatch):

@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from states_server import StatesServer
 from tiny_chat import byte_tokenizer, llama
 from tiny_heads import overfitted, random_head, written_by
 from tiny_training import write_answers
@@ -184,7 +182,7 @@ def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind
     code, found, printed = examine(good[kind], **{"max-new-tokens": 48})
     assert code == 1 and not found["healthy"] and found["break_even"] == 9.0
     assert [finding["check"] for finding in found["findings"]] == ["speed"]
-    assert "1. speed: lacks" in printed and "slower than without drafts" in printed
+    assert "speed: slower than without drafts" in printed
     assert "next: draftheads tune --target" in printed
     assert "a step costs 9.00 plain ones" in printed and "draftheads tune" in printed
 
@@ -233,14 +231,12 @@ def test_a_step_is_priced_as_decoding_takes_it(examine, good, monkeypatch):
 
 
 def first(result: tuple[int, Any, str]) -> str:
-    """The finding that explains most; it must be printed, and the exit code must say so."""
+    """The first finding; it must be printed, and the exit code must say so."""
     code, found, printed = result
     assert code == 1, printed
-    costs = [finding["explains"] for finding in found["findings"]]
-    assert costs == sorted(costs, reverse=True)
-    check = found["findings"][0]["check"]
-    assert f"1. {check}: explains" in printed
-    return str(check)
+    finding = found["findings"][0]
+    assert f"{finding['check']}: " in printed and "next: " in printed
+    return str(finding["check"])
 
 
 def plant_layers(config, layers) -> None:
@@ -280,7 +276,6 @@ def test_a_fault_in_the_folder_is_named_first(examine, good, tmp_path, kind, fau
     _, found, _ = result = examine(folder)
     assert first(result) in checks
     assert advice in found["findings"][0]["advice"]
-    assert found["findings"][0]["explains"] > 0.5, "most of what was lost"
 
 
 def test_other_weights_of_the_target_are_named_first(examine, good, tmp_path):
@@ -322,14 +317,6 @@ def test_an_untrained_head_is_named_first(examine, bench, tmp_path, kind, check)
     )
 
 
-def test_data_without_learned_tokens_is_named_first(examine, bench, tmp_path):
-    nothing = replace(bench.texts, loss_mask_BT=torch.zeros_like(bench.texts.loss_mask_BT))
-    data = write_data(bench, nothing, tmp_path / "data")
-    head = random_head("medusa", bench.target)
-    folder = save_head(head, tmp_path / "head", target=bench.target)
-    assert first(examine(folder, data=data)) == "data"
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_small_draft_vocabulary_is_named_first(examine, bench, tmp_path, kind):
     head = by_heart(bench, kind, vocabulary=bench.words[::2])
@@ -348,81 +335,3 @@ def test_a_mistake_gets_one_line(examine, bench, tmp_path):
     code, found, printed = examine(folder)
     assert code == 2 and found is None
     assert "give --prompts or --data" in printed and len(printed.splitlines()) == 1
-
-
-@pytest.fixture
-def server(bench, tmp_path) -> Iterator[StatesServer]:
-    """Of the states that a server is started with for heads that read the first or the last."""
-    server = StatesServer(bench.target.model, tmp_path / "exchange", [0, 2])
-    yield server
-    server.close()
-
-
-def unwrapped(printed: str) -> str:
-    return " ".join(printed.split())
-
-
-def at(server: StatesServer, **changed: object) -> dict[str, object]:
-    """Options of the command, which decodes otherwise."""
-    options = {"max-new-tokens": None, "server": server.url, "exchange": server.folder}
-    return {**options, **changed}
-
-
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block"])
-def test_a_target_at_a_server_gives_the_same_prediction(examine, good, server, kind):
-    server.captured = {"block": [0, 1, 2]}.get(kind, [0, 2])
-    _, whole, _ = examine(good[kind])
-    code, found, printed = examine(good[kind], **at(server))
-    assert code == 0 and found["healthy"] and found["measured"] is None, printed
-    assert found["predicted"] == pytest.approx(whole["predicted"], abs=1e-4)
-    assert "nothing was decoded (measure it with draftheads bench --server" in unwrapped(printed)
-    assert "state 0 is the checkpoint's embeddings" in printed
-    assert "next: draftheads bench --server http://HOST:PORT" in printed
-    assert server.asked and not list(server.folder.iterdir())
-
-
-def test_faults_are_named_first_by_states_of_a_server(examine, good, server, tmp_path):
-    folder = Path(shutil.copytree(good["eagle3"], tmp_path / "head"))
-    config = json.loads((folder / "config.json").read_text())
-    features_swapped(config, {})
-    (folder / "config.json").write_text(json.dumps(config))
-    assert first(examine(folder, **at(server))) in SHORT
-
-
-def test_a_server_is_asked_with_the_exchange_folder_of_the_training(
-    examine, bench, good, server, tmp_path
-):
-    folder = Path(shutil.copytree(good["medusa"], tmp_path / "head"))
-    config = json.loads((folder / "config.json").read_text())
-    recipe = config["draftheads"]["training"]["recipe"]
-    recipe["features"] = {"layers": None, "exchange": str(server.folder)}
-    (folder / "config.json").write_text(json.dumps(config))
-    code, found, printed = examine(folder, **at(server, exchange=None))
-    assert code == 0 and found["healthy"], printed
-
-
-def test_a_mistake_with_a_server_gets_one_line(examine, bench, good, server, tmp_path):
-    def line(head: Path = good["medusa"], **more: object) -> str:
-        code, found, printed = examine(head, **(at(server) | more))
-        errors = [line for line in printed.splitlines() if " serves " not in line]
-        assert code == 2 and found is None and len(errors) == 1, printed
-        return errors[0]
-
-    head = save_head(random_head("medusa", bench.target), tmp_path / "head", target=bench.target)
-    assert "expected --data, got none" in line(head)
-    nothing = replace(bench.texts, loss_mask_BT=torch.zeros_like(bench.texts.loss_mask_BT))
-    data = write_data(bench, nothing, tmp_path / "data")
-    assert "expected data with held-out tokens to learn" in line(data=data)
-    assert "omit these with --server, nothing is decoded" in line(limit=1)
-    assert "--exchange: expected --server, too" in line(server=None)
-    assert "--exchange: expected the folder to which" in line(exchange=tmp_path / "none")
-    assert "layers.0: expected" in line(layers="first")
-    server.models = [{"id": "tiny"}, {"id": "other"}]
-    assert "--server-model" in line()
-    server.models = server.models[:1]
-    server.model = llama().model
-    server.model.get_input_embeddings().weight.data += 1.0
-    assert "expected the embeddings of" in line() and not list(server.folder.iterdir())
-    server.model = bench.target.model
-    server.close()
-    assert "expected an OpenAI-compatible server" in line()

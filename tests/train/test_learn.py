@@ -35,7 +35,7 @@ from draftheads.train.learn.learner import (
     is_apart,
     learned_of,
 )
-from draftheads.train.learn.place import Place, delete, place_of, rollback
+from draftheads.train.learn.place import HeadStore, delete, place_of, rollback
 from draftheads.train.learn.texts import Texts
 from draftheads.train.learn.versions import STATE, Versions
 
@@ -160,9 +160,9 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-def learner_in(made: Path, kind: str, path: Path, bits: Any = None) -> tuple[UseLearner, Place]:
+def learner_in(made: Path, kind: str, path: Path, bits: Any = None) -> tuple[UseLearner, HeadStore]:
     target = Target(tiny_model(), name="tiny").pack(bits)
-    place = Place(path, target, most_mb=2, keep_days=1)
+    place = HeadStore(path, target, most_mb=2, keep_days=1)
     source = Source(open_head(made / kind))
     return UseLearner(target, source, place.texts, place.versions), place
 
@@ -276,8 +276,8 @@ def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
     assert path.parent == tmp_path and path.name.startswith("medusa-")
     assert path.name != place_of(open_head(made / "eagle3"), tmp_path).name
     target = tiny_target()
-    place = Place(path, target, most_mb=2, keep_days=1)
-    for action in (lambda: Place(path, target, most_mb=2, keep_days=1), lambda: delete(path)):
+    place = HeadStore(path, target, most_mb=2, keep_days=1)
+    for action in (lambda: HeadStore(path, target, most_mb=2, keep_days=1), lambda: delete(path)):
         with pytest.raises(ValueError, match="another process learns there"):
             action()
     place.close()
@@ -285,10 +285,10 @@ def test_a_place_is_open_once_and_for_one_target(made, tmp_path):
     with torch.no_grad():
         other.model.norm.weight.mul_(2)
     with pytest.raises(ValueError, match="tiny with other weights"):
-        Place(path, Target(other, name="tiny"), most_mb=2, keep_days=1)
+        HeadStore(path, Target(other, name="tiny"), most_mb=2, keep_days=1)
     packed = tiny_target().pack(8)
     with pytest.raises(ValueError, match=r"\(quantisation: none\)"):
-        Place(path, packed, most_mb=2, keep_days=1)
+        HeadStore(path, packed, most_mb=2, keep_days=1)
     delete(path)
     assert not path.exists()
     with pytest.raises(ValueError, match="found none there"):

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import tempfile
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
-from draftheads.infer.measure.precision import Pace
 from draftheads.scripts import cli
 from draftheads.scripts.printing import print_plan, remedy
 from draftheads.train.advice import plan as planning
@@ -393,33 +391,6 @@ def test_a_plan_touches_no_output(made, tmp_path, kind):
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
     make_plan(recipe_of(values), probe=False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_drafts_must_bring_is_said_before_training(made, monkeypatch):
-    """A verification of the head's tree, by products at the target's shape, on a CPU alone."""
-    asked = []
-
-    def measured(config, nodes):
-        asked.append((config.hidden_size, nodes))
-        return Pace({"float32": (1.0, 3.0), "bfloat16": (1.0, 2.5)})
-
-    for name, found in (("measured_pace", measured), ("try_steps", lambda *_: None)):
-        monkeypatch.setattr(planning, name, found)
-    monkeypatch.setattr(planning, "_device", lambda: "cpu")
-    recipe = recipe_of(tiny_recipe(made))
-    plan = make_plan(recipe)
-    assert asked == [(plan.shapes.target.hidden_size, recipe.head.nodes)]
-    assert plan.to_json()["break_even"] == {"float32": 3.0, "bfloat16": 2.5}
-
-    def said(plan: planning.Plan) -> str:
-        print_plan(plan, Console(file=(out := StringIO()), width=400))
-        return out.getvalue()
-
-    line = "draft nodes costs 3.0 plain tokens in float32 and 2.5 plain tokens in bfloat16 on this"
-    assert line in said(plan) and "set a smaller head.nodes" in said(plan)
-    cheap = replace(plan, pace=Pace({"float32": (1.0, 1.5)}))
-    assert "costs 1.5 plain tokens" in said(cheap) and "smaller head.nodes" not in said(cheap)
-    assert "draft nodes costs" not in said(make_plan(recipe, probe=False)) and len(asked) == 1
 
 
 def joint_recipe(made: Path, **adapter: Any) -> Recipe:

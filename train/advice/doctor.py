@@ -1,8 +1,5 @@
-"""Why is my acceptance low? One function per check, and findings sorted by what they explain.
-
-A check measures something and prices it in tokens per step. A fault without a price of its own
-(other weights, data without tokens) is charged with the unexplained rest: how far the head falls
-short of what training recorded, minus what is already explained.
+"""Why is my acceptance low? One function per check. What was recorded is compared first, then
+drafts are measured.
 
 Legend: M learned positions, K draft depth, v draft vocabulary.
 """
@@ -12,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from os.path import commonprefix
@@ -33,16 +30,7 @@ from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
 from draftheads.train.evaluate import calibrate
-from draftheads.train.features.served import (
-    Connection,
-    captured_states,
-    proven_servers,
-    states_from,
-)
-from draftheads.train.features.sources import FeatureSource, OnlineFeatures
-from draftheads.train.features.states import StateLayout
-from draftheads.train.recipe import FeatureChoices
-from draftheads.train.setup import LOW_SHARE
+from draftheads.train.features.sources import OnlineFeatures
 
 TEXT_TOKENS = 4096
 """Tokens of the documents on which heads are evaluated."""
@@ -53,8 +41,6 @@ SURE = 4.0
 """Standard errors that make a difference significant; with this many checks, two are too few."""
 TIMED = 4
 """Answers that are decoded again to compare steps with and without drafts."""
-WORTH = 0.05
-"""Tokens per step below which nobody would notice a finding."""
 MANY_UNKNOWN = 0.1
 """Largest acceptable share of the target's tokens outside the draft vocabulary."""
 PROMPTS = 64
@@ -63,7 +49,7 @@ SENTINEL = "Prompt42"
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedAnswers:
     """Decoded answers. accepted: draft tokens accepted in each step. tokens_per_step: with the
     target's own token, without prefill. seconds: of each step.
     """
@@ -78,10 +64,8 @@ class Decoded:
 class Evidence:
     """A head, what it is examined on, and lazy measurements.
 
-    facts: what its config.json records. openings: token ids of prompts to decode.
-    documents, manifest: the data, if any. features: "online", or "served" for a target without
-    layers, which decodes nothing. report: called with what servers have proven. findings: of the
-    checks so far.
+    facts: what its config.json records. openings: token ids of prompts to decode. documents: the
+    data, if any.
     """
 
     target: Target
@@ -89,37 +73,18 @@ class Evidence:
     facts: HeadFacts
     openings: list[list[int]]
     documents: Documents | None = None
-    manifest: dict[str, Any] = field(default_factory=dict)
     new_tokens: int = 64
-    features: FeatureChoices = field(default_factory=FeatureChoices)
-    report: Callable[[str], object] = print
-    findings: list[Finding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.training = self.facts.training
         recipe = self.training.get("recipe", {})
         self.nodes: int = recipe.get("head", {}).get("nodes") or self.head.tree.draft_nodes
-        self.states: Sequence[int] = range(self.target.layers + 1)  # layer 0: the embeddings
-        self.layers = tuple(layer % len(self.states) for layer in self.head.feature_layers)
+        layers = range(self.target.layers + 1)  # layer 0: the embeddings
+        self.layers = tuple(layers[layer] for layer in self.head.feature_layers)
         self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
-        self.length = min(self.target.context, TEXT_TOKENS)
-        if not self.decodes:
-            self.states = self.features.layers or captured_states(self.layers, self.target.layers)
-            trained = recipe.get("data", {}).get("sequence_length", TEXT_TOKENS)
-            self.length = min(self.length, trained)  # servers of a training take no more
-        self.connection = Connection(
-            lambda: proven_servers(
-                self.target, self.features, self.states, [self.rows], self.report
-            )
-        )
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the target has its layers."""
-        return self.features.mode == "online"
 
     @cached_property
-    def decoded(self) -> Decoded:
+    def decoded(self) -> DecodedAnswers:
         """Greedy decoding with the head's own tree."""
         return self.decode(self.openings)
 
@@ -128,8 +93,6 @@ class Evidence:
         """What a step with the head's tree costs over one without drafts, here and now: as many
         tokens per step make decoding as fast as without. 0 if that cannot be told.
         """
-        if not self.decodes:
-            return 0.0
         drafted: list[float] = []
         plain: list[float] = []
         for answer in self.decoded.answers[:TIMED]:  # in turns: other work slows both alike
@@ -142,12 +105,7 @@ class Evidence:
 
     @cached_property
     def decoded_rows(self) -> Rows:
-        """The decoded answers, one per row. Raises ValueError where nothing can be decoded."""
-        if not self.decodes:
-            raise ValueError(
-                "expected data with held-out tokens to learn, got none, and servers of states "
-                "decode nothing; pass other --data"
-            )
+        """The decoded answers, one per row."""
         documents = Documents.read(self.decoded.answers)
         return Rows(documents, documents.spans, self.target.context, pack=False, seed=0)
 
@@ -162,13 +120,14 @@ class Evidence:
         spread = random.Random(0).sample(useful, len(useful))
         ends = accumulate(stop - start for start, stop in spread)
         few = [span for span, end in zip(spread, ends, strict=True) if end <= TEXT_TOKENS]
-        rows = Rows(documents, few or spread[:1], self.length, pack=False, seed=0)
+        length = min(self.target.context, TEXT_TOKENS)
+        rows = Rows(documents, few or spread[:1], length, pack=False, seed=0)
         return rows if len(rows) else self.decoded_rows
 
     @property
     def on_data(self) -> bool:
         """Whether `rows` are documents of the data."""
-        return not self.decodes or self.rows is not self.decoded_rows
+        return self.rows is not self.decoded_rows
 
     @cached_property
     def ranks_MK(self) -> Tensor:
@@ -192,51 +151,27 @@ class Evidence:
     @cached_property
     def predicted(self) -> float:
         """Tokens per step of the best fixed tree, as training would predict it."""
-        return self.best_tree(self.observed_MK) if self.finite else 1.0
-
-    @cached_property
-    def missing(self) -> float:
-        """Tokens per step by which `predicted` falls short of what training recorded, or of an
-        ordinary head; 0 where that is not significant.
-        """
-        recorded = self.training.get("predicted_tokens_per_step")
-        missing = max(0.0, (recorded or ORDINARY) - self.predicted)
         if not self.finite:
-            return missing
-        ranks_MK = self.observed_MK
-        hits_M = runs(ranks_MK)
-        expected = ORDINARY - 1
-        if recorded:
-            shares: list[float] = self.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
-            hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
-            expected = sum(shares)
-        return missing if is_above(-hits_M, -expected) else 0.0
-
-    @property
-    def rest(self) -> float:
-        """The part of `missing` that no finding explains."""
-        return max(0.0, self.missing - sum(finding.explains for finding in self.findings))
+            return 1.0
+        return calibrate(self.observed_MK, self.nodes, self.head.tree).tokens_per_step
 
     @cached_property
-    def lost_in_use(self) -> float:
-        """Tokens per step predicted less for decoded text than for the data; 0 where that is not
-        significant.
-        """
-        if not (self.decodes and self.on_data):
-            return 0.0
-        if not is_above(runs(self.ranks_MK), runs(self.used_MK)):
-            return 0.0
-        return max(0.0, self.best_tree(self.ranks_MK) - self.best_tree(self.used_MK))
-
-    def best_tree(self, ranks_MK: Tensor) -> float:
-        """Tokens per step of the best fixed tree for these ranks."""
-        return calibrate(ranks_MK, self.nodes, self.head.tree).tokens_per_step
+    def falls_short(self) -> bool:
+        """Whether the head is right less often than training recorded, or than an ordinary head."""
+        recorded = self.training.get("predicted_tokens_per_step")
+        ranks_MK = self.observed_MK
+        if self.predicted >= (recorded or ORDINARY):
+            return False
+        if not recorded:
+            return is_above(-runs(ranks_MK), 1 - ORDINARY)
+        shares: list[float] = self.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
+        hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
+        return is_above(-hits_M, -sum(shares))
 
     @torch.no_grad()
     def ranks_of(self, rows: Rows) -> Tensor:
         """ranks_MK of these rows."""
-        source = self.source(rows)
-        source.ahead(range(len(rows)))
+        source = OnlineFeatures(self.target, self.layers, adapted=True)
         ranks: list[Tensor] = []
         for numbers, on_host in batches(rows):
             batch = on_host.to(self.target.device)
@@ -244,19 +179,12 @@ class Evidence:
             ranks.append(self.head.token_ranks(batch, features_BTD, self.target).cpu())
         return torch.cat(ranks)
 
-    def source(self, rows: Rows) -> FeatureSource:
-        """The states that the head reads, from the target or from servers."""
-        if self.decodes:
-            return OnlineFeatures(self.target, self.layers, adapted=True)
-        layout = StateLayout(self.target, self.states, self.layers)
-        return states_from(self.connection, layout, rows)
-
     def decode(
         self,
         openings: Sequence[Sequence[int]],
         *,
         drafts: bool = True,
-    ) -> Decoded:
+    ) -> DecodedAnswers:
         """Answer the openings, greedily. Raises ValueError when none leaves room in the context."""
         context = self.target.context
         room = [opening for opening in openings if len(opening) + 2 <= context]
@@ -283,7 +211,7 @@ class Evidence:
             span = (len(opening), len(opening) + len(new))
             answers.append(Answer([*opening, *new], [span]))
         tokens_per_step = tokens / max(1, len(accepted))
-        return Decoded(answers, torch.tensor(accepted), tokens_per_step, seconds)
+        return DecodedAnswers(answers, torch.tensor(accepted), tokens_per_step, seconds)
 
 
 def batches(rows: Rows) -> Iterator[tuple[Sequence[int], Batch]]:
@@ -308,11 +236,6 @@ def truth(rows: Rows, depth: int) -> Tensor:
 def runs(ranks_MK: Tensor) -> Tensor:
     """float (M,): the number of consecutive top-1 draft tokens that are right."""
     return (ranks_MK == 0).long().cumprod(1).sum(1).float()
-
-
-def top1(ranks_MK: Tensor) -> float:
-    """Share of positions whose first draft token is right."""
-    return float((ranks_MK[:, 0] == 0).float().mean())
 
 
 def error(values_M: Tensor) -> float:
@@ -354,14 +277,10 @@ def openings_of(documents: Documents, spans: Array) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A failed check. explains: tokens per step that a fix may bring. shown: the numbers; normal:
-    what they should be; advice: the next step.
-    """
+    """A failed check. found: the numbers, and what they should be; advice: the next step."""
 
     check: str
-    explains: float
-    shown: str
-    normal: str
+    found: str
     advice: str
 
 
@@ -376,29 +295,8 @@ def unfit_weights(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "weights",
-        evidence.rest,
         f"{len(bad)} of {len(state)} tensors are all zero or not finite: {bad[:3]}",
-        "none",
         "use an earlier checkpoint, or train this part",
-    )
-
-
-def little_data(evidence: Evidence) -> Finding | None:
-    """Too few learned tokens in the data."""
-    documents = evidence.documents
-    if documents is None:
-        return None
-    learned, total = documents.learned, documents.size
-    count = len(documents)
-    empty = int((documents.learned_in(*documents.spans.T) == 0).sum())
-    if learned >= LOW_SHARE * total and empty <= 0.5 * count:
-        return None
-    return Finding(
-        "data",
-        evidence.rest,
-        f"{learned} of {total} tokens are learned; {empty} of {count} documents have none",
-        f"{LOW_SHARE:.0%} of the tokens or more, and some in every document",
-        "check `learn` in answers-*, and distill again: it marks what the target wrote",
     )
 
 
@@ -409,10 +307,8 @@ def other_target(evidence: Evidence) -> Finding | None:
     if not same_weights(recorded.fingerprint, now):
         return Finding(
             "target",
-            evidence.rest,
             f"trained on {recorded.title} with fingerprint {recorded.fingerprint} "
             f"(revision {recorded.revision}); {target.title} has {now}",
-            "the same fingerprint",
             "load the target that it was trained on, at that revision, or train on this one",
         )
     expected = facts.adapter_fingerprint or "none"
@@ -421,9 +317,7 @@ def other_target(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "adapter",
-        evidence.rest,
         f"trained with adapter {expected}, got {got}",
-        "the same adapter",
         "restore adapter/ next to the head's config.json, or load the target without one",
     )
 
@@ -442,46 +336,23 @@ def other_template(evidence: Evidence) -> Finding | None:
     other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]
     if len(other) <= 0.5 * len(texts):
         return None
-    price = evidence.rest
-    cost = "what that costs was not measured"
-    if evidence.decodes:
-        few = texts[: len(evidence.openings)]
-        start = end = ""  # what all prompts share is the other template
-        if len(few) > 1:
-            start = commonprefix(few)
-            end = commonprefix([text[::-1] for text in few])[::-1]
-        prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in few]
-        ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-        past = evidence.decode(openings[: len(few)])
-        current = evidence.decode(ids)
-        price = 0.0
-        if is_above(past.accepted.float(), current.accepted.float()):
-            price = past.tokens_per_step - current.tokens_per_step
-        cost = f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now"
-    return Finding(
-        "template",
-        price,
-        f"{len(other)} of {len(texts)} prompts of the data differ from what the tokenizer makes: "
-        f"{other[0][:40]!r} ... {other[0][-20:]!r}, not {before[:40]!r} ... {after[-20:]!r}; "
-        f"{cost}",
-        "the same tokens around every prompt",
-        "use the template (system prompt, BOS) that the data was made with, or distill again",
-    )
-
-
-def other_writer(evidence: Evidence) -> Finding | None:
-    """Data of another model."""
-    now = evidence.target.fingerprint()
-    writer = evidence.manifest.get("target", {})
-    fingerprint = writer.get("fingerprint")
-    if same_weights(fingerprint, now):
+    few = texts[: len(evidence.openings)]
+    start = end = ""  # what all prompts share is the other template
+    if len(few) > 1:
+        start = commonprefix(few)
+        end = commonprefix([text[::-1] for text in few])[::-1]
+    prompts = [f"{before}{text.removeprefix(start).removesuffix(end)}{after}" for text in few]
+    ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+    past = evidence.decode(openings[: len(few)])
+    current = evidence.decode(ids)
+    if not is_above(past.accepted.float(), current.accepted.float()):
         return None
     return Finding(
-        "data",
-        evidence.lost_in_use or evidence.rest,
-        f"written by {writer.get('name')} with fingerprint {fingerprint}; this target has {now}",
-        "the target's own answers",
-        "distill with this target, and train on that",
+        "template",
+        f"{len(other)} of {len(texts)} prompts of the data differ from what the tokenizer makes: "
+        f"{other[0][:40]!r} ... {other[0][-20:]!r}, not {before[:40]!r} ... {after[-20:]!r}; "
+        f"{past.tokens_per_step:.2f} tokens per step then, {current.tokens_per_step:.2f} now",
+        "use the template (system prompt, BOS) that the data was made with, or distill again",
     )
 
 
@@ -496,30 +367,26 @@ def small_vocabulary(evidence: Evidence) -> Finding | None:
     if not is_above(unknown_MK[:, 0].float(), MANY_UNKNOWN):
         return None
     share = float(unknown_MK[:, 0].float().mean())
-    right = top1(ranks_MK) / max(1 - share, 1e-6)
-    gain = runs(torch.where(unknown_MK, 0, ranks_MK)).mean() - runs(ranks_MK).mean()
     return Finding(
         "draft vocabulary",
-        float(gain) * right,
         f"{share:.1%} of the target's tokens are outside the draft vocabulary of {len(ids_v)} "
-        f"({len(ranks_MK)} positions); {right:.1%} of the others are predicted right",
-        f"below {MANY_UNKNOWN:.0%}",
+        f"({len(ranks_MK)} positions), more than {MANY_UNKNOWN:.0%}",
         "train with a larger head.vocabulary, or with one counted on texts like these",
     )
 
 
 def other_use(evidence: Evidence) -> Finding | None:
     """Worse drafts on decoded text than on the data."""
-    if not evidence.lost_in_use:
+    if not evidence.on_data:
         return None
-    data = float(runs(evidence.ranks_MK).mean())
-    use = float(runs(evidence.used_MK).mean())
+    data_M = runs(evidence.ranks_MK)
+    use_M = runs(evidence.used_MK)
+    if not is_above(data_M, use_M):
+        return None
     return Finding(
         "use",
-        evidence.lost_in_use,
-        f"draft tokens right in a row: {data:.2f} on the data ({len(evidence.ranks_MK)} "
-        f"positions), {use:.2f} on what the target writes now ({len(evidence.used_MK)})",
-        "about equal",
+        f"draft tokens right in a row: {data_M.mean():.2f} on the data ({len(data_M)} positions), "
+        f"{use_M.mean():.2f} on what the target writes now ({len(use_M)})",
         "distill prompts like those you decode, rendered and answered the same way",
     )
 
@@ -528,7 +395,7 @@ def fallen_short(evidence: Evidence) -> Finding | None:
     """A head no better than always predicting the most frequent token, or a prediction below the
     one that training recorded.
     """
-    if not evidence.missing:
+    if not evidence.falls_short:
         return None
     first_M = truth(evidence.rows, 1)[:, 0]
     counts_V = torch.bincount(first_M[first_M >= 0], minlength=1)
@@ -538,20 +405,17 @@ def fallen_short(evidence: Evidence) -> Finding | None:
     if right <= 1.5 * chance + 2 * error(hits_M):
         return Finding(
             "untrained",
-            evidence.rest,
             f"the first draft token is right {right:.1%} of the time ({len(hits_M)} positions), "
             f"the most frequent token would be {chance:.1%}",
-            "several times as often",
             "check that the right file was loaded, that its feature layers (and mask_token_id) are "
             "those it was trained with, and that training's loss fell",
         )
-    if "predicted_tokens_per_step" not in evidence.training:
+    recorded = evidence.training.get("predicted_tokens_per_step")
+    if recorded is None:
         return None
     return Finding(
         "unexplained",
-        evidence.rest,
-        f"{evidence.missing:.2f} tokens per step fewer than training recorded",
-        "as recorded",
+        f"{recorded - evidence.predicted:.2f} tokens per step fewer than training recorded",
         "compare the text with the training data (--data), and the head's files, feature layers "
         "and mask_token_id with the run's",
     )
@@ -559,21 +423,14 @@ def fallen_short(evidence: Evidence) -> Finding | None:
 
 def undertrained(evidence: Evidence) -> Finding | None:
     """A head as bad as training recorded, but worse than any that was trained for long enough."""
-    training, hits_M = evidence.training, runs(evidence.observed_MK)
-    if evidence.missing or evidence.predicted >= ORDINARY or not is_above(-hits_M, 1 - ORDINARY):
+    few_M = -runs(evidence.observed_MK)
+    if evidence.falls_short or evidence.predicted >= ORDINARY or not is_above(few_M, 1 - ORDINARY):
         return None
-    steps, tokens = training.get("steps"), training.get("tokens")
-    so_far = ""
-    if steps and tokens:
-        so_far = f" ({steps:,} steps over {tokens:,} tokens so far)"
     return Finding(
         "undertrained",
-        ORDINARY - evidence.predicted,
         f"{evidence.predicted:.2f} tokens per step predicted for the best tree of {evidence.nodes} "
-        "draft nodes",
-        f"{ORDINARY:.1f} or more",
-        f"train longer{so_far}, on more of the target's answers, until the held-out loss stops "
-        "falling",
+        f"draft nodes; a trained head has {ORDINARY:.1f} or more",
+        "train longer, on more of the target's answers, until the held-out loss stops falling",
     )
 
 
@@ -585,71 +442,56 @@ def slower_than_plain(evidence: Evidence) -> Finding | None:
         return None
     return Finding(
         "speed",
-        break_even - decoded.tokens_per_step,
-        f"slower than without drafts: a step costs {break_even:.2f} plain ones here and brings "
-        f"{decoded.tokens_per_step:.2f} tokens",
-        "more tokens per step than a step costs (break-even τ)",
+        f"slower than without drafts: a step costs {break_even:.2f} plain ones here (break-even τ) "
+        f"and brings {decoded.tokens_per_step:.2f} tokens",
         "run draftheads tune for a tree that pays here, try --dtype bfloat16, or train further",
     )
 
 
 CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
     unfit_weights,
-    little_data,
     other_target,
     other_template,
-    other_writer,
     small_vocabulary,
     other_use,
     fallen_short,
     undertrained,
     slower_than_plain,
 )
-DECODING = (other_use, slower_than_plain)
-"""Checks of what was decoded."""
 SKIPPED = (other_use, fallen_short, undertrained)
 """Checks that fail because of other faults, too: skipped once something was found."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """findings: the one that explains most first, and speed, which the others lower, last; remarks:
-    findings too small to notice.
+    """findings: in the order of `CHECKS`.
 
-    Tokens per step: measured (greedy decoding; None if nothing was decoded), predicted (for the
-    best fixed tree), expected (the prediction that training recorded), break_even (that are as fast
-    as no drafts; 0: not measured).
+    Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
+    prediction that training recorded), break_even (that are as fast as no drafts; 0: not measured).
     """
 
     findings: list[Finding]
-    remarks: list[Finding]
-    measured: float | None
+    measured: float
     predicted: float
     expected: float | None
     break_even: float
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Examine a head. Raises ValueError where nothing can be decoded, though it should be, and what
-    servers do.
-    """
-    findings = evidence.findings
+    """Examine a head. Raises ValueError where nothing can be decoded."""
     checks = CHECKS
     if not evidence.finite:
         checks = (unfit_weights,)  # ranks of NaN mean nothing
+    findings: list[Finding] = []
     for check in checks:
-        if check in DECODING and not evidence.decodes:
-            continue
-        if check in SKIPPED and any(finding.explains >= WORTH for finding in findings):
+        if check in SKIPPED and findings:
             continue
         finding = check(evidence)
         if finding:
             findings.append(finding)
-    findings.sort(key=lambda finding: (finding.check == "speed", -finding.explains))
     return Diagnosis(
-        findings=[finding for finding in findings if finding.explains >= WORTH],
-        remarks=[finding for finding in findings if finding.explains < WORTH],
-        measured=evidence.decoded.tokens_per_step if evidence.decodes else None,
+        findings=findings,
+        measured=evidence.decoded.tokens_per_step,
         predicted=evidence.predicted,
         expected=evidence.training.get("predicted_tokens_per_step"),
         break_even=evidence.break_even,

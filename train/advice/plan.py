@@ -42,7 +42,6 @@ from draftheads.heads.target.placement import (
     reading,
 )
 from draftheads.heads.target.pretrained import decoder_layers
-from draftheads.infer.measure.precision import Pace, measured_pace
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
 from draftheads.train.data.answers import has_answers, has_shards
 from draftheads.train.entry import one_line
@@ -63,7 +62,7 @@ ENGINES: dict[str, tuple[str, ...]] = {
 }
 """What each engine divides over the processes of a launch."""
 BYTES_PER_DOCUMENT = 90
-"""Of a process that has the data open: scripts/benchmarks/answers_scale.py."""
+"""Of a process that has the data open, measured with 2 million documents."""
 LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "ACCELERATE_USE_DEEPSPEED")
 """What a launcher tells its processes."""
 CLEAR = Path("/proc/self/clear_refs")
@@ -246,7 +245,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Trial:
+class StepTrial:
     """What a few steps predict for the run. base, activations: bytes. load, save: seconds per run
     and per save. features: the target's seconds of a step; rest: the others.
     """
@@ -259,7 +258,7 @@ class Trial:
     rest: float
 
 
-def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
+def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
     """Start the run, in another folder, and take the steps of its trial, which change nothing, with
     one or two micro batches each. Raises what training raises.
     """
@@ -289,7 +288,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> Trial:
     # the target's forward pass and the head's, a third of its step, for each held-out row
     of_row = (max(0.0, first - again) + again / 3) / rows
     times = work.micro_batches / _micro_batches(work)
-    return Trial(
+    return StepTrial(
         base=base,
         activations=max(0, peak_memory() - known),
         load=load,
@@ -373,9 +372,8 @@ class Plan:
     engine: str
     shapes: Shapes
     work: Workload
-    trial: Trial | None
+    trial: StepTrial | None
     reason: str
-    pace: Pace | None = None  # of decoding, on a CPU
     rate: float | str = ""  # tokens per second that servers give, or why it is not known
 
     @cached_property
@@ -487,12 +485,6 @@ class Plan:
             return max(1, int(60 * minutes / self.time["step"]))
         return self.work.steps
 
-    @property
-    def break_even(self) -> dict[str, float]:
-        """For each dtype, tokens per step at which the head's tree pays on this CPU, at least."""
-        pace = self.pace
-        return {dtype: pace.break_even(dtype) for dtype in pace.seconds} if pace else {}
-
     def to_json(self) -> dict[str, Any]:
         """All figures."""
         shapes, work = self.shapes, self.work
@@ -512,7 +504,6 @@ class Plan:
             "memory": {**self.memory, "total": self.peak, "limit": self.limit},
             "disk": self.disk,
             "time": self.time or None,
-            "break_even": self.break_even,
             "served": self.served,
             "decoding": shapes.row._asdict() if shapes.row else None,
             "reason": self.reason,
@@ -554,13 +545,11 @@ def make_plan(
 
 
 def _measured(plan: Plan) -> Plan:
-    """The plan with what a trial, products and servers show on this machine."""
+    """The plan with what a trial and servers show on this machine."""
     recipe, shapes, work = plan.recipe, plan.shapes, plan.work
     alone = replace(plan, processes=1, engine="ddp")  # as it is tried
-    trial = pace = None
+    trial = None
     rate: float | str = served_rate(recipe, shapes) if shapes.is_served else ""
-    if _device() == "cpu" and not shapes.is_served:
-        pace = measured_pace(shapes.target.model.config, recipe.head.nodes)
     reason = ""
     if work.rows is None:
         reason = f"no answers in {recipe.data.path} to try a step with"
@@ -571,7 +560,7 @@ def _measured(plan: Plan) -> Plan:
             trial = try_steps(recipe, shapes, work)
         except (RuntimeError, ValueError, OSError, MemoryError) as error:
             reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing
-    return replace(plan, trial=trial, reason=reason, pace=pace, rate=rate)
+    return replace(plan, trial=trial, reason=reason, rate=rate)
 
 
 def served_rate(recipe: Recipe, shapes: Shapes) -> float | str:

@@ -37,7 +37,7 @@ FILL = 0.8
 
 
 @dataclass(frozen=True)
-class Choice:
+class Setting:
     """A key of a recipe, its value, and why it is that."""
 
     key: str
@@ -66,7 +66,7 @@ def suggest(
         counts = count(folder, read_manifest(folder))
     config = read_config(target, revision).get_text_config(decoder=True)
     choices = [
-        Choice("target", target, ""),
+        Setting("target", target, ""),
         *_placement(revision, lora),
         *_data(config, folder, counts),
         *_head(config, target, revision, kind),
@@ -76,16 +76,16 @@ def suggest(
     return rendered([*choices, rows])
 
 
-def _placement(revision: str | None, lora: str | None) -> Iterator[Choice]:
+def _placement(revision: str | None, lora: str | None) -> Iterator[Setting]:
     if revision:
-        yield Choice("target_revision", revision, "")
+        yield Setting("target_revision", revision, "")
     if lora:
-        yield Choice("target_adapter", lora, "")
+        yield Setting("target_adapter", lora, "")
     if default_device() != "cpu":
-        yield Choice("target_dtype", "bfloat16", "as it will decode here")
+        yield Setting("target_dtype", "bfloat16", "as it will decode here")
 
 
-def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Choice]:
+def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Setting]:
     context = getattr(config, "max_position_embeddings", LONGEST)
     length = LONGEST if default_device() != "cpu" else LONGEST // 4
     why = "the answers are not there yet"
@@ -96,68 +96,68 @@ def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Choice]:
     if length >= context:
         length = context
         why = "the target's context"
-    yield Choice("data.path", str(folder), "")
-    yield Choice("data.sequence_length", length, why)
+    yield Setting("data.path", str(folder), "")
+    yield Setting("data.sequence_length", length, why)
     if config.hidden_size < SMALL:
-        yield Choice("data.cache_gb", 1, "features of a small target fit into memory")
+        yield Setting("data.cache_gb", 1, "features of a small target fit into memory")
 
 
-def _head(config: Any, target: str, revision: str | None, kind: str) -> Iterator[Choice]:
+def _head(config: Any, target: str, revision: str | None, kind: str) -> Iterator[Setting]:
     width, vocabulary = config.hidden_size, config.vocab_size
     is_small = width < SMALL
-    yield Choice("head.kind", kind, WHY_KIND[kind])
+    yield Setting("head.kind", kind, WHY_KIND[kind])
     if kind in ("sequential", "medusa"):
-        yield Choice("head.depth", 5, "tokens drafted ahead")
+        yield Setting("head.depth", 5, "tokens drafted ahead")
     if kind == "sequential":
         rank = max(16, min(512, width // 4))
-        yield Choice("head.rank", rank, f"a quarter of the width, {width}")
+        yield Setting("head.rank", rank, f"a quarter of the width, {width}")
     if kind == "block":
-        yield Choice("head.layers", 2, "two with conditioning are better than five without")
+        yield Setting("head.layers", 2, "two with conditioning are better than five without")
         side = TextSide.load(target, revision)
         mask = spare_token(side.tokenizer, vocabulary, side.eos_ids)
         if mask is not None:
-            yield Choice("head.mask", mask, "no text contains it; engines read no learned mask")
+            yield Setting("head.mask", mask, "no text contains it; engines read no learned mask")
     if kind in ("sequential", "medusa") and is_small:
-        yield Choice("head.layers", 2, "they cost little at this width")
+        yield Setting("head.layers", 2, "they cost little at this width")
     reduced = vocabulary // 4 if is_small else REDUCED
     if kind != "block" and vocabulary >= 1.5 * reduced and reduced >= 512:
         share = f"of {vocabulary:,}: the last matrix is what drafting reads most"
-        yield Choice("head.vocabulary", reduced, share)
+        yield Setting("head.vocabulary", reduced, share)
     rate = 5e-3 if is_small else RATES[kind]
-    yield Choice("optim.lr", rate, "lower it if the loss jumps")
+    yield Setting("optim.lr", rate, "lower it if the loss jumps")
 
 
-def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Choice]:
-    yield Choice("run.output", f"out/{name}/{kind}", "")
+def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Setting]:
+    yield Setting("run.output", f"out/{name}/{kind}", "")
     epochs = 4
     why = "run.minutes=20 in its place sets a time"
     if counts:
         sizes = [limit for limit in EPOCHS if counts.tokens <= limit]
         epochs = EPOCHS[sizes[0]] if sizes else 3
         why = f"over {counts.tokens:,} tokens; {why}"
-    yield Choice("run.epochs", epochs, why)
-    yield Choice("run.save_every", 200, "each save measures the heads, too")
+    yield Setting("run.epochs", epochs, why)
+    yield Setting("run.save_every", 200, "each save measures the heads, too")
     if default_device() != "cpu":
-        yield Choice("run.precision", "bf16", "weights stay float32")
+        yield Setting("run.precision", "bf16", "weights stay float32")
 
 
-def fitting_rows(choices: list[Choice]) -> Choice:
+def fitting_rows(choices: list[Setting]) -> Setting:
     """The largest power of two, up to 16, whose weights, optimizer and data fit into memory."""
     key = "data.rows_per_batch"
     length = next(each.value for each in choices if each.key == "data.sequence_length")
     tokens = 16_384 if default_device() != "cpu" else 2_048
     rows = max(1, min(16, tokens // length))
     while True:
-        recipe = Recipe.model_validate(nested([*choices, Choice(key, rows, "")]))
+        recipe = Recipe.model_validate(nested([*choices, Setting(key, rows, "")]))
         plan = make_plan(recipe, probe=False)
         if rows == 1 or plan.peak <= FILL * plan.limit:
             break
         rows //= 2
     memory = f"{plan.peak / 1e9:.1f} of {plan.limit / 1e9:.0f} GB before activations"
-    return Choice(key, rows, f"{memory}; draftheads plan measures them")
+    return Setting(key, rows, f"{memory}; draftheads plan measures them")
 
 
-def nested(choices: list[Choice]) -> dict[str, Any]:
+def nested(choices: list[Setting]) -> dict[str, Any]:
     """The values of a recipe, by section."""
     values: dict[str, Any] = {}
     for choice in choices:
@@ -167,7 +167,7 @@ def nested(choices: list[Choice]) -> dict[str, Any]:
     return values
 
 
-def rendered(choices: list[Choice]) -> str:
+def rendered(choices: list[Setting]) -> str:
     """YAML with the reasons as comments."""
     lines = []
     whys = {choice.key: choice.why for choice in choices}

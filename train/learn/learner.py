@@ -31,7 +31,7 @@ from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.engines import Learner, learning_rate
 from draftheads.train.evaluate import calibrate
-from draftheads.train.learn.texts import Text, Texts
+from draftheads.train.learn.texts import Dialogue, Texts
 from draftheads.train.learn.versions import Versions
 from draftheads.train.recipe import OptimChoices
 
@@ -186,7 +186,7 @@ class UseLearner:
     def _lesson(self) -> list[Answer]:
         """Documents of a round: what is new, each PASSES times, and a replay."""
         talks = [talk for talk in self.texts.conversations if not is_apart(talk)]
-        new: list[Text] = []
+        new: list[Dialogue] = []
         for talk in reversed(talks):
             if talk.time > self._until and sum(each.answered for each in new) < NEWS[1]:
                 new.append(talk)
@@ -327,7 +327,7 @@ class UseLearner:
         states_1TD = torch.cat(states, dim=1)
         return torch.cat([torch.zeros_like(states_1TD[:, :1]), states_1TD[:, :-1]], dim=1)
 
-    def _heldout(self) -> list[Text]:
+    def _heldout(self) -> list[Dialogue]:
         """The newest held-out conversations."""
         talks, tokens = [], 0
         for talk in reversed(self.texts.conversations):
@@ -344,12 +344,12 @@ def with_version(engine: Speculator, folder: Path) -> Speculator:
     return engine.with_drafts(replace_head(engine.drafts, head))
 
 
-def is_apart(talk: Text) -> bool:
+def is_apart(talk: Dialogue) -> bool:
     """Whether a conversation is held out: for good, however it goes on."""
     return talk.key % APART == 0
 
 
-def answer_of(talk: Text) -> Answer:
+def answer_of(talk: Dialogue) -> Answer:
     """A document that learns its answers."""
     return Answer(talk.tokens.tolist(), talk.answers)
 
@@ -360,7 +360,7 @@ def learned_of(answer: Answer) -> int:
 
 
 def replay(
-    talks: Sequence[Text], documents: Documents | None, chance: random.Random
+    talks: Sequence[Dialogue], documents: Documents | None, chance: random.Random
 ) -> Iterator[Answer]:
     """Earlier conversations and documents of the head's own data in turns, at random."""
     while talks or documents is not None:

@@ -58,7 +58,7 @@ def hold(folder: Path) -> AcquireReturnProxy[Any]:
         ) from None
 
 
-class Place:
+class HeadStore:
     """A head's folder, open in this process alone.
 
     head: its `address`. Raises ValueError if another process has it open, if it is of another
@@ -105,7 +105,7 @@ def target_facts(path: Path, target: Target) -> dict[str, Any]:
 
 
 def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The folders that `Place` made in `root`, each with its target.json."""
+    """The folders that `HeadStore` made in `root`, each with its target.json."""
     for path in sorted(root.glob(f"*/{TARGET}")):
         with suppress(ValueError):  # a file of somebody else
             facts = read_json(path)
@@ -134,7 +134,7 @@ def rollback(path: Path) -> int:
 
 
 def delete(path: Path) -> None:
-    """Delete what `Place` wrote; other files stay. Raises ValueError if a process has it open."""
+    """Delete what a `HeadStore` wrote; other files stay. Raises ValueError if one has it open."""
     with hold(path):
         for folder in (TEXTS, HEADS):
             if (path / folder).is_dir():

@@ -29,7 +29,7 @@ NEAR = 64
 
 
 @dataclass(eq=False)
-class Text:
+class Dialogue:
     """The tokens of a conversation so far, and the half-open spans of them that are answers.
 
     time: of the last answer. key: of the text up to the first answer's end, the same for ever.
@@ -60,7 +60,7 @@ class Texts:
             )
         self.folder, self.most_bytes, self.keep_seconds = folder, most_bytes, keep_days * 86400
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.conversations: list[Text] = []
+        self.conversations: list[Dialogue] = []
         now = time.time()
         for number, path in enumerate(self.files):  # of a clock that was ahead
             if begin_of(path) > now:
@@ -74,7 +74,7 @@ class Texts:
         """The oldest first."""
         return files_in(self.folder)
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Text:
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Dialogue:
         """Keep an answer; returns its conversation."""
         now = time.time()
         values = {"time": now, "start": len(prompt), "tokens": [*prompt, *answer]}
@@ -115,11 +115,11 @@ class Texts:
                 return path
         return self.folder / f"{int(now * 1000)}{SUFFIX}"
 
-    def _append(self, prompt: Sequence[int], answer: Sequence[int], seconds: float) -> Text:
+    def _append(self, prompt: Sequence[int], answer: Sequence[int], seconds: float) -> Dialogue:
         """The newest conversation that the prompt continues grows; else a new one begins."""
         span = (len(prompt), len(prompt) + len(answer))
         tokens = array("i", [*prompt, *answer])
-        grown = Text(tokens, [span], seconds, zlib.crc32(tokens.tobytes()))
+        grown = Dialogue(tokens, [span], seconds, zlib.crc32(tokens.tobytes()))
         for begun in self.conversations[: -NEAR - 1 : -1]:
             if begun.tokens == tokens[: len(begun.tokens)] and len(begun.tokens) <= len(prompt):
                 self.conversations.remove(begun)
