@@ -36,7 +36,7 @@ from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.learn.learner import Source, UseLearner
 from draftheads.train.learn.place import Place
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 RECIPES = Path(str(files("draftheads.recipes")))

@@ -40,7 +40,7 @@ from draftheads.train.data.answers import read_manifest
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.entry import mistakes_in_one_line
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import Recipe
 
 BUILD = Path(__file__).parents[2] / "recipes/demo-target/build"

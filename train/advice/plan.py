@@ -49,7 +49,8 @@ from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, measured_rate, serve_command
 from draftheads.train.features.sources import OnlineFeatures, SharedFaults
 from draftheads.train.launch import make_accelerator, use_huge_pages
-from draftheads.train.loop import AHEAD, start, trial_seconds
+from draftheads.train.loop import AHEAD, trial_seconds
+from draftheads.train.medusa import start
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import excess, load_data, load_target
