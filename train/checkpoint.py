@@ -44,6 +44,8 @@ TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
 FORMAT = 3
 """Version of state.json."""
+PATIENCE = 3
+"""Evaluations without improvement after which training that continues a head ends."""
 SEAL = "crc32"
 """The key of its checksum, over all other values."""
 
@@ -118,7 +120,9 @@ class RunState:
     @property
     def exhausted(self) -> bool:
         """Whether `eval.patience` evaluations have passed without improvement."""
-        patience = self.recipe.patience
+        patience = self.recipe.eval.patience
+        if self.recipe.head.source:
+            patience = patience or PATIENCE
         return patience is not None and self.waited >= patience
 
     @property

@@ -51,7 +51,11 @@ def launched(recipe: Recipe, accelerator: Accelerator | None = None) -> Iterator
     if not isinstance(recipe, Recipe):
         raise TypeError(f"expected a Recipe, as of load_recipe, got {recipe!r:.80}")
     use_huge_pages()
-    with lost_processes(), memory_errors(_less_memory(recipe)), ExitStack() as ends:
+    rows, length = recipe.data.rows_per_batch, recipe.data.sequence_length
+    advice = f"lower data.rows_per_batch ({rows}), data.sequence_length ({length}) or sizes in head"
+    if not recipe.run.gradient_checkpointing:
+        advice += ", or set run.gradient_checkpointing=true"
+    with lost_processes(), memory_errors(advice), ExitStack() as ends:
         if accelerator is None:
             accelerator = make_accelerator(recipe)
             ends.callback(accelerator.end_training)
@@ -60,14 +64,6 @@ def launched(recipe: Recipe, accelerator: Accelerator | None = None) -> Iterator
         devices = [accelerator.device] if accelerator.device.type == "cuda" else []
         ends.enter_context(torch.random.fork_rng(devices))
         yield accelerator
-
-
-def _less_memory(recipe: Recipe) -> str:
-    rows, length = recipe.data.rows_per_batch, recipe.data.sequence_length
-    line = f"lower data.rows_per_batch ({rows}), data.sequence_length ({length}) or sizes in head"
-    if recipe.run.gradient_checkpointing:
-        return line
-    return f"{line}, or set run.gradient_checkpointing=true"
 
 
 def use_huge_pages() -> None:

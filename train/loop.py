@@ -1,4 +1,5 @@
-"""The training loop: the target's features, the head's loss, one optimizer step over all processes.
+"""A step of training: the target's features, the head's loss, an optimizer step over all processes;
+and what follows it: counts, an evaluation, a checkpoint. The loop itself is in train/medusa.py.
 
 A step's rows, micro batches and random numbers are functions of (seed, step), and its learning rate
 of the step: resuming is continuing at step n.
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -34,13 +35,11 @@ from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes
 from draftheads.train.features.sources import SharedFaults
 from draftheads.train.launch import agreeing, main_process_log
-from draftheads.train.metrics import Outcome, Progress
+from draftheads.train.metrics import Progress, StepResult
 from draftheads.train.origin import sizes_of
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import TrainingData, training_facts
 
-AHEAD = 2
-"""Micro batches that are made ahead, at least."""
 SHOWN = 8
 """Documents listed in the line about a skipped step."""
 
@@ -99,32 +98,17 @@ class Run:
             batch = self.data.train.batch(rows)
             return batch.pin_memory() if pins else batch
 
-        ahead = max(AHEAD, self.recipe.rows_ahead // size)
         due: deque[tuple[int, list[int], Future[Batch]]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
             for step in range(self.state.step, self.state.steps):
                 for number, rows in share(self.order.step(step), size, rank, world):
                     due.append((number, rows, thread.submit(make, rows)))
                     self.features.ahead(rows)
-                    if len(due) > ahead:
+                    if len(due) > self.recipe.batches_ahead:
                         number, rows, future = due.popleft()
                         yield number, rows, future.result()
             for number, rows, future in due:
                 yield number, rows, future.result()
-
-
-class StepResult(NamedTuple):
-    """Result of a step. loss: mean over the learned tokens of all processes. norm: of the gradient
-    before clipping; if it is not finite, no weights were updated. lr: of the heads. ranks_KR: of
-    this process. stop: whether any process was asked to. documents: those with non-finite losses.
-    """
-
-    loss: float
-    norm: float
-    lr: float
-    ranks_KR: Tensor
-    stop: bool
-    documents: list[int]
 
 
 def set_length(run: Run, minutes: float) -> None:
@@ -223,7 +207,7 @@ def record(run: Run, result: StepResult, progress: Progress) -> None:
     if math.isfinite(result.norm):
         run.state = replace(run.state, loss=result.loss, skipped=0)
         progress.padding = run.target.padding
-        progress.step(run.state.step, result.loss, result.norm, result.ranks_KR, tokens, result.lr)
+        progress.step(run.state.step, result, tokens)
         return
     run.state = replace(run.state, skipped=state.skipped + 1)
     documents = result.documents or sorted(set(run.data.train.document_numbers(rows)))
@@ -306,14 +290,7 @@ def _finite_head(run: Run) -> DraftHead:
 
 def _write(run: Run, head: DraftHead, results: dict[str, Any]) -> None:
     """Begin to write a checkpoint. results: of its evaluation."""
-    facts = {
-        "steps": run.state.step,
-        "tokens": run.state.tokens,
-        "seconds": run.state.seconds,
-        "loss": run.state.loss,
-        **results,
-        **training_facts(run.recipe, run.data, run.accelerator),
-    }
+    facts = training_facts(run.state, results, run.data, run.accelerator)
     if run.state.origin:
         facts["continued"] = asdict(run.state.origin)
         facts["recipe"]["head"] |= sizes_of(head, run.recipe.head)
@@ -327,13 +304,3 @@ def _write(run: Run, head: DraftHead, results: dict[str, Any]) -> None:
             target.adapter = target.adapter.on_host()
         on_host = run.engine.on_host(head)
         run.checkpoints.save(Content(on_host, optimizer_state, run.state, target, facts))
-
-
-def outcome(run: Run, progress: Progress) -> Outcome:
-    """How a run ended."""
-    step, steps = run.state.step, run.state.steps
-    if run.state.exhausted and step < steps:
-        progress.log(run.state.early_end)
-        steps = step
-    folder = run.checkpoints.folder(step)
-    return Outcome(folder, step, steps, trained=True, stopped_by=run.stopped_by)

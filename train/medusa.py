@@ -39,7 +39,7 @@ def start(
     log = launch.main_process_log(accelerator)
     with launch.agreeing(accelerator) as values:
         read_manifest(recipe.data.path)  # a mistake is said before the target is loaded
-        target = setup.load_target(recipe, accelerator)
+        target = setup.frozen_target(recipe, accelerator)
         data = setup.load_data(recipe, target, log)
         values["target"] = target.fingerprint()
         values["data"] = data.counts["digest"]
@@ -118,7 +118,12 @@ def fit(
                         with progress.paused():
                             loop.save(run, progress)
                 run.checkpoints.wait()
-                return loop.outcome(run, progress)
+                step, steps = run.state.step, run.state.steps
+                if run.state.exhausted and step < steps:
+                    progress.log(run.state.early_end)
+                    steps = step
+                folder = run.checkpoints.folder(step)
+                return metrics.Outcome(folder, step, steps, trained=True, stopped_by=run.stopped_by)
 
 
 def main(argv: Sequence[str] | None = None, *, script: str = "medusa", kind: str = "medusa") -> int:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from pydantic import TypeAdapter
@@ -67,6 +67,20 @@ class Outcome:
         return self.step >= self.steps
 
 
+class StepResult(NamedTuple):
+    """Result of a step. loss: mean over the learned tokens of all processes. norm: of the gradient
+    before clipping; if it is not finite, no weights were updated. lr: of the heads. ranks_KR: of
+    this process. stop: whether any process was asked to. documents: those with non-finite losses.
+    """
+
+    loss: float
+    norm: float
+    lr: float
+    ranks_KR: Tensor
+    stop: bool
+    documents: list[int]
+
+
 class Progress:
     """Counts steps, and writes metrics of the training batches every `log_every` steps.
 
@@ -108,16 +122,13 @@ class Progress:
         if self.accelerator.is_main_process:
             tqdm.write(printable(text))
 
-    def step(
-        self, step: int, loss: float, norm: float, ranks_KR: Tensor, tokens: int, lr: float
-    ) -> None:
-        """Count step number `step`. loss, tokens: over all processes. norm: of the gradient before
-        clipping. ranks_KR: of this process.
-        """
+    def step(self, step: int, result: StepResult, tokens: int) -> None:
+        """Count step number `step`. tokens: over all processes."""
         self.bar.update()
-        self.losses.append(loss)
+        self.losses.append(result.loss)
         self.tokens += tokens
-        self.ranks_KR = ranks_KR if self.ranks_KR is None else self.ranks_KR + ranks_KR
+        before_KR = self.ranks_KR
+        self.ranks_KR = result.ranks_KR if before_KR is None else before_KR + result.ranks_KR
         if step % self.log_every:
             return
         ranks_KR = self.accelerator.reduce(self.ranks_KR, "sum").cpu()
@@ -126,8 +137,8 @@ class Progress:
         rate = self.tokens / (time.monotonic() - self.since)
         values = {
             "loss": sum(self.losses) / len(self.losses),
-            "gradient_norm": norm,
-            "lr": lr,
+            "gradient_norm": result.norm,
+            "lr": result.lr,
             "tokens_per_second": rate,
             "top1": top1.tolist(),
             "chain": 1.0 + float(top1.cumprod(0).sum()),

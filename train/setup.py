@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import WEIGHTS, open_head
+from draftheads.heads.formats.hub import WEIGHTS
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.adapter import FOLDER as ADAPTER
 from draftheads.heads.target.lora import titled
@@ -24,11 +24,13 @@ from draftheads.train.batches import Documents, Order, Reading, Rows, Verificati
 from draftheads.train.checkpoint import RunState, Saved, check_inputs
 from draftheads.train.data.answers import read_manifest
 from draftheads.train.launch import Log, main_process_log
-from draftheads.train.origin import continued_head, initial_head, read_origin
+from draftheads.train.origin import initial_head, read_origin
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
 """Share of learned tokens below which the data are suspicious."""
+PACKAGES = ("draftheads", "torch", "transformers", "accelerate")
+"""Those whose versions affect results."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class TrainingData:
         }
 
 
-def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
+def frozen_target(recipe: Recipe, accelerator: Accelerator) -> Target:
     """The frozen target, placed according to the recipe, with a new adapter if the recipe has one.
 
     Raises ValueError for a placement that this launch cannot provide.
@@ -168,7 +170,7 @@ def schedule(
         recipe=recipe,
         target=target.fingerprint(),
         data=data.counts,
-        versions=versions(),
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
     )
     warning = reading.warning(state.steps, rows_per_step)
     if warning and not recipe.run.minutes:
@@ -195,16 +197,15 @@ def create_head(
     continues. saved: the checkpoint of a run that is resumed, whose weights the head and the
     target's adapter then have.
     """
-    choices, vocabulary = recipe.head, None
+    choices = recipe.head
     if choices.source is None:
+        vocabulary = None
         if choices.draft_vocabulary is not None:
             vocabulary = documents.frequent_tokens(choices.draft_vocabulary, target.vocab_size)
         torch.manual_seed(recipe.run.seed)
         head = HEADS[choices.kind].create(target, choices, vocabulary).float().to(target.device)
-    elif saved:
-        head = continued_head(open_head(saved), recipe, target, documents)
     else:
-        head = initial_head(recipe, target, documents)
+        head = initial_head(recipe, target, documents, saved)
     if saved:
         head.load_state_dict(load_file(saved / WEIGHTS))
         if target.adapter:
@@ -228,21 +229,22 @@ def free_unread(
     log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that affect results."""
-    packages = ("draftheads", "torch", "transformers", "accelerate")
-    return {name: importlib.metadata.version(name) for name in packages}
-
-
-def training_facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[str, Any]:
-    """Facts about the training for the head's config.json, except results."""
+def training_facts(
+    state: RunState, results: dict[str, Any], data: TrainingData, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Facts about the training for the head's config.json. results: of an evaluation."""
     origin = ("target", "sampling", "prompts", "seed", "versions")
     device = f"CPU process ({platform.processor() or platform.machine()})"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     return {
-        "recipe": recipe.model_dump(mode="json"),
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "loss": state.loss,
+        **results,
+        "recipe": state.recipe.model_dump(mode="json"),
         "data": {**data.counts, **{key: data.manifest.get(key) for key in origin}},
-        "versions": versions(),
+        "versions": state.versions,
         "hardware": f"{accelerator.num_processes} x {device}",
     }
