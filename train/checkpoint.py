@@ -34,7 +34,6 @@ from draftheads.heads.files import remedy, staged
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.data.answers import has_answers, read_manifest
 from draftheads.train.launch import Log, agreeing, main_process_log
 from draftheads.train.origin import Origin
@@ -268,15 +267,6 @@ def is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
 def load_optimizer_state(folder: Path) -> dict[str, Tensor]:
     """The optimizer state in a checkpoint, on the CPU."""
     return load_file(folder / TRAINER / OPTIMIZER)
-
-
-def check_inputs(saved: Saved, new: RunState) -> None:
-    """Raise ValueError if target or data have changed: step n would not mean the same."""
-    old = saved.state
-    if not same_weights(old.target, new.target):
-        change = f"{old.target} -> {new.target}"
-        refuse_changes(saved, f"weights of {new.recipe.target}", [change])
-    check_data(saved, new.recipe.data.path, new.data["digest"])
 
 
 def check_data(saved: Saved, path: Path, digest: str) -> None:

@@ -21,7 +21,7 @@ from draftheads.heads.target.lora import titled
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
-from draftheads.train.checkpoint import RunState, Saved, check_inputs
+from draftheads.train.checkpoint import RunState, Saved, check_data, refuse_changes
 from draftheads.train.data.answers import read_manifest
 from draftheads.train.launch import Log, main_process_log
 from draftheads.train.origin import initial_head, read_origin
@@ -176,7 +176,10 @@ def schedule(
     if warning and not recipe.run.minutes:
         log(warning)
     if saved:
-        check_inputs(saved, state)
+        if not same_weights(saved.state.target, state.target):  # step n would not mean the same
+            change = f"{saved.state.target} -> {state.target}"
+            refuse_changes(saved, f"weights of {recipe.target}", [change])
+        check_data(saved, recipe.data.path, state.data["digest"])
         log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
         if saved.state.versions != state.versions:
             log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
