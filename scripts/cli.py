@@ -20,13 +20,7 @@ from draftheads import __version__
 from draftheads.arguments import expected
 from draftheads.scripts import commands, learning, recipes
 from draftheads.scripts.doctor import doctor
-from draftheads.train.entry import (
-    INTERRUPTED,
-    guard_terminal,
-    mistakes_in_one_line,
-    say,
-    spin_briefly,
-)
+from draftheads.train.entry import INTERRUPTED, mistakes_in_one_line, say
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -95,8 +89,6 @@ def draftheads(
 
 def main() -> None:
     """The console script."""
-    spin_briefly()
-    guard_terminal()
     log = logging.getLogger("draftheads")
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False

@@ -256,11 +256,11 @@ def train(
     In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
     `accelerate launch train/eagle.py RECIPE.yaml`.
     """
-    from draftheads.train.entry import train as run
+    from draftheads.train.medusa import main
 
     set_threads(threads)
     values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
-    sys.exit(run(str(recipe), values, "medusa"))
+    sys.exit(main([str(recipe), *values]))
 
 
 def demo(

@@ -28,7 +28,7 @@ from draftheads.scripts.printing import print_tuned
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.entry import INTERRUPTED
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 RECIPES = Path(str(files("draftheads.recipes")))

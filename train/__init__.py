@@ -29,7 +29,8 @@ __all__ = [
 if TYPE_CHECKING:
     from draftheads.train.data.distill import DistillOptions, LocalAnswerer, distill
     from draftheads.train.data.prompts import read_prompts
-    from draftheads.train.loop import Outcome, fit
+    from draftheads.train.medusa import fit
+    from draftheads.train.metrics import Outcome
     from draftheads.train.recipe import Recipe, load_recipe
 else:
     __getattr__, __dir__ = lazy(__name__, __file__)

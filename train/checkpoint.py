@@ -32,31 +32,34 @@ from draftheads.arguments import nearest, takes_files
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import remedy, staged
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
+from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import same_weights
-from draftheads.train.launch import agreeing
+from draftheads.train.data.answers import has_answers, read_manifest
+from draftheads.train.launch import Log, agreeing, main_process_log
 from draftheads.train.origin import Origin
-from draftheads.train.recipe import Recipe
+from draftheads.train.recipe import Recipe, differences
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
 FORMAT = 3
 """Version of state.json."""
+PATIENCE = 3
+"""Evaluations without improvement after which training that continues a head ends."""
 SEAL = "crc32"
 """The key of its checksum, over all other values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunState:
     """State of a run after `step` steps, as in state.json."""
 
-    step: int  # optimizer steps done
+    step: int = 0  # optimizer steps done
     steps: int  # of the whole run
-    tokens: int  # trained on, without padding
-    seconds: float  # of training, over all launches
-    loss: float | None
-    tokens_per_step: float  # simulated
-    skipped: int  # consecutive non-finite steps, up to this one
+    tokens: int = 0  # trained on, without padding
+    seconds: float = 0.0  # of training, over all launches
+    loss: float | None = None
+    tokens_per_step: float = 1.0  # simulated
+    skipped: int = 0  # consecutive non-finite steps, up to this one
     rows_per_step: int  # over all processes
     recipe: Recipe
     target: str  # its fingerprint
@@ -87,19 +90,64 @@ class RunState:
             return None if self.heldout_loss is None else -self.heldout_loss
         return self.measured[measure] if self.measured else None
 
-    def evaluated(self) -> RunState:
-        """This state, its evaluation counted; of two equal ones the later is the best."""
-        worth = self.worth
+    def evaluated(self, figures: dict[str, Any]) -> RunState:
+        """This state with the figures of an evaluation, which counts if it was due; of two equal
+        ones the later is the best.
+        """
+        simulated, measured = figures["heldout_tokens_per_step"], figures.get("measured")
+        origin = self.origin
+        if origin and origin.tokens_per_step is None:
+            tau = measured["tokens_per_step"] if measured else simulated
+            origin = replace(origin, tokens_per_step=tau)
+        state = replace(
+            self,
+            tokens_per_step=simulated,
+            measured=measured,
+            drift=figures.get("drift"),
+            heldout_loss=figures.get("heldout_loss"),
+            lacks_evaluation=False,
+            origin=origin,
+        )
+        worth = state.worth
+        if not self.is_due:
+            return state
         if worth is None or (self.best is not None and worth < self.best):
-            return replace(self, waited=self.waited + 1)
+            return replace(state, waited=self.waited + 1)
         waited = self.waited + 1 if worth == self.best else 0
-        return replace(self, best=worth, best_step=self.step, waited=waited)
+        return replace(state, best=worth, best_step=self.step, waited=waited)
 
     @property
     def exhausted(self) -> bool:
         """Whether `eval.patience` evaluations have passed without improvement."""
-        patience = self.recipe.patience
+        patience = self.recipe.eval.patience
+        if self.recipe.head.source:
+            patience = patience or PATIENCE
         return patience is not None and self.waited >= patience
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the run goes on."""
+        return self.step < self.steps and not self.exhausted
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to evaluate after this step."""
+        every = self.recipe.eval.every or self.recipe.run.save_every
+        return self.step % every == 0 or self.step == self.steps
+
+    @property
+    def saves(self) -> bool:
+        """Whether to save after this step."""
+        return self.is_due or self.step % self.recipe.run.save_every == 0
+
+    @property
+    def early_end(self) -> str:
+        """A line about a run that is exhausted."""
+        return (
+            f"ended at step {self.step} of {self.steps}, after {self.tokens:,} tokens: "
+            f"{self.waited} evaluations without better {self.recipe.measure}; the best was at step "
+            f"{self.best_step}"
+        )
 
     def planned_steps(self, recipe: Recipe) -> int | None:
         """Steps of this run under a new recipe; None if its epochs have changed. Other minutes
@@ -182,18 +230,43 @@ def newest(output: Path) -> tuple[Saved | None, list[str]]:
     return None, []
 
 
+def resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
+    """The newest intact checkpoint, if any; the same on all processes, as is the recipe."""
+    with agreeing(accelerator) as values:
+        if accelerator.is_main_process:
+            check_writable(recipe.run.output)  # before minutes of loading
+        saved, damaged = newest(recipe.run.output)
+        if saved:
+            refuse_changes(saved, "choices", differences(saved.state.recipe, recipe))
+            path = recipe.data.path  # what a finished run has learned from may be gone
+            if has_answers(path) and (digest := read_manifest(path).get("digest")):
+                check_data(saved, path, digest)
+        values["checkpoint"] = saved.folder.name if saved else "none"
+        values.update(flat(recipe.model_dump(mode="json")))
+        for key in ("target", "data.path", "data.cache_gb", "features.path", "run.output"):
+            values.pop(key, None)  # paths and memory may differ between machines
+    log = main_process_log(accelerator)
+    for fault in damaged:
+        log(f"warning: skipped and set aside {recipe.run.output}/{fault}")
+    return saved
+
+
+def is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
+    """Whether a run has no step left under this recipe."""
+    planned = state.planned_steps(recipe)
+    if state.lacks_evaluation:
+        return False
+    if planned is not None and state.step >= planned:
+        return True
+    state = replace(state, recipe=recipe)
+    if state.exhausted:
+        log(f"{state.early_end}; raise eval.patience to resume")
+    return state.exhausted
+
+
 def load_optimizer_state(folder: Path) -> dict[str, Tensor]:
     """The optimizer state in a checkpoint, on the CPU."""
     return load_file(folder / TRAINER / OPTIMIZER)
-
-
-def check_inputs(saved: Saved, new: RunState) -> None:
-    """Raise ValueError if target or data have changed: step n would not mean the same."""
-    old = saved.state
-    if not same_weights(old.target, new.target):
-        change = f"{old.target} -> {new.target}"
-        refuse_changes(saved, f"weights of {new.recipe.target}", [change])
-    check_data(saved, new.recipe.data.path, new.data["digest"])
 
 
 def check_data(saved: Saved, path: Path, digest: str) -> None:

@@ -3,9 +3,9 @@
 import sys
 from functools import partial
 
-from draftheads.train import entry
+from draftheads.train import medusa
 
-main = partial(entry.main, script="eagle", kind="eagle3")
+main = partial(medusa.main, script="eagle", kind="eagle3")
 
 if __name__ == "__main__":
     sys.exit(main())

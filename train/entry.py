@@ -39,68 +39,35 @@ saved. DRAFTHEADS_DEBUG=1 shows tracebacks.
 usage: train/{script}.py RECIPE.yaml [key.path=value ...]"""
 
 
-def main(argv: Sequence[str] | None = None, *, script: str, kind: str) -> int:
-    """Run the recipe named in `argv` (None: the arguments of the process); returns the exit code.
-
-    kind: of the head, if the recipe has no `head.kind`.
+def words(argv: Sequence[str] | None, script: str, kind: str) -> Sequence[str]:
+    """The words of a command line (None: of this process); without any, or for -h, its usage, and
+    the end.
     """
-    spin_briefly()
-    guard_terminal()
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        _print(HELP.format(kind=kind, script=script))
-        return 0 if arguments else 2
-    try:
-        with mistakes_in_one_line():
-            return train(arguments[0], arguments[1:], kind)
-    except SystemExit as ended:
-        return int(ended.code or 0)
-
-
-def train(recipe: str, overrides: Sequence[str], kind: str) -> int:
-    """Train from a recipe; returns 0, or 130 if the run was interrupted and saved."""
-    from draftheads.train.checkpoint import BEST, read_state
-    from draftheads.train.loop import fit
-    from draftheads.train.metrics import summary
-    from draftheads.train.recipe import load_recipe
-
-    logging.getLogger("draftheads").disabled = not _is_first()
-    choices = load_recipe(recipe, overrides, kind)
-    outcome = fit(choices)
-    if not outcome.finished:
-        _print(
-            f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
-            f"in {outcome.checkpoint}; run the same command again to resume"
-        )
-        return INTERRUPTED
-    if outcome.trained:
-        _print(f"done: {outcome.steps} steps, saved in {outcome.checkpoint}")
-    else:
-        _print(
-            f"{outcome.checkpoint}: this run is finished; raise run.steps to continue it, or set "
-            "another run.output"
-        )
-    output = choices.run.output
-    if _is_first() and (output / BEST).exists():
-        _print(summary(read_state(output / BEST), output))
-    return 0
+    given = sys.argv[1:] if argv is None else argv
+    if not given or given[0] in ("-h", "--help"):
+        say_once(HELP.format(kind=kind, script=script))
+        sys.exit(0 if given else 2)
+    return given
 
 
 @contextmanager
 def mistakes_in_one_line(*, resumes: bool = True) -> Iterator[None]:
     """End the process with one line and an exit code: 2 after a mistake of the user or a fault of
     the machine (with DRAFTHEADS_DEBUG set, its traceback), 130 after Ctrl-C, SIGTERM or SIGHUP.
-    These two raise SystemExit, so that open files are closed and temporary ones removed.
+    These two raise SystemExit, so that open files are closed and temporary ones removed. Terminals
+    and threads are prepared, too.
 
     resumes: whether the same command continues where an interrupted one ended.
     """
+    spin_briefly()
+    guard_terminal()
     advice = "; run the same command again to resume" if resumes else ""
 
     def end(number: int, frame: FrameType | None) -> None:
         if isinstance(sys.exc_info()[1], LostProcessError):
             return  # a launcher ends those that are left; their own line says why
         by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        _print(f"interrupted by {by}{advice}", sys.stderr)
+        say_once(f"interrupted by {by}{advice}", sys.stderr)
         sys.exit(INTERRUPTED)
 
     with handling(end, signal.SIGTERM), handling(hang_up, *HANG_UPS):
@@ -124,7 +91,7 @@ def _print_mistake(error: Exception) -> None:
     is_own = is_disk or isinstance(error, LostProcessError | OutOfMemoryError | ConnectionError)
     rank = os.environ.get("RANK", "0")
     if is_own or os.environ.get("LOCAL_RANK", rank) == "0":
-        where = "" if _is_first() else f" on process {rank}"
+        where = "" if is_first() else f" on process {rank}"
         say(f"error{where}: {one_line(error)}", sys.stderr)
 
 
@@ -194,10 +161,12 @@ class _HarmlessRecord(logging.LogRecord):
         return harmless(super().getMessage())
 
 
-def _print(text: str, file: TextIO | None = None) -> None:
-    if _is_first():
+def say_once(text: str, file: TextIO | None = None) -> None:
+    """`say`, on the first process of a launch only."""
+    if is_first():
         say(text, file)
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
+    """Whether this is the first process of a launch."""
     return os.environ.get("RANK", "0") == "0"

@@ -221,11 +221,6 @@ class Evaluator:
         if self.recipe.decodes:
             self.prompts = heldout_prompts(self.recipe, self.data, self.target.context)
 
-    def due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after this step of `steps`."""
-        every = self.recipe.eval.every or self.recipe.run.save_every
-        return step % every == 0 or step == steps
-
     def __call__(self, head: DraftHead, *, decode: bool) -> Evaluation:
         """Fit the tree of `head`, which is whole and in float32, to its ranks, and evaluate it.
 

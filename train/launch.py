@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
@@ -25,6 +27,7 @@ from accelerate.utils import (
     str_to_bool,
 )
 
+from draftheads.train.faults import lost_processes, memory_errors
 from draftheads.train.recipe import Recipe
 from draftheads.train.signals import REQUESTS, handling
 
@@ -32,6 +35,35 @@ PATIENCE = timedelta(minutes=30)
 """Time-out of collectives; the first process may be downloading the target."""
 STOP_FILE = "checkpoint-now"
 """A file of this name in run.output is a request to save and stop."""
+
+
+Log = Callable[[str], None]
+
+
+@contextmanager
+def launched(recipe: Recipe, accelerator: Accelerator | None = None) -> Iterator[Accelerator]:
+    """The processes of a run, which end with the block. accelerator: of processes that have already
+    joined; left running.
+
+    Memory that runs out, and a process that is gone, are errors of one line. After the block,
+    torch's random numbers go on where they were. Raises as `make_accelerator`.
+    """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"expected a Recipe, as of load_recipe, got {recipe!r:.80}")
+    use_huge_pages()
+    rows, length = recipe.data.rows_per_batch, recipe.data.sequence_length
+    advice = f"lower data.rows_per_batch ({rows}), data.sequence_length ({length}) or sizes in head"
+    if not recipe.run.gradient_checkpointing:
+        advice += ", or set run.gradient_checkpointing=true"
+    with lost_processes(), memory_errors(advice), ExitStack() as ends:
+        if accelerator is None:
+            accelerator = make_accelerator(recipe)
+            ends.callback(accelerator.end_training)
+            if accelerator.distributed_type is not DistributedType.NO:
+                ends.callback(gc.collect)  # FSDP2 must release the process group first
+        devices = [accelerator.device] if accelerator.device.type == "cuda" else []
+        ends.enter_context(torch.random.fork_rng(devices))
+        yield accelerator
 
 
 def use_huge_pages() -> None:
@@ -45,6 +77,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """The Accelerator of this process. Raises ValueError if the processes of this launch would not
     train together.
     """
+    check_trackers(recipe.run.trackers)
     has_gpu = torch.cuda.is_available()
     check_environment(os.environ, has_gpu=has_gpu)
     _join_restarted(os.environ, "nccl" if has_gpu else "gloo")
@@ -71,6 +104,17 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if plugin and not plugin.zero_stage:
         raise ValueError("expected ZeRO stage 1, 2 or 3, got 0; use recipes/accelerate-ddp.yaml")
     return accelerator
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError for trackers that are not installed."""
+    installed = [str(name) for name in get_available_trackers()]
+    for name in names:
+        if name not in installed:
+            raise ValueError(
+                f"run.trackers: expected some of {', '.join(installed)}, got {name!r}; install the "
+                "package of this tracker, or leave it out"
+            )
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:
@@ -119,7 +163,7 @@ def _is_true(environ: Mapping[str, str], name: str) -> bool:
     return bool(str_to_bool(environ.get(name, "no")))
 
 
-def main_process_log(accelerator: Accelerator) -> Callable[[str], None]:
+def main_process_log(accelerator: Accelerator) -> Log:
     """A function that prints a line, on the main process only."""
     return print if accelerator.is_main_process else lambda _: None
 

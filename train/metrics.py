@@ -14,21 +14,20 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from pydantic import TypeAdapter
 from torch import Tensor
 from tqdm import tqdm
 
 from draftheads.heads.files import naming, write_text
 from draftheads.heads.terminal import printable, progress_bar
-from draftheads.train.checkpoint import RunState
+from draftheads.train.checkpoint import BEST, RunState, read_state
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
 
@@ -50,6 +49,38 @@ Line = dict[str, Any]
 """One line of metrics.jsonl."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. checkpoint: the newest. step, steps: done and planned. trained: False if the
+    run had already ended. stopped_by: the signal or file that interrupted it, or "".
+    """
+
+    checkpoint: Path
+    step: int
+    steps: int
+    trained: bool
+    stopped_by: str = ""
+
+    @property
+    def finished(self) -> bool:
+        """False if the run was interrupted."""
+        return self.step >= self.steps
+
+
+class StepResult(NamedTuple):
+    """Result of a step. loss: mean over the learned tokens of all processes. norm: of the gradient
+    before clipping; if it is not finite, no weights were updated. lr: of the heads. ranks_KR: of
+    this process. stop: whether any process was asked to. documents: those with non-finite losses.
+    """
+
+    loss: float
+    norm: float
+    lr: float
+    ranks_KR: Tensor
+    stop: bool
+    documents: list[int]
+
+
 class Progress:
     """Counts steps, and writes metrics of the training batches every `log_every` steps.
 
@@ -57,7 +88,8 @@ class Progress:
     from training batches, while `heldout_tokens_per_step` is for the best tree.
     """
 
-    def __init__(self, accelerator: Accelerator, recipe: Recipe, start: int, steps: int) -> None:
+    def __init__(self, accelerator: Accelerator, state: RunState) -> None:
+        recipe, start = state.recipe, state.step
         self.accelerator = accelerator
         self.log_every = recipe.run.log_every
         self.path = recipe.run.output / METRICS
@@ -68,7 +100,7 @@ class Progress:
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         silent = not accelerator.is_main_process
         self.bar = progress_bar(
-            total=steps,
+            total=state.steps,
             initial=start,
             desc="train",
             disable=silent,
@@ -82,22 +114,20 @@ class Progress:
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
         self.since = time.monotonic()
+        self.began = self.since - state.seconds
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""
         if self.accelerator.is_main_process:
             tqdm.write(printable(text))
 
-    def step(
-        self, step: int, loss: float, norm: float, ranks_KR: Tensor, tokens: int, lr: float
-    ) -> None:
-        """Count step number `step`. loss, tokens: over all processes. norm: of the gradient before
-        clipping. ranks_KR: of this process.
-        """
+    def step(self, step: int, result: StepResult, tokens: int) -> None:
+        """Count step number `step`. tokens: over all processes."""
         self.bar.update()
-        self.losses.append(loss)
+        self.losses.append(result.loss)
         self.tokens += tokens
-        self.ranks_KR = ranks_KR if self.ranks_KR is None else self.ranks_KR + ranks_KR
+        before_KR = self.ranks_KR
+        self.ranks_KR = result.ranks_KR if before_KR is None else before_KR + result.ranks_KR
         if step % self.log_every:
             return
         ranks_KR = self.accelerator.reduce(self.ranks_KR, "sum").cpu()
@@ -106,8 +136,8 @@ class Progress:
         rate = self.tokens / (time.monotonic() - self.since)
         values = {
             "loss": sum(self.losses) / len(self.losses),
-            "gradient_norm": norm,
-            "lr": lr,
+            "gradient_norm": result.norm,
+            "lr": result.lr,
             "tokens_per_second": rate,
             "top1": top1.tolist(),
             "chain": 1.0 + float(top1.cumprod(0).sum()),
@@ -193,14 +223,30 @@ def sparkline(shares: Sequence[float]) -> str:
     return f"{bars} {shares[0]:.2f} to {shares[-1]:.2f}"
 
 
-def summary(best: RunState, output: Path) -> str:
-    """What the best checkpoint of a run is worth, and what to do next."""
-    tune = f"draftheads tune --head {output} --prompts PROMPTS"
-    line = f"best: step {best.step}, τ {best.tokens_per_step:.2f} simulated, not decoded"
+def report(outcome: Outcome) -> str:
+    """How a run ended, what its best checkpoint is worth, and what to do next."""
+    checkpoint, output = outcome.checkpoint, outcome.checkpoint.parent
+    if not outcome.finished:
+        return (
+            f"interrupted by {outcome.stopped_by} at step {outcome.step} of {outcome.steps}, saved "
+            f"in {checkpoint}; run the same command again to resume"
+        )
+    end = f"done: {outcome.steps} steps, saved in {checkpoint}"
+    if not outcome.trained:
+        end = (
+            f"{checkpoint}: this run is finished; raise run.steps to continue it, or set another "
+            "run.output"
+        )
+    if not (output / BEST).exists():
+        return end
+    best = read_state(output / BEST)
+    worth = f"{best.tokens_per_step:.2f} simulated, not decoded"
     if best.measured:
-        line = f"best: step {best.step}, τ {best.measured['tokens_per_step']:.2f} decoded"
+        worth = f"{best.measured['tokens_per_step']:.2f} decoded"
     return (
-        f"{line}\nnext: {tune}\n      finds the fastest tree, and says how fast it is; then "
+        f"{end}\nbest: step {best.step}, τ {worth}\n"
+        f"next: draftheads tune --head {output} --prompts PROMPTS\n"
+        "      finds the fastest tree, and says how fast it is; then "
         f"draftheads chat --head {output}"
     )
 
@@ -222,17 +268,6 @@ def read_metrics(output: str | Path) -> list[Line]:
     if len(lines) < len(complete):
         tqdm.write(printable(f"note: {path}: skipped {len(complete) - len(lines)} damaged lines"))
     return lines
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for trackers that are not installed."""
-    installed = [str(name) for name in get_available_trackers()]
-    for name in names:
-        if name not in installed:
-            raise ValueError(
-                f"run.trackers: expected some of {', '.join(installed)}, got {name!r}; install the "
-                "package of this tracker, or leave it out"
-            )
 
 
 def _start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,37 +71,22 @@ def is_native(recipe: Recipe) -> bool:
     return recipe.head.kind == MtpHead.kind and recipe.head.source == NATIVE
 
 
-def initial_head(recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
-    """The head that head.from names, to be trained. Raises as `continued_head`."""
-    if not is_native(recipe):
-        return continued_head(open_head(str(recipe.head.source)), recipe, target, documents)
-    return _prepared(native_head(target), recipe, target, documents)
-
-
-def initial_shape(recipe: Recipe, target: Target) -> DraftHead:
-    """The head that head.from names, on the meta device. Raises as `continued_head`."""
-    if not is_native(recipe):
-        return shape_of(open_head(str(recipe.head.source)), recipe, target)
-    head: DraftHead = native_shape(target)
-    head.train_with(recipe.head)
-    return head
-
-
-def continued_head(
-    folder: HeadFolder, recipe: Recipe, target: Target, documents: Documents
+def initial_head(
+    recipe: Recipe, target: Target, documents: Documents, saved: Path | None = None
 ) -> DraftHead:
-    """The head of a folder, in float32, to be trained with a recipe. Its sizes stay; with
-    head.vocabulary it drafts the most frequent tokens of these documents.
+    """The head that head.from names, or that of a checkpoint of the run, in float32, to be trained
+    with a recipe. Its sizes stay; with head.vocabulary it drafts the most frequent tokens of these
+    documents.
 
     Raises ValueError for a head of another kind, width or vocabulary of the target.
     """
-    shape_of(folder, recipe, target)
-    with _other_weights():
-        head = folder.load(target, dtype=torch.float32)
-    return _prepared(head, recipe, target, documents)
-
-
-def _prepared(head: DraftHead, recipe: Recipe, target: Target, documents: Documents) -> DraftHead:
+    if is_native(recipe) and saved is None:
+        head: DraftHead = native_head(target)
+    else:
+        folder = open_head(saved or str(recipe.head.source))
+        shape_of(folder, recipe, target)
+        with warnings.catch_warnings(action="ignore"):
+            head = folder.load(target, dtype=torch.float32)
     size = recipe.head.draft_vocabulary
     if size is not None:
         frequent = documents.frequent_tokens(size, target.vocab_size)
@@ -114,9 +98,19 @@ def _prepared(head: DraftHead, recipe: Recipe, target: Target, documents: Docume
     return head.float().to(target.device).train()
 
 
+def initial_shape(recipe: Recipe, target: Target) -> DraftHead:
+    """The head that head.from names, on the meta device. Raises as `initial_head`."""
+    if not is_native(recipe):
+        return shape_of(open_head(str(recipe.head.source)), recipe, target)
+    head: DraftHead = native_shape(target)
+    head.train_with(recipe.head)
+    return head
+
+
 def shape_of(folder: HeadFolder, recipe: Recipe, target: Target) -> DraftHead:
-    """The head of a folder on the meta device. Raises ValueError as `continued_head` does."""
-    with _other_weights():
+    """The head of a folder on the meta device. Raises ValueError as `initial_head` does."""
+    # other weights of the target are what a head is trained further for
+    with warnings.catch_warnings(action="ignore"):
         head, _ = folder.read(target)
     if head.kind != recipe.head.kind:
         raise ValueError(
@@ -146,14 +140,6 @@ def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
             if isinstance(value, int | str | list) and isinstance(given, type(value) | None):
                 sizes[key] = value
     return sizes
-
-
-@contextmanager
-def _other_weights() -> Iterator[None]:
-    """Other weights of the target are what a head is trained further for: no warning."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def difference(facts: HeadFacts, target: Target) -> str:

@@ -55,8 +55,8 @@ SERVER_KEYS = frozenset(
 )
 """Keys of features that say where servers are."""
 
-PATIENCE = 3
-"""Evaluations without improvement after which training that continues a head ends."""
+AHEAD = 2
+"""Micro batches that are made ahead, at least."""
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 
@@ -229,14 +229,10 @@ class Recipe(Section):
         return self.eval.every != 0 and is_whole
 
     @property
-    def rows_ahead(self) -> int:
-        """Rows of a process that servers are asked for before they are needed."""
-        return self.features.in_flight * len(self.features.server)
-
-    @property
-    def patience(self) -> int | None:
-        """Evaluations to wait for improvement; None: the run does not end early."""
-        return self.eval.patience or (PATIENCE if self.head.source else None)
+    def batches_ahead(self) -> int:
+        """Micro batches of a process that are made, or asked of servers, before they are due."""
+        rows = self.features.in_flight * len(self.features.server)
+        return max(AHEAD, rows // self.data.rows_per_batch)
 
     @property
     def measure(self) -> Measure:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import open_head
+from draftheads.heads.formats.hub import WEIGHTS
 from draftheads.heads.kinds import HEADS
+from draftheads.heads.target.adapter import FOLDER as ADAPTER
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
-from draftheads.train.batches import Documents, Rows, Verification, release
+from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
+from draftheads.train.checkpoint import RunState, Saved, check_data, refuse_changes
 from draftheads.train.data.answers import read_manifest
-from draftheads.train.origin import continued_head, initial_head
+from draftheads.train.launch import Log, main_process_log
+from draftheads.train.origin import initial_head, read_origin
 from draftheads.train.recipe import Recipe
 
 LOW_SHARE = 0.05
 """Share of learned tokens below which the data are suspicious."""
-
-Log = Callable[[str], None]
+PACKAGES = ("draftheads", "torch", "transformers", "accelerate")
+"""Those whose versions affect results."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class TrainingData:
         }
 
 
-def load_target(recipe: Recipe, accelerator: Accelerator) -> Target:
+def frozen_target(recipe: Recipe, accelerator: Accelerator) -> Target:
     """The frozen target, placed according to the recipe, with a new adapter if the recipe has one.
 
     Raises ValueError for a placement that this launch cannot provide.
@@ -137,38 +140,114 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     return TrainingData(documents, train, heldout, manifest, path)
 
 
+def schedule(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    target: Target,
+    data: TrainingData,
+    saved: Saved | None,
+) -> tuple[Order, RunState]:
+    """The rows of each step, and the state to start from. A resumed run keeps its rows per step,
+    and its length unless the recipe's has changed.
+    """
+    world = accelerator.num_processes
+    log = main_process_log(accelerator)
+    reading = Reading(len(data.train), data.train.length, recipe.run.epochs_of_size, world)
+    per_batch = recipe.data.rows_per_batch
+    if saved:
+        rows_per_step = saved.state.rows_per_step
+        planned = saved.state.planned_steps(recipe)
+    else:
+        rows_per_step, note = reading.rows_per_step(recipe.run.tokens_per_step, per_batch)
+        planned = recipe.run.steps
+        if note:
+            log(note)
+    order = Order(len(data.train), rows_per_step, recipe.run.seed)
+    share(order.step(0), per_batch, 0, world)  # raises if processes cannot share a step
+    state = RunState(
+        steps=planned or order.steps(recipe.run.epochs or 1),
+        rows_per_step=rows_per_step,
+        recipe=recipe,
+        target=target.fingerprint(),
+        data=data.counts,
+        versions={name: importlib.metadata.version(name) for name in PACKAGES},
+    )
+    warning = reading.warning(state.steps, rows_per_step)
+    if warning and not recipe.run.minutes:
+        log(warning)
+    if saved:
+        if not same_weights(saved.state.target, state.target):  # step n would not mean the same
+            change = f"{saved.state.target} -> {state.target}"
+            refuse_changes(saved, f"weights of {recipe.target}", [change])
+        check_data(saved, recipe.data.path, state.data["digest"])
+        log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
+        if saved.state.versions != state.versions:
+            log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
+        return order, replace(
+            saved.state, recipe=recipe, steps=state.steps, versions=state.versions
+        )
+    if recipe.head.source is not None:
+        origin = read_origin(recipe, target)
+        state = replace(state, origin=origin, lacks_evaluation=True)
+        log(f"continuing {origin}")
+    return order, state
+
+
 def create_head(
     recipe: Recipe, target: Target, documents: Documents, saved: Path | None = None
 ) -> DraftHead:
     """A head of the recipe's kind, in float32 on the target's device: a new one, or the one that it
-    continues. saved: the checkpoint of a run that is resumed.
+    continues. saved: the checkpoint of a run that is resumed, whose weights the head and the
+    target's adapter then have.
     """
-    choices, vocabulary = recipe.head, None
-    if choices.source is not None:
-        if saved is None:
-            return initial_head(recipe, target, documents)
-        return continued_head(open_head(saved), recipe, target, documents)
-    if choices.draft_vocabulary is not None:
-        vocabulary = documents.frequent_tokens(choices.draft_vocabulary, target.vocab_size)
-    torch.manual_seed(recipe.run.seed)
-    return HEADS[choices.kind].create(target, choices, vocabulary).float().to(target.device)
+    choices = recipe.head
+    if choices.source is None:
+        vocabulary = None
+        if choices.draft_vocabulary is not None:
+            vocabulary = documents.frequent_tokens(choices.draft_vocabulary, target.vocab_size)
+        torch.manual_seed(recipe.run.seed)
+        head = HEADS[choices.kind].create(target, choices, vocabulary).float().to(target.device)
+    else:
+        head = initial_head(recipe, target, documents, saved)
+    if saved:
+        head.load_state_dict(load_file(saved / WEIGHTS))
+        if target.adapter:
+            target.adapter.restore(saved / ADAPTER)
+    head.recompute = recipe.run.gradient_checkpointing
+    if recipe.run.compile:
+        head.compile_layers()
+    return head
 
 
-def versions() -> dict[str, str]:
-    """Versions of the packages that affect results."""
-    packages = ("draftheads", "torch", "transformers", "accelerate")
-    return {name: importlib.metadata.version(name) for name in packages}
+def free_unread(
+    recipe: Recipe, target: Target, data: TrainingData, head: DraftHead, log: Log
+) -> None:
+    """Free the parts of the target that the run does not read again."""
+    if recipe.decodes or target.adapter:
+        return
+    is_cached = recipe.features.mode == "cached"
+    proves = recipe.features.server or not data.manifest["target"]  # states of others
+    spares_lm_head = not (head.needs_unembed or proves)
+    freed = target.release(lm_head=spares_lm_head, layers=is_cached)
+    log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
 
 
-def training_facts(recipe: Recipe, data: TrainingData, accelerator: Accelerator) -> dict[str, Any]:
-    """Facts about the training for the head's config.json, except results."""
+def training_facts(
+    state: RunState, results: dict[str, Any], data: TrainingData, accelerator: Accelerator
+) -> dict[str, Any]:
+    """Facts about the training for the head's config.json. results: of an evaluation."""
     origin = ("target", "sampling", "prompts", "seed", "versions")
     device = f"CPU process ({platform.processor() or platform.machine()})"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     return {
-        "recipe": recipe.model_dump(mode="json"),
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "loss": state.loss,
+        **results,
+        "recipe": state.recipe.model_dump(mode="json"),
         "data": {**data.counts, **{key: data.manifest.get(key) for key in origin}},
-        "versions": versions(),
+        "versions": state.versions,
         "hardware": f"{accelerator.num_processes} x {device}",
     }

@@ -16,9 +16,9 @@ import yaml
 from typer.testing import CliRunner
 
 from draftheads.scripts.cli import app
-from draftheads.train import eagle, loop, medusa
+from draftheads.train import eagle, medusa
 from draftheads.train.entry import mistakes_in_one_line, one_line
-from draftheads.train.loop import Outcome
+from draftheads.train.metrics import Outcome
 from draftheads.train.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def fitted(monkeypatch, tmp_path) -> list[Recipe]:
         recipes.append(recipe)
         return Outcome(step=10, steps=10, checkpoint=tmp_path / "step-000010", trained=True)
 
-    monkeypatch.setattr(loop, "fit", fit)
+    monkeypatch.setattr(medusa, "fit", fit)
     return recipes
 
 
@@ -101,7 +101,7 @@ def test_a_warning_is_said_once_for_all_processes(path, fitted, monkeypatch, cap
 
 def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
     stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
-    monkeypatch.setattr(loop, "fit", lambda recipe: stopped)
+    monkeypatch.setattr(medusa, "fit", lambda recipe: stopped)
     assert eagle.main([str(path)]) == 130
     assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
 
@@ -109,7 +109,7 @@ def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsy
 @pytest.mark.usefixtures("hang_ups_are_heeded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_first_step_ends_with_130(path, monkeypatch, capsys, number):
-    monkeypatch.setattr(loop, "fit", lambda recipe: os.kill(os.getpid(), number))
+    monkeypatch.setattr(medusa, "fit", lambda recipe: os.kill(os.getpid(), number))
     before = signal.getsignal(signal.SIGTERM)
     try:
         code = eagle.main([str(path)])

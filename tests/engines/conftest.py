@@ -17,7 +17,7 @@ from draftheads.heads.target.model import Target
 from draftheads.scripts.demo import RECIPES
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 SOME = 200

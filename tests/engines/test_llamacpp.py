@@ -23,7 +23,7 @@ from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 PLACE = place_of("llamacpp")

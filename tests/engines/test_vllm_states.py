@@ -25,7 +25,7 @@ from draftheads.scripts.benchmarks.engines import Job, ours, theirs
 from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
 from draftheads.train.features.served import StateServers
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import FeatureChoices, load_recipe
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]

@@ -47,7 +47,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.launch import make_accelerator
 from draftheads.train.metrics import read_metrics
-from draftheads.train.setup import load_target
+from draftheads.train.setup import frozen_target
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
@@ -185,7 +185,7 @@ def test_a_placement_that_cannot_be_is_refused(made, monkeypatch, choices, proce
     accelerator = make_accelerator(recipe)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with pytest.raises(ValueError, match=message) as error:
-        load_target(recipe, accelerator)
+        frozen_target(recipe, accelerator)
     assert "\n" not in str(error.value)
 
 
@@ -195,7 +195,7 @@ def test_bits_beside_shards_are_refused(made, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ValueError, match="expected target_bits=null, got 4"):
-        load_target(recipe, accelerator)
+        frozen_target(recipe, accelerator)
 
 
 def test_bits_without_bitsandbytes_are_refused(made, monkeypatch):

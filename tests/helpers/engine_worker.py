@@ -19,6 +19,7 @@ from draftheads.heads.target.model import Target
 from draftheads.train import loop
 from draftheads.train.engines import Engine
 from draftheads.train.launch import make_accelerator
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 
@@ -35,7 +36,7 @@ def train(path: Path, output: Path) -> tuple[Target, Engine, float]:
         return result
 
     loop.train_step = noted
-    loop.fit(load_recipe(path, [f"run.output={output}"]), accelerator)
+    fit(load_recipe(path, [f"run.output={output}"]), accelerator)
     loop.train_step = train_step  # else an engine would outlive its process group
     return runs[-1]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from accelerate.utils import wait_for_everyone
 
-from draftheads.train import loop
 from draftheads.train.launch import make_accelerator
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 if __name__ == "__main__":
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     lengths = {"budget": "run.minutes=0.01"}
     for name in ("budget", "counted"):
         recipe = load_recipe(path, [lengths[name], f"run.output={out / name}"])
-        steps = loop.fit(recipe, accelerator).steps
+        steps = fit(recipe, accelerator).steps
         lengths["counted"] = f"run.steps={steps}"
         gc.collect()
         wait_for_everyone()

@@ -22,7 +22,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
 from draftheads.train.launch import make_accelerator
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 

@@ -29,8 +29,7 @@ from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted
 from draftheads.train.advice.plan import make_plan
 from draftheads.train.checkpoint import read_state
-from draftheads.train.loop import fit
-from draftheads.train.medusa import main
+from draftheads.train.medusa import fit, main
 
 LAYOUTS = {"medusa": "vllm", "eagle3": "speculators", "eagle": "vllm", "block": "speculators"}
 

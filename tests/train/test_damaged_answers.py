@@ -27,7 +27,7 @@ from draftheads.train.batches import Documents, Order, Rows, Verification
 from draftheads.train.data import answers, shards
 from draftheads.train.data.answers import check, open_shards, read_answers, read_manifest
 from draftheads.train.data.distill import distill
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 COUNT = 40

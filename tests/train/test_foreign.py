@@ -40,7 +40,7 @@ from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer, read_answers
 from draftheads.train.features.foreign import ForeignStates, open_foreign
 from draftheads.train.features.states import StateChecks, StateLayout, file_features
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.metrics import read_metrics
 
 HIDDEN, LAYERS = 32, 8

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from draftheads.scripts import recipes
 from draftheads.train.advice.suggest import WHY_KIND, suggest
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
 

@@ -36,7 +36,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.train import loop
 from draftheads.train.checkpoint import load_optimizer_state
 from draftheads.train.engines import Learner, TorchEngine, learning_rate
-from draftheads.train.loop import fit
+from draftheads.train.medusa import fit
 from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
 

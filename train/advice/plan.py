@@ -48,10 +48,11 @@ from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, measured_rate, serve_command
 from draftheads.train.features.sources import OnlineFeatures, SharedFaults
 from draftheads.train.launch import make_accelerator, use_huge_pages
-from draftheads.train.loop import AHEAD, start, trial_seconds
+from draftheads.train.loop import trial_seconds
+from draftheads.train.medusa import start
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
-from draftheads.train.setup import excess, load_data, load_target
+from draftheads.train.setup import excess, frozen_target, load_data
 
 ENGINES: dict[str, tuple[str, ...]] = {
     "ddp": (),
@@ -384,8 +385,8 @@ class Plan:
         recipe, shapes = self.recipe, self.shapes
         if not shapes.is_served:
             return None
-        size = recipe.data.rows_per_batch
-        rows = self.processes * size * (1 + max(AHEAD, recipe.rows_ahead // size))
+        batches = 1 + recipe.batches_ahead
+        rows = self.processes * recipe.data.rows_per_batch * batches
         return {
             "states": shapes.captured,
             "bytes": shapes.served_token,
@@ -568,7 +569,7 @@ def served_rate(recipe: Recipe, shapes: Shapes) -> float | str:
     if not has_answers(recipe.data.path):
         return "there is no data yet"
     try:
-        target = load_target(recipe, Accelerator())
+        target = frozen_target(recipe, Accelerator())
         rows = load_data(recipe, target, log=_silent).train
         return measured_rate(target, recipe, rows, shapes.captured)
     except (OSError, ValueError) as error:
