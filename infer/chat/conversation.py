@@ -9,8 +9,8 @@ from pathlib import Path
 
 from draftheads.heads.files import write_text
 from draftheads.heads.target.model import Target
-from draftheads.infer.engine import Statistics, Step
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.rows import Statistics, Step
 from draftheads.infer.text import AnswerText
 
 RESERVE = 256

@@ -22,7 +22,7 @@ from draftheads.heads.drafting import Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import DrafterSource, Speculator, Statistics
+from draftheads.infer.engine import DrafterSource, Speculator
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.race import (
     GENERATE,
@@ -44,6 +44,7 @@ from draftheads.infer.race import (
     steps_of,
     timed,
 )
+from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
 
 ALONE = "generate alone"

@@ -22,8 +22,10 @@ import torch
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
-from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Decoding, Row, Step
 from draftheads.infer.serve.jobs import Batch, Job
+from draftheads.infer.session import Session
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
@@ -251,7 +253,7 @@ class Scheduler:
         engine, rows = self._batch(job).engine, [job.row]
         reserved = min(job.max_new_tokens, ROOM)
         job.decoding = None
-        job.steps = Decoding.prefill(engine, job.sampling, rows, reserved, job.session, TURN)
+        job.steps = engine.prefill(rows, job.sampling, reserved, job.session, TURN)
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)

@@ -21,8 +21,7 @@ from transformers import GenerationConfig
 
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target.model import Target
-from draftheads.infer.accept import seeded
-from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.continuous import ContinuousBatch, Request, seeded
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.baseline import without_defaults
 from draftheads.infer.prompt import PromptRenderer

@@ -27,8 +27,9 @@ from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Greedy
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import Speculator
 from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.rows import Statistics
 from draftheads.scripts.openings import opening_ids
 from draftheads.train.entry import mistakes_in_one_line
 

@@ -18,7 +18,8 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Statistics
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},

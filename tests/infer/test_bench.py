@@ -22,8 +22,9 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
-from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.engine import Speculator
+from draftheads.infer.generate import Processed
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
 from draftheads.infer.measure.plot import plot
@@ -47,6 +48,7 @@ from draftheads.infer.race import (
     speedup_interval,
     timed,
 )
+from draftheads.infer.rows import Step
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))

@@ -36,20 +36,14 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.accept import (
-    Acceptance,
-    Greedy,
-    Processed,
-    RandomStream,
-    Sampled,
-    Typical,
-    seeded,
-)
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.continuous import seeded
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.draws import RandomStream
 from draftheads.infer.engine import Speculator
-from draftheads.infer.generate import speculative
+from draftheads.infer.generate import Processed, speculative
 from draftheads.infer.measure.bench import BenchOptions, bench
 
 NEW = 24

@@ -17,8 +17,9 @@ from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
+from draftheads.infer.rows import Statistics
 
 SHAPE = StaticTree.from_widths((2, 1, 1, 1))
 

@@ -1,0 +1,342 @@
+"""The rows of a batch: their texts, steps and rules, and how they join and leave.
+
+Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.target.model import Decoded, Target
+from draftheads.heads.tree import TokenTree, Tree
+from draftheads.infer.accept import Acceptance, Accepted, Greedy
+from draftheads.infer.compiled import FixedSteps
+from draftheads.infer.session import Caches, Session
+from draftheads.infer.text import StopStrings
+
+
+@dataclass(frozen=True)
+class Step:
+    """The output of one target forward for one row."""
+
+    tokens: list[int]  # new token ids, cut at EOS, stop string and max_new_tokens
+    accepted: int  # draft tokens accepted before that cut; -1 for the prefill, which verifies none
+    finish: str | None  # "eos", "stop", "length" or "failed" on the last step
+    draft_seconds: float  # by `fair_clock`, shared by all rows of a batch
+    verify_seconds: float
+    drafted: int = 0  # draft tokens that were verified
+
+    @property
+    def from_drafts(self) -> int:
+        """Draft tokens among its tokens."""
+        return max(min(self.accepted, len(self.tokens)), 0)
+
+
+@dataclass
+class Statistics:
+    """Sums over steps, excluding the prefill and its token."""
+
+    steps: int = 0
+    tokens: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accepted: list[int] = field(default_factory=list)  # [d]: steps with more than d drafts accepted
+
+    @classmethod
+    def of(cls, steps: Iterable[Step]) -> Statistics:
+        """Sum these steps."""
+        total = cls()
+        for step in steps:
+            total.add(step)
+        return total
+
+    def add(self, step: Step) -> None:
+        """Add one step of one row."""
+        if step.accepted < 0:
+            return
+        self.steps += 1
+        self.tokens += len(step.tokens)
+        self.draft_seconds += step.draft_seconds
+        self.verify_seconds += step.verify_seconds
+        self.accepted += [0] * (step.accepted - len(self.accepted))
+        for depth in range(step.accepted):
+            self.accepted[depth] += 1
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Acceptance length tau, including the target's bonus token."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of steps in which at least 1, 2, ... draft tokens were accepted."""
+        return [count / self.steps for count in self.accepted]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer of any kind, which a truth value is not."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+class Row:
+    """The text of one row, prompt included, and the reason it finished.
+
+    limit: new tokens at most; None: the rest of the context. seed: of its own random numbers, for
+    rules that have such. Raises ValueError for ids outside the vocabulary, and for texts that
+    exceed the context.
+    """
+
+    rule: Acceptance
+    """By which it is decoded; set by its `Decoding`."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompt: Sequence[int],
+        limit: int | None,
+        stop: Collection[str] = (),
+        seed: str = "",
+    ) -> None:
+        known = target.model.get_input_embeddings().weight.shape[0]
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy's, torch's
+        invalid: list[Any] = [prompt]
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray):
+            invalid = [t for t in prompt if not is_whole(t) or not 0 <= t < known]
+        if invalid:
+            raise ValueError(
+                f"prompt: expected token ids from 0 to {known - 1}, got {invalid[0]!r:.80}; use a "
+                "list of those of the target's own tokenizer"
+            )
+        context, room = target.context, target.context - len(prompt)
+        if not 0 < room < context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, expected 1 to {context - 1} (context of "
+                f"{target.name}: {context}, answer included); pass a prompt that fits"
+            )
+        limit = room if limit is None else limit
+        if not is_whole(limit) or not 1 <= limit <= room:
+            raise ValueError(
+                f"max_new_tokens: expected 1 to {room}, got {limit!r}; prompt and new tokens must "
+                f"not exceed the context of {target.name} ({context})"
+            )
+        self.text, self.seed = list(map(int, prompt)), seed
+        self.finish: str | None = None
+        self.prompt, self.end = len(prompt), len(prompt) + limit
+        self._eos = frozenset(target.eos_ids)
+        self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
+
+    @property
+    def new_tokens(self) -> int:
+        """How many."""
+        return len(self.text) - self.prompt
+
+    def step(
+        self, tokens: list[int], accepted: int, drafted: int, seconds: tuple[float, float]
+    ) -> Step:
+        """Append tokens up to the end of the output. seconds: of drafting, of verifying."""
+        for place, token in enumerate(tokens, start=1):
+            self.text.append(token)
+            if token < 0:
+                self.finish = "failed"
+            elif token in self._eos:
+                self.finish = "eos"
+            elif self._stop is not None and self._stop.completed_by(token):
+                self.finish = "stop"
+            elif len(self.text) == self.end:
+                self.finish = "length"
+            if self.finish:
+                return Step(tokens[:place], accepted, self.finish, *seconds, drafted)
+        return Step(tokens, accepted, None, *seconds, drafted)
+
+
+class Unread:
+    """The part of the prompts that the drafter has not read. known: tokens at its beginning that
+    the drafter has all the same, because they come before the first new pair.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], known: int) -> None:
+        self.prompts, self.known = prompts, known
+        self.start = 0
+        self.features: list[Tensor] = []
+
+    def add(self, out: Decoded) -> None:
+        """Add the features of a pass."""
+        if out.features_BND is not None:
+            self.features.append(out.features_BND)
+
+    def take(self, end: int, next_B: Tensor) -> Committed:
+        """The tokens up to `end` and the next ones. Features are shifted by one, so that each token
+        has the state that predicted it.
+        """
+        parts = [prompt[self.start : end] for prompt in self.prompts]
+        counts = [len(part) + 1 for part in parts]
+        tokens_BC = next_B.new_zeros(len(parts), max(counts))
+        for row, part in enumerate(parts):
+            tokens_BC[row, : len(part)] = torch.tensor(part)
+        count_B = torch.tensor(counts, device=next_B.device)
+        tokens_BC.scatter_(1, count_B[:, None] - 1, next_B[:, None])
+        features_BCD = next_B.new_zeros(*tokens_BC.shape, 0, dtype=torch.float)
+        if self.features:
+            first = torch.zeros_like(self.features[0][:, :1])
+            features_BCD = torch.cat([first, *self.features], dim=1)
+        committed = Committed(tokens_BC, features_BCD, count_B, counts).since(self.known)
+        self.start, self.known, self.features = end, 1, []
+        return committed
+
+
+@dataclass(frozen=True)
+class RowRules(Acceptance):
+    """A rule for each row of a batch, which chooses as it does for that row alone."""
+
+    rules: tuple[Acceptance, ...]
+    _parts: list[tuple[Acceptance, list[int]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """The distinct rules, and the rows of each."""
+
+    def __post_init__(self) -> None:
+        for row, rule in enumerate(self.rules):
+            for other, rows in self._parts:
+                if rule.joins(other):
+                    rows.append(row)
+                    break
+            else:
+                self._parts.append((rule, [row]))
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """The path of each row by its own rule."""
+        parts = [rule(logits_BNV[rows], tree.select(rows)) for rule, rows in self._parts]
+        return Accepted(
+            self._in_order([part.path_BN for part in parts]),
+            self._in_order([part.count_B for part in parts]),
+            self._in_order([part.last_B for part in parts]),
+            self._in_order([part.bonus_B for part in parts]),
+        )
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Tokens (B, ...) by the rules of logits (B, ..., V)."""
+        return self._in_order([rule.choose(logits[rows]) for rule, rows in self._parts])
+
+    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+        """Prepare each rule for its rows."""
+        for rule, places in self._parts:
+            rule.prepare([rows[place] for place in places])
+
+    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
+        places = [place for _, rows in self._parts for place in rows]
+        return torch.cat(list(parts))[torch.tensor(places).argsort().to(parts[0].device)]
+
+
+class Decoding:
+    """Rows that are decoded together: their caches, and what was committed last. Rows have any
+    lengths; they may join, and finished ones be dropped, between steps.
+
+    rows: those in the caches. first: their steps of the prefill.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        accept: Acceptance,
+        session: Session,
+        caches: Caches,
+        committed: Committed,
+    ) -> None:
+        self.rows = list(rows)
+        for row in rows:
+            row.rule = accept
+        self.accept = accept  # the rule of all rows
+        self.session, self.caches = session, caches
+        self.cache, self.drafter = caches.cache, caches.drafter
+        self.drafters: dict[Tree, Drafter] = {}  # that were used, by tree
+        self.committed = committed
+        self.fixed: FixedSteps | None = None  # while steps are compiled
+        self.first: list[Step] = []
+
+    def join(self, other: Decoding) -> None:
+        """Add the rows of another decoding, which ends: in the places of finished ones, as far as
+        there are such.
+        """
+        free = [place for place, row in enumerate(self.rows) if row.finish]
+        more = range(len(self.rows), len(self.rows) + len(other.rows))
+        places = [*free, *more][: len(other.rows)]
+        for each in (self, other):
+            each._settle()
+        self.cache.join(other.cache, places)
+        drafts, new = self.drafter.cache, other.drafter.cache
+        if drafts is not None and new is not None:
+            drafts.join(new, places)
+        self.committed = self.committed.join(other.committed, places)
+        self.rows += other.rows[: len(self.committed.counts) - len(self.rows)]
+        for place, row in zip(places, other.rows, strict=True):
+            self.rows[place] = row
+        self._join_rules()
+
+    def leave(self, row: Row, other: Decoding | None) -> None:
+        """End a row. other: the decoding that it came with takes it, for its session."""
+        place = self.rows.index(row)
+        row.finish = row.finish or "left"
+        row.rule = Greedy()  # which needs no numbers of its own
+        self.end_fixed()
+        self._join_rules()
+        length, drafts = self.cache.table.lengths[place], self.drafter.cache
+        if drafts is not None:
+            # a pair of the drafter's is a token and the state before it, so it has one less
+            length = min(length, drafts.table.lengths[place] + 1)
+        if other is not None:
+            other.cache.take(self.cache, place)
+            if drafts is not None and other.drafter.cache is not None:
+                other.drafter.cache.cache.take(drafts.cache, place)
+            other.session.length = min(length, len(row.text))
+        self.cache.table.empty(place)
+        if drafts is not None:
+            drafts.table.empty(place)
+
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this one from now on, whose cache is that of the others."""
+        if self.drafter is not drafter:
+            self.end_fixed()
+        self.drafter = drafter
+
+    def drop_finished(self) -> None:
+        """Remove finished rows from the caches, but for the last."""
+        left = [place for place, row in enumerate(self.rows) if not row.finish]
+        if not 0 < len(left) < len(self.rows) or self.fixed is not None:
+            return
+        self.committed = self.committed.select(left)
+        self.rows = [self.rows[place] for place in left]
+        self._join_rules()
+        self.cache.select(left)
+        if self.drafter.cache is not None:
+            self.drafter.cache.select(left)
+
+    def replace_failed(self) -> None:
+        """Let finished rows have a token that can be embedded."""
+        if any(row.finish == "failed" for row in self.rows):
+            self.committed.tokens_BC.clamp_(min=0)
+
+    def end_fixed(self) -> None:
+        """Continue with steps that are not compiled, as caches or rows change."""
+        if self.fixed is not None:
+            self.fixed.end()
+            self.fixed = None
+
+    def _join_rules(self) -> None:
+        first, *others = [row.rule for row in self.rows]
+        is_one = all(rule.joins(first) for rule in others)
+        self.accept = first if is_one else RowRules((first, *others))
+
+    def _settle(self) -> None:
+        """Let the drafter take all that was committed but the newest token of each row: rows that
+        join then have as many new tokens, one.
+        """
+        self.end_fixed()
+        earlier, self.committed = self.committed.divide()
+        if self.drafter.cache is not None and any(earlier.counts):
+            self.drafter.cache.commit(earlier)
