@@ -6,7 +6,7 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -109,18 +109,17 @@ class NoDraft:
 class Speculator:
     """Decodes a target with a drafter; without one, one token per forward.
 
-    drafts: a DraftHead or another source of drafters, or a function that returns a new Drafter for
-    each generation, or None. tree: overrides the source's own tree. compile: let torch compile all
-    steps but the first (see `compiled`), once for each batch size and rule; where it cannot, a
-    warning says why. profile: synchronize, for exact draft_seconds and verify_seconds (slower).
-    Raises ValueError for a tree that head or target cannot take, and TypeError for drafts that are
-    none.
+    drafts: a DraftHead or another source of drafters, or None. tree: overrides the source's own
+    tree. compile: let torch compile all steps but the first (see `compiled`), once for each batch
+    size and rule; where it cannot, a warning says why. profile: synchronize, for exact
+    draft_seconds and verify_seconds (slower). Raises ValueError for a tree that head or target
+    cannot take, and TypeError for drafts that are none.
     """
 
     def __init__(
         self,
         target: Target,
-        drafts: DrafterSource | Callable[[], Drafter] | None = None,
+        drafts: DrafterSource | None = None,
         *,
         tree: Tree | None = None,
         compile: bool = False,
@@ -131,28 +130,22 @@ class Speculator:
         check_is_target(target)
         if not isinstance(tree, Tree | None):
             raise TypeError(f"tree: expected one of parse_tree or none, got {tree!r:.80}")
-        if is_source(source):
-            self.tree: Tree = tree or source.tree
-            self._has_own_tree = self.tree == source.tree
-            source.check_tree(self.tree)
-            self.new_drafter: Callable[[], Drafter] = lambda: source.drafter(target, self.tree)
-            if self.tree.nodes == 1:
-                self.new_drafter = NoDraft
-            self.rows_may_leave, fault = source.rows_may_leave, source.why_not_compiled
-        elif callable(source) and not hasattr(source, "drafter"):  # no class of a source, either
-            self.tree, self.new_drafter = tree or StaticTree(()), source
-            self._has_own_tree = tree is None
-            self.rows_may_leave, fault = False, ONLY_HEADS
-        else:
+        if not is_source(source):
             raise TypeError(
                 f"expected draft heads, another source of drafters or None, got {drafts!r:.80}; "
                 "load_head and load_pair load heads by name"
             )
+        self.tree = tree or source.tree
+        self._source = source
+        self._has_own_tree = self.tree == source.tree
+        source.check_tree(self.tree)
         target.check_tree(self.tree)
+        self.rows_may_leave = source.rows_may_leave
         self.compile = compile
         self._compiled: dict[tuple[Any, ...], Advance] = {}
         self._compiles_more = True
-        if compile and (fault := fault or why_not(target)):
+        fault = compile and (source.why_not_compiled or why_not(target))
+        if fault:
             self.stop_compiling(fault)
 
     def __repr__(self) -> str:
@@ -348,7 +341,7 @@ class Speculator:
         """A decoding of the same rows, in caches of its own: any row may leave, and the given one
         take it back.
         """
-        caches = Caches(self.cache_key, 0, [], self.target.new_cache(0, 0), self.new_drafter())
+        caches = Caches(self.cache_key, 0, [], self.target.new_cache(0, 0), self._drafter())
         nothing = decoding.committed.select([])
         opened = Decoding((), decoding.accept, Session(), caches, nothing)
         opened.join(decoding)
@@ -361,8 +354,7 @@ class Speculator:
         if drafter is None and tree.nodes == 1:
             drafter = NoDraft(first)
         elif drafter is None:
-            assert isinstance(self.drafts, DrafterSource)
-            drafter = self.drafts.drafter(self.target, tree)
+            drafter = self._source.drafter(self.target, tree)
             if isinstance(drafter, TreeDrafter):
                 drafter.cache = first.cache
         decoding.drafters[tree] = drafter
@@ -395,8 +387,13 @@ class Speculator:
     def _new_caches(self, rows: Sequence[Row], reserved: int, session: Session) -> Caches:
         longest = max(len(row.text) for row in rows)
         capacity = min(longest + reserved, self.target.context) + self.tree.nodes
-        cache, drafter = self.target.new_cache(len(rows), capacity), self.new_drafter()
-        return Caches(self.cache_key, session.generations, rows[0].text, cache, drafter)
+        cache = self.target.new_cache(len(rows), capacity)
+        return Caches(self.cache_key, session.generations, rows[0].text, cache, self._drafter())
+
+    def _drafter(self) -> Drafter:
+        if self.tree.nodes == 1:
+            return NoDraft()
+        return self._source.drafter(self.target, self.tree)
 
     @property
     def cache_key(self) -> CacheKey:
