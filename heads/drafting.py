@@ -6,12 +6,12 @@ the text, H hidden width (before W: query heads), G key/value heads, W head widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
 from draftheads.heads.cpu.attention import attend
@@ -215,8 +215,37 @@ class Drafter(Protocol):
         ...
 
 
-def check_fit(head: Any, target: Target, name: str = "its target") -> None:
-    """Raise ValueError when a `DraftHead` and a target differ in width or vocabulary or the head
+class Head(Protocol):
+    """What drafting needs of a `DraftHead`, which is defined with drafters."""
+
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The hidden states of the target that it reads."""
+        ...
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """int64 (v,): target ids of the draft vocabulary; None: all."""
+        ...
+
+    def check_tree(self, tree: Tree) -> None:
+        """Raise ValueError for a tree that it cannot fill."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its weights."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All its modules, itself included."""
+        ...
+
+
+def check_fit(head: Head, target: Target, name: str = "its target") -> None:
+    """Raise ValueError when a head and a target differ in width or vocabulary or the head
     reads layers that the target does not have. name: of the head's own target.
     """
     for what, expected, got in (
@@ -235,8 +264,8 @@ def check_fit(head: Any, target: Target, name: str = "its target") -> None:
         )
 
 
-def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
-    """Refresh all `Cached` values of a `DraftHead`, at the start of a generation.
+def begin_drafting(head: Head, target: Target, tree: Tree) -> None:
+    """Refresh all `Cached` values of a head, at the start of a generation.
 
     Raises ValueError for a tree that it cannot fill, as `check_fit`, and when it is not on the
     target's device.
@@ -258,12 +287,12 @@ def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
 class TreeDrafter:
     """What the drafters of our heads share that grow a tree level by level.
 
-    head: any `DraftHead`. cache: for heads with layers of their own, set by the drafter of a kind.
+    cache: for heads with layers of their own, set by the drafter of a kind.
     """
 
     cache: DraftCache | None = None
 
-    def __init__(self, head: Any, target: Target, tree: Tree) -> None:
+    def __init__(self, head: Head, target: Target, tree: Tree) -> None:
         begin_drafting(head, target, tree)
         self.head, self.target = head, target
         self.depth = tree.depth

@@ -51,8 +51,7 @@ class Draws(ABC):
         of each row.
         """
 
-    @abstractmethod
-    def seed(self, seed: int) -> None:
+    def seed(self, seed: int) -> None:  # noqa: B027  # nothing, if rows have seeds of their own
         """Begin again from a seed."""
 
     @abstractmethod
@@ -132,9 +131,6 @@ class RowNumbers(Draws):
             levels_BN = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
             return self._draw(logits[:, None], levels_BN)[:, 0]
         return self._draw(logits, (tree.topology.levels_BN - 1).expand(len(logits), -1))
-
-    def seed(self, seed: int) -> None:
-        """Rows have seeds of their own."""
 
     def branch(self) -> Self:
         return type(self)(self.limit)

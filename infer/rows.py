@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Decoded, Target
@@ -176,9 +177,8 @@ class Unread:
         """
         parts = [prompt[self.start : end] for prompt in self.prompts]
         counts = [len(part) + 1 for part in parts]
-        tokens_BC = next_B.new_zeros(len(parts), max(counts))
-        for row, part in enumerate(parts):
-            tokens_BC[row, : len(part)] = torch.tensor(part)
+        rows = [torch.tensor([*part, 0]) for part in parts]
+        tokens_BC = pad_sequence(rows, batch_first=True).to(next_B.device)
         count_B = torch.tensor(counts, device=next_B.device)
         tokens_BC.scatter_(1, count_B[:, None] - 1, next_B[:, None])
         features_BCD = next_B.new_zeros(*tokens_BC.shape, 0, dtype=torch.float)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from draftheads.heads.base import DraftHead
 from draftheads.infer.drafters.merged import Merged
-from draftheads.infer.drafters.ngram import Memory, NGram
+from draftheads.infer.drafters.ngram import NGram, NGramIndex
 from draftheads.infer.engine import DrafterSource
 
 
@@ -28,7 +28,7 @@ def replace_head(source: DrafterSource, head: DraftHead) -> DrafterSource:
     return _changed(source, lambda part: head if part is old else part)
 
 
-def with_memory(source: DrafterSource, memory: Memory) -> DrafterSource:
+def with_memory(source: DrafterSource, memory: NGramIndex) -> DrafterSource:
     """The same, its n-grams with this memory; without n-grams, nothing changes."""
     return _changed(
         source, lambda part: replace(part, memory=memory) if isinstance(part, NGram) else part

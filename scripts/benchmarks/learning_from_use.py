@@ -28,7 +28,7 @@ from draftheads.heads.tables import markdown_table
 from draftheads.heads.target.model import Target
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.named import MERGED_NGRAM
-from draftheads.infer.drafters.ngram import Memory
+from draftheads.infer.drafters.ngram import NGramIndex
 from draftheads.infer.drafters.parts import with_memory
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
@@ -129,7 +129,7 @@ def users_of(target: Target, head: Path, out: Path) -> dict[str, User]:
     }
     for name, source in {"learning": drafts, "learning, n-grams with memory": both}.items():
         place = Place(out / "use" / name, target, most_mb=64, keep_days=30)
-        memory = Memory()
+        memory = NGramIndex()
         learner = UseLearner(target, Source(folder), place.texts, place.versions, memory)
         engine = Speculator(target, with_memory(source, memory))
         users[name] = User(engine, learner)

@@ -187,7 +187,7 @@ def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
     head = random_head(kind, target, layers=2, sliding_window=9)
     before = drafts_of(head, target, prompts, NEW)
-    for place in ("target", "drafting"):  # the target's own prompt, and the head's
+    for place in ("target.model", "drafting"):  # the target's own prompt, and the head's
         monkeypatch.setattr(f"draftheads.heads.{place}.PREFILL_CHUNK", 7)
     assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
     assert drafts_of(head, target, prompts, NEW) == before
