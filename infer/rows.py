@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftheads.heads.cache import SlotCache
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Decoded, Target
 from draftheads.heads.tree import TokenTree, Tree
@@ -195,19 +197,19 @@ class RowRules(Acceptance):
     """A rule for each row of a batch, which chooses as it does for that row alone."""
 
     rules: tuple[Acceptance, ...]
-    _parts: list[tuple[Acceptance, list[int]]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-    """The distinct rules, and the rows of each."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def _parts(self) -> list[tuple[Acceptance, list[int]]]:
+        """The distinct rules, and the rows of each."""
+        parts: list[tuple[Acceptance, list[int]]] = []
         for row, rule in enumerate(self.rules):
-            for other, rows in self._parts:
+            for other, rows in parts:
                 if rule.joins(other):
                     rows.append(row)
                     break
             else:
-                self._parts.append((rule, [row]))
+                parts.append((rule, [row]))
+        return parts
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """The path of each row by its own rule."""
@@ -259,6 +261,12 @@ class Decoding:
         self.fixed: FixedSteps | None = None  # while steps are compiled
         self.first: list[Step] = []
 
+    @property
+    def slots(self) -> list[SlotCache]:
+        """Keys and values: the target's, and those of the drafter if it has layers."""
+        drafts = self.drafter.cache
+        return [self.cache] if drafts is None else [self.cache, drafts.cache]
+
     def join(self, other: Decoding) -> None:
         """Add the rows of another decoding, which ends: in the places of finished ones, as far as
         there are such.
@@ -285,18 +293,14 @@ class Decoding:
         row.rule = Greedy()  # which needs no numbers of its own
         self.end_fixed()
         self._join_rules()
-        length, drafts = self.cache.table.lengths[place], self.drafter.cache
-        if drafts is not None:
-            # a pair of the drafter's is a token and the state before it, so it has one less
-            length = min(length, drafts.table.lengths[place] + 1)
         if other is not None:
-            other.cache.take(self.cache, place)
-            if drafts is not None and other.drafter.cache is not None:
-                other.drafter.cache.cache.take(drafts.cache, place)
-            other.session.length = min(length, len(row.text))
-        self.cache.table.empty(place)
-        if drafts is not None:
-            drafts.table.empty(place)
+            # the drafter has a pair less than tokens: the first token has no state before it
+            lengths = [each.table.lengths[place] + pair for pair, each in enumerate(self.slots)]
+            for mine, their in zip(self.slots, other.slots, strict=True):
+                their.take(mine, place)
+            other.session.length = min(*lengths, len(row.text))
+        for each in self.slots:
+            each.table.empty(place)
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this one from now on, whose cache is that of the others."""
