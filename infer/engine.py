@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
+from draftheads.heads.base import TreeDrafter
 from draftheads.heads.cache import ROOM
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit
