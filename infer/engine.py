@@ -19,8 +19,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
-from draftheads.infer.rows import Decoding, Row, Step, Unread, is_whole
-from draftheads.infer.session import CacheKey, Caches, Session
+from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread, is_whole
 from draftheads.infer.threads import fair_clock
 
 PAUSE = Step([], -1, None, 0.0, 0.0)
@@ -358,8 +357,9 @@ class Speculator:
             drafter = self._source.drafter(self.target, tree)
             if isinstance(drafter, TreeDrafter):
                 drafter.cache = first.cache
-        decoding.drafters[tree] = drafter
-        decoding.use(drafter)
+        if drafter is not decoding.drafter:
+            decoding.end_fixed()
+        decoding.drafter = decoding.drafters[tree] = drafter
 
     def compile_steps(self, decoding: Decoding) -> None:
         """Compile the following steps, if the engine compiles."""

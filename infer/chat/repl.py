@@ -32,8 +32,7 @@ from draftheads.infer.chat.screen import (
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
-from draftheads.infer.rows import Statistics, Step
-from draftheads.infer.session import Session
+from draftheads.infer.rows import Session, Statistics, Step
 from draftheads.infer.text import AnswerText, TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"

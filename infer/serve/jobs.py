@@ -10,9 +10,8 @@ import torch
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import COMPLETE
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Decoding, Row, Step
+from draftheads.infer.rows import Decoding, Row, Session, Step
 from draftheads.infer.serve.tree_sizes import TreeSizes
-from draftheads.infer.session import Session
 
 FEW = 1 / 4
 """Rows that have ended stay in the caches of a batch while they are at most this share of the

@@ -23,9 +23,8 @@ from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Decoding, Row, Step
+from draftheads.infer.rows import Decoding, Row, Session, Step
 from draftheads.infer.serve.jobs import Batch, Job
-from draftheads.infer.session import Session
 
 TURN = 256
 """Prompt tokens that are read in one turn."""

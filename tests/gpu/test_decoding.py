@@ -22,7 +22,7 @@ from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
-from draftheads.infer.session import Session
+from draftheads.infer.rows import Session
 
 NEW = 40
 RAGGED = (13, 4, 8)

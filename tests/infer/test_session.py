@@ -28,8 +28,7 @@ from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Step
-from draftheads.infer.session import Session
+from draftheads.infer.rows import Session, Step
 
 NEW = 12
 COMPILED = ("eagle3", "block", "sequential")
