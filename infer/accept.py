@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ LEAST_TEMPERATURE = 1e-5
 """Below it, sampling is practically greedy, and the divided logits can overflow."""
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """The path to keep in each row, from the root (node 0), which is already committed."""
 
     path_BN: Tensor  # int64 node numbers; row b has count_B[b], root included, then any
@@ -240,6 +239,8 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
     if tree.tokens_BN.shape[1] == 1:  # nothing drafted
         root_B1 = torch.zeros_like(chosen_BN)
         return Accepted(root_B1, root_B1[:, 0] + 1, root_B1[:, 0], chosen_BN[:, 0])
+    # a node is right if the target chose its token at its parent, and kept if all nodes on its path
+    # are right; siblings are distinct, so the kept nodes form one path, and the deepest ends it
     right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
     kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
     best_B = (kept_BN * tree.topology.levels_BN).argmax(1)

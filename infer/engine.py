@@ -265,6 +265,7 @@ class Speculator:
             caches = self._new_caches(rows, reserved, session)
         # LongRoPE changes the keys of a text that grows
         session.caches = None if self.target.has_long_rope else caches
+        # the last token that the session has is read again: its state predicts the next one
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
         end, longest = 0, max(map(len, prompts))
         unread = Unread(prompts, known=min(session.reused, 1))
@@ -273,6 +274,7 @@ class Speculator:
             unread.add(out)
             if end == longest:
                 break
+            # the drafter reads along; of several rows, some may have ended in an earlier pass
             if drafts is not None and len(rows) == 1:
                 next_B = torch.tensor([prompts[0][end]], device=self.target.device)
                 drafts.commit(unread.take(end, next_B))
@@ -297,7 +299,7 @@ class Speculator:
                 "expected the session of a generation for it alone, got it used by another one, "
                 "which replaced its text; end a generation before the next, or give each a Session"
             )
-        length = len(decoding.rows[0].text)
+        length = len(decoding.rows[0].text)  # of the only row, if the session is for others
         start = self.clock()
         drafted, nodes = start, self.tree.nodes
         tokens = self._fixed_step(decoding)
@@ -325,6 +327,8 @@ class Speculator:
         decoding.accept.prepare([(row.seed, row.new_tokens) for row in rows])
         accepted = decoding.accept(out.logits_BNV, tree)
         chosen, in_place = accepted.read()
+        # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
+        # computes it again
         counts = [
             0 if row.finish else min(count, target.room(len(row.text)))
             for row, count in zip(rows, chosen, strict=True)
@@ -349,6 +353,8 @@ class Speculator:
 
     def use(self, decoding: Decoding, tree: Tree) -> None:
         """Draft this tree from now on: that of the engine, or a smaller one. For heads alone."""
+        # one drafter for each tree, and one for none; all write to the caches of the first, so that
+        # any may follow any other
         first = decoding.caches.drafter
         drafter = first if tree == self.tree else decoding.drafters.get(tree)
         if drafter is None and tree.nodes == 1:

@@ -216,12 +216,7 @@ class RowRules(Acceptance):
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """The path of each row by its own rule."""
         parts = [rule(logits_BNV[rows], tree.select(rows)) for rule, rows in self._parts]
-        return Accepted(
-            self._in_order([part.path_BN for part in parts]),
-            self._in_order([part.count_B for part in parts]),
-            self._in_order([part.last_B for part in parts]),
-            self._in_order([part.bonus_B for part in parts]),
-        )
+        return Accepted(*(self._in_order(tensors) for tensors in zip(*parts, strict=True)))
 
     def choose(self, logits: Tensor) -> Tensor:
         """Tokens (B, ...) by the rules of logits (B, ..., V)."""
@@ -234,7 +229,7 @@ class RowRules(Acceptance):
 
     def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
         places = [place for _, rows in self._parts for place in rows]
-        return torch.cat(list(parts))[torch.tensor(places).argsort().to(parts[0].device)]
+        return torch.cat(tuple(parts))[torch.tensor(places).argsort().to(parts[0].device)]
 
 
 @dataclass(frozen=True)
