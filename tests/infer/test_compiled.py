@@ -450,9 +450,8 @@ def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
 
     drafter.propose(Committed(*committed(4), [4, 3]))
     steps = compiled.FixedSteps(compiled._advance, target, drafter, tree, cache, Greedy())
-    compiled._fix(cache, tree.nodes, 16)
-    if steps.drafts is not None:
-        compiled._fix(steps.drafts.cache, steps.room, 16)
+    for slots, room in steps.slots:
+        compiled._fix(slots, room, 16)
     running_B = torch.ones(2, dtype=torch.bool, device=device)
     with HostTensors() as host:
         made = compiled._advance(steps, *committed(tree.depth + 1), running_B)
