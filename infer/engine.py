@@ -271,7 +271,8 @@ class Speculator:
         unread = Unread(prompts, known=min(session.reused, 1))
         layers, drafts = caches.drafter.feature_layers, caches.drafter.cache
         for end, out in self.target.prefill_chunks(prompts, caches.cache, layers, chunk):
-            unread.add(out)
+            if out.features_BND is not None:
+                unread.features.append(out.features_BND)
             if end == longest:
                 break
             # the drafter reads along; of several rows, some may have ended in an earlier pass

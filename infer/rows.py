@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.drafting import Committed, Drafter
-from draftheads.heads.target.model import Decoded, Target
+from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.compiled import FixedSteps
@@ -168,12 +168,7 @@ class Unread:
     def __init__(self, prompts: Sequence[Sequence[int]], known: int) -> None:
         self.prompts, self.known = prompts, known
         self.start = 0
-        self.features: list[Tensor] = []
-
-    def add(self, out: Decoded) -> None:
-        """Add the features of a pass."""
-        if out.features_BND is not None:
-            self.features.append(out.features_BND)
+        self.features: list[Tensor] = []  # of the passes since then
 
     def take(self, end: int, next_B: Tensor) -> Committed:
         """The tokens up to `end` and the next ones. Features are shifted by one, so that each token

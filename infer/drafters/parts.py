@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from draftheads.heads.base import DraftHead
@@ -13,7 +13,8 @@ from draftheads.infer.engine import DrafterSource
 
 def head_of(source: DrafterSource | None) -> DraftHead:
     """The head among the parts of what drafts. Raises ValueError unless there is exactly one."""
-    heads = [part for part in _parts(source) if isinstance(part, DraftHead)]
+    parts = source.parts if isinstance(source, Merged) else [source]
+    heads = [part for part in parts if isinstance(part, DraftHead)]
     if len(heads) != 1:
         raise ValueError(
             f"--learn: expected one draft head to train, got {len(heads)}; pass one with --head, "
@@ -35,17 +36,9 @@ def with_memory(source: DrafterSource, memory: NGramIndex) -> DrafterSource:
     )
 
 
-def _parts(source: object) -> Iterator[object]:
-    if isinstance(source, Merged):
-        for part in source.parts:
-            yield from _parts(part)
-    else:
-        yield source
-
-
 def _changed(
     source: DrafterSource, change: Callable[[DrafterSource], DrafterSource]
 ) -> DrafterSource:
     if isinstance(source, Merged):
-        return Merged([_changed(part, change) for part in source.parts])
+        return Merged([change(part) for part in source.parts])
     return change(source)
