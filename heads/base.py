@@ -26,11 +26,12 @@ from torch.utils.checkpoint import checkpoint
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import PackedBits, can_pack, has_int8, pack_layers
-from draftheads.heads.drafting import Drafter
-from draftheads.heads.layers import Stateless
+from draftheads.heads.drafting import DraftCache, Drafter
+from draftheads.heads.layers import Cached, Stateless
 from draftheads.heads.losses import RANKS, Objective, Teacher
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, Tree
+from draftheads.heads.tree_drafting import tree_builder
 
 Result = TypeVar("Result")
 
@@ -164,6 +165,45 @@ class DraftHead(nn.Module, ABC):
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
 
+    def check_fit(self, target: Target, name: str = "its target") -> None:
+        """Raise ValueError when head and target differ in width or vocabulary or the head reads
+        layers that the target does not have. name: of the head's own target.
+        """
+        for what, expected, got in (
+            ("hidden size", self.hidden_size, target.hidden_size),
+            ("vocabulary", self.vocab_size, target.vocab_size),
+        ):
+            if expected != got:
+                raise ValueError(
+                    f"head expects {what} {expected} ({name}), target has {got} ({target.title}); "
+                    "pass the target this head was trained for"
+                )
+        if not all(-1 <= layer <= target.layers for layer in self.feature_layers):
+            raise ValueError(
+                f"head reads states {list(self.feature_layers)} ({name}), target has 0 "
+                f"(embeddings) to {target.layers} ({target.title}); pass the target this head was "
+                "trained for"
+            )
+
+    def begin_drafting(self, target: Target, tree: Tree) -> None:
+        """Refresh all `Cached` values, at the start of a generation.
+
+        Raises ValueError for a tree that it cannot fill, as `check_fit`, and when it is not on the
+        target's device.
+        """
+        self.check_tree(tree)
+        self.check_fit(target)
+        for weight in self.parameters():
+            if weight.device != target.device:
+                raise ValueError(
+                    f"expected heads on {target.device}, where their target is, got "
+                    f"{weight.device}; use head.to(target.device)"
+                )
+        for module in self.modules():
+            for value in vars(module).values():
+                if isinstance(value, Cached):
+                    value.refresh()
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """The architecture as config.json keys, named as serving engines expect them."""
@@ -245,3 +285,24 @@ class DraftHead(nn.Module, ABC):
             return part(*arguments)
         result: Result = checkpoint(part, *arguments, use_reentrant=False, preserve_rng_state=False)
         return result
+
+
+class TreeDrafter:
+    """What the drafters of our heads share that grow a tree level by level.
+
+    cache: for heads with layers of their own, set by the drafter of a kind.
+    """
+
+    cache: DraftCache | None = None
+
+    def __init__(self, head: DraftHead, target: Target, tree: Tree) -> None:
+        head.begin_drafting(target, tree)
+        self.head, self.target = head, target
+        self.depth = tree.depth
+        self.feature_layers: tuple[int, ...] = head.feature_layers
+        self.builder = tree_builder(tree, head.token_map, target.device)
+
+    def rewind(self, length: int) -> None:
+        """See `Drafter.rewind`."""
+        if self.cache is not None:
+            self.cache.rewind(length)

@@ -45,11 +45,11 @@ from annotated_types import Ge
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
+from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand, pack_like
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     GEMMA4_ROPES,
     STATIC_ROPES,

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftheads.heads.cache import ROOM, SlotCache, SlotLayer, SlotTable
 from draftheads.heads.cpu.attention import attend
-from draftheads.heads.layers import Angles, Cached, Positional
-from draftheads.heads.target.model import PREFILL_CHUNK, Target
-from draftheads.heads.tree import TokenTree, Tree
-from draftheads.heads.tree_drafting import gather_nodes, tree_builder
+from draftheads.heads.layers import Angles, Positional
+from draftheads.heads.target.model import PREFILL_CHUNK
+from draftheads.heads.tree import TokenTree
+from draftheads.heads.tree_drafting import gather_nodes
 
 
 @dataclass(frozen=True)
@@ -213,64 +213,3 @@ class Drafter(Protocol):
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` committed tokens, at least 1, of the only row."""
         ...
-
-
-def check_fit(head: Any, target: Target, name: str = "its target") -> None:
-    """Raise ValueError when a `DraftHead` and a target differ in width or vocabulary or the head
-    reads layers that the target does not have. name: of the head's own target.
-    """
-    for what, expected, got in (
-        ("hidden size", head.hidden_size, target.hidden_size),
-        ("vocabulary", head.vocab_size, target.vocab_size),
-    ):
-        if expected != got:
-            raise ValueError(
-                f"head expects {what} {expected} ({name}), target has {got} ({target.title}); "
-                "pass the target this head was trained for"
-            )
-    if not all(-1 <= layer <= target.layers for layer in head.feature_layers):
-        raise ValueError(
-            f"head reads states {list(head.feature_layers)} ({name}), target has 0 (embeddings) "
-            f"to {target.layers} ({target.title}); pass the target this head was trained for"
-        )
-
-
-def begin_drafting(head: Any, target: Target, tree: Tree) -> None:
-    """Refresh all `Cached` values of a `DraftHead`, at the start of a generation.
-
-    Raises ValueError for a tree that it cannot fill, as `check_fit`, and when it is not on the
-    target's device.
-    """
-    head.check_tree(tree)
-    check_fit(head, target)
-    for weight in head.parameters():
-        if weight.device != target.device:
-            raise ValueError(
-                f"expected heads on {target.device}, where their target is, got {weight.device}; "
-                "use head.to(target.device)"
-            )
-    for module in head.modules():
-        for value in vars(module).values():
-            if isinstance(value, Cached):
-                value.refresh()
-
-
-class TreeDrafter:
-    """What the drafters of our heads share that grow a tree level by level.
-
-    head: any `DraftHead`. cache: for heads with layers of their own, set by the drafter of a kind.
-    """
-
-    cache: DraftCache | None = None
-
-    def __init__(self, head: Any, target: Target, tree: Tree) -> None:
-        begin_drafting(head, target, tree)
-        self.head, self.target = head, target
-        self.depth = tree.depth
-        self.feature_layers: tuple[int, ...] = head.feature_layers
-        self.builder = tree_builder(tree, head.token_map, target.device)
-
-    def rewind(self, length: int) -> None:
-        """See `Drafter.rewind`."""
-        if self.cache is not None:
-            self.cache.rewind(length)

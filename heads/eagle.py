@@ -23,11 +23,11 @@ from annotated_types import Ge
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, rank_counts
+from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,

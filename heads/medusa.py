@@ -23,7 +23,7 @@ from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, Drafter, begin_drafting
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target.model import Target
@@ -283,7 +283,7 @@ class MedusaDrafter:
     cache = None
 
     def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
-        begin_drafting(head, target, tree)
+        head.begin_drafting(target, tree)
         assert isinstance(tree, StaticTree)
         tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
         self.head = head

@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from draftheads.heads.base import TreeDrafter
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, DraftCache, Drafter, TreeDrafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
     Cached,

@@ -53,11 +53,12 @@ if TYPE_CHECKING:
     from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
     from draftheads.infer.drafters.merged import Merged
     from draftheads.infer.drafters.ngram import NGram
-    from draftheads.infer.engine import Session, Speculator, Statistics, Step
+    from draftheads.infer.engine import Speculator
     from draftheads.infer.generate import speculative
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load
     from draftheads.infer.prompt import encode_prompt
+    from draftheads.infer.rows import Session, Statistics, Step
     from draftheads.infer.text import TextStream
 else:
     __getattr__, __dir__ = lazy(__name__, __file__)

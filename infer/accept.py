@@ -5,18 +5,15 @@ Legend: B batch, N tree nodes, C longest accepted path, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -27,13 +24,13 @@ from transformers import (
 
 from draftheads.heads.target.model import Decoded
 from draftheads.heads.tree import TokenTree
+from draftheads.infer.draws import Draws, RandomStream
 
 LEAST_TEMPERATURE = 1e-5
 """Below it, sampling is practically greedy, and the divided logits can overflow."""
 
 
-@dataclass(frozen=True)
-class Accepted:
+class Accepted(NamedTuple):
     """The path to keep in each row, from the root (node 0), which is already committed."""
 
     path_BN: Tensor  # int64 node numbers; row b has count_B[b], root included, then any
@@ -50,99 +47,6 @@ class Accepted:
         counts, last = torch.stack([self.count_B, self.last_B]).tolist()
         # node numbers increase along a path: if the last equals count - 1, it is 0, 1, 2, ...
         return counts, all(node == count - 1 for node, count in zip(last, counts, strict=True))
-
-
-@dataclass
-class RandomSource:
-    """Where random numbers come from."""
-
-    seed: int | None = None  # None: from torch's global stream
-    generator: torch.Generator | None = None
-
-    def on(self, device: torch.device) -> torch.Generator:
-        """The generator, begun on its first device."""
-        if self.generator is None:
-            self.generator = torch.Generator(device)
-            seed = int(torch.randint(1 << 62, ())) if self.seed is None else self.seed
-            self.generator.manual_seed(seed)
-        return self.generator
-
-
-class Draws(ABC):
-    """Where a rule's random choices come from."""
-
-    by_row: ClassVar[bool] = False  # those of a row do not depend on the rows beside it
-
-    @property
-    def needs_same_drafts(self) -> bool:
-        """Whether a seed was given that repeats what is drawn if the drafts are the same, too."""
-        return False
-
-    @abstractmethod
-    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
-        """One token (...) for logits (..., V). tree: of logits_BNV; None: those of the next token
-        of each row.
-        """
-
-    @abstractmethod
-    def seed(self, seed: int) -> None:
-        """Begin again from a seed."""
-
-    @abstractmethod
-    def branch(self) -> Self:
-        """The draws of another generation, which leave those here alone."""
-
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few need it
-        """As of `Acceptance`."""
-
-    @contextmanager
-    def filled(self, rows: int) -> Iterator[None]:
-        """A context in which a compiled function may draw."""
-        yield
-
-
-class RandomStream(Draws):
-    """Random draws on the logits' device, seeded by `seed` or by torch's global stream."""
-
-    def __init__(self, source: RandomSource | None = None) -> None:
-        self._source = source or RandomSource()
-        self._weights: Tensor | None = None  # of the newest draw
-        self._is_filled = False
-
-    @property
-    def needs_same_drafts(self) -> bool:
-        """If it has a seed of its own: each node draws."""
-        return self._source.seed is not None
-
-    def seed(self, seed: int) -> None:
-        """Restart the stream, and those of all its branches."""
-        self._source.seed, self._source.generator = seed, None
-
-    def branch(self) -> Self:
-        """Further draws from the same numbers, in turns, which leave the newest draw here alone."""
-        return type(self)(self._source)
-
-    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
-        """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
-        if self._weights is None or not self._is_filled:
-            self._weights = torch.empty_like(logits, dtype=torch.float32)
-            self._weights.exponential_(generator=self._source.on(logits.device))
-        return (torch.softmax(logits.float(), dim=-1) / self._weights).argmax(-1)
-
-    @contextmanager
-    def filled(self, rows: int) -> Iterator[None]:
-        """A context whose draw uses numbers made now, as a compiled function cannot make them. Its
-        shape must be that of the draw before, but for the number of rows.
-        """
-        if self._weights is not None:
-            if len(self._weights) != rows:
-                self._weights = self._weights.new_empty(rows, *self._weights.shape[1:])
-            self._weights.exponential_(generator=self._source.on(self._weights.device))
-        self._is_filled = True
-        try:  # what cannot be compiled draws again
-            yield
-        finally:
-            self._is_filled = False
 
 
 @dataclass(frozen=True)
@@ -224,16 +128,6 @@ class Greedy(Acceptance):
 
 
 @dataclass(frozen=True)
-class CheckedGreedy(Greedy):
-    """`Greedy`, with -1, which ends a row as failed, where logits are not finite."""
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """The argmax, or -1."""
-        best = logits.max(-1)
-        return torch.where(best.values.isfinite(), best.indices, -1)
-
-
-@dataclass(frozen=True)
 class Sampled(Acceptance):
     """Lossless sampling with temperature, top-k and top-p as in transformers.
 
@@ -269,96 +163,6 @@ class Sampled(Acceptance):
         """Sampling, by the same arguments."""
         numbers = {"temperature": float(self.temperature), "top_p": float(self.top_p)}
         return {"do_sample": True, "top_k": self.top_k, **numbers}
-
-
-class RowNumbers(Draws):
-    """Random numbers of each row's own, from 0 to 1: the n-th is for its n-th new token, so a draw
-    depends neither on other rows nor on the drafts. Tokens are -1 where logits are not finite.
-
-    limit: new tokens of a row at most.
-    """
-
-    by_row = True
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._rows: Sequence[tuple[str, int]] = ()  # the seed of each row, the tokens of its answer
-        self._numbers: dict[str, Tensor] = {}
-
-    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
-        """By the inverse of the distribution function, in float64."""
-        if tree is None:
-            levels_BN = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-            return self._draw(logits[:, None], levels_BN)[:, 0]
-        return self._draw(logits, (tree.topology.levels_BN - 1).expand(len(logits), -1))
-
-    def seed(self, seed: int) -> None:
-        """Rows have seeds of their own."""
-
-    def branch(self) -> Self:
-        return type(self)(self.limit)
-
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
-        self._rows = rows
-
-    def _draw(self, scores_BNV: Tensor, levels_BN: Tensor) -> Tensor:
-        below_BNV = scores_BNV.double().softmax(-1).cumsum(-1)
-        total_BN1 = below_BNV[..., -1:]
-        next_BN = self._next(levels_BN.shape[1]).to(levels_BN.device)
-        uniform_BN1 = next_BN.gather(1, levels_BN)[..., None]
-        drawn_BN1 = torch.searchsorted(below_BNV, uniform_BN1 * total_BN1, right=True)
-        drawn_BN1 = drawn_BN1.clamp(max=scores_BNV.shape[-1] - 1)  # by rounding alone
-        return torch.where(total_BN1.isfinite(), drawn_BN1, -1)[..., 0]
-
-    def _next(self, count: int) -> Tensor:
-        """The next `count` numbers of each row, (B, count) float64, or zeros after its last."""
-        seeds = {seed for seed, _ in self._rows}
-        self._numbers = {seed: all for seed, all in self._numbers.items() if seed in seeds}
-        rows = []
-        for seed, place in self._rows:
-            if seed not in self._numbers:
-                number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
-                generator = torch.Generator().manual_seed(number)
-                drawn = torch.rand(self.limit, generator=generator, dtype=torch.float64)
-                self._numbers[seed] = drawn
-            numbers = self._numbers[seed][place : place + count]
-            rows.append(F.pad(numbers, (0, count - len(numbers))))
-        return torch.stack(rows)
-
-
-def seeded(temperature: float, top_p: float, top_k: int, limit: int) -> Acceptance:
-    """The rule of an answer that is the same in any batch and with any drafts; greedy at
-    temperature 0. limit: new tokens of a row at most. The token is -1 where logits are not finite.
-    """
-    if temperature == 0:
-        return CheckedGreedy()
-    return Sampled(temperature, top_p, top_k, draws=RowNumbers(limit))
-
-
-@dataclass(frozen=True)
-class Processed(Acceptance):
-    """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
-    draw at every node.
-
-    A tree's nodes are processed in parallel, so no processor may read the previous tokens.
-    """
-
-    processors: LogitsProcessorList
-    sample: bool
-
-    def _fields(self) -> Iterator[Any]:
-        """By value, as `generate` makes new processors for each call."""
-        yield self.sample
-        for each in self.processors:
-            yield type(each)
-            for name, value in vars(each).items():
-                numbers = value.flatten().tolist() if isinstance(value, Tensor) else [value]
-                yield name, *numbers
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """The argmax or one draw."""
-        scores = processed(logits, self.processors)
-        return self.draws.draw(scores) if self.sample else scores.argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -418,49 +222,6 @@ class Typical(Acceptance):
         return logp, typical.scatter(-1, logits.argmax(-1, keepdim=True), True)
 
 
-@dataclass(frozen=True)
-class RowRules(Acceptance):
-    """A rule for each row of a batch, which chooses as it does for that row alone."""
-
-    rules: tuple[Acceptance, ...]
-    _parts: list[tuple[Acceptance, list[int]]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-    """The distinct rules, and the rows of each."""
-
-    def __post_init__(self) -> None:
-        for row, rule in enumerate(self.rules):
-            for other, rows in self._parts:
-                if rule.joins(other):
-                    rows.append(row)
-                    break
-            else:
-                self._parts.append((rule, [row]))
-
-    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        """The path of each row by its own rule."""
-        parts = [rule(logits_BNV[rows], tree.select(rows)) for rule, rows in self._parts]
-        return Accepted(
-            self._in_order([part.path_BN for part in parts]),
-            self._in_order([part.count_B for part in parts]),
-            self._in_order([part.last_B for part in parts]),
-            self._in_order([part.bonus_B for part in parts]),
-        )
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Tokens (B, ...) by the rules of logits (B, ..., V)."""
-        return self._in_order([rule.choose(logits[rows]) for rule, rows in self._parts])
-
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Prepare each rule for its rows."""
-        for rule, places in self._parts:
-            rule.prepare([rows[place] for place in places])
-
-    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
-        places = [place for _, rows in self._parts for place in rows]
-        return torch.cat(list(parts))[torch.tensor(places).argsort().to(parts[0].device)]
-
-
 def check_temperature(temperature: float) -> None:
     """Raise ValueError unless logits can be divided by it."""
     if not (isinstance(temperature, Real) and LEAST_TEMPERATURE <= temperature < math.inf):
@@ -478,6 +239,8 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
     if tree.tokens_BN.shape[1] == 1:  # nothing drafted
         root_B1 = torch.zeros_like(chosen_BN)
         return Accepted(root_B1, root_B1[:, 0] + 1, root_B1[:, 0], chosen_BN[:, 0])
+    # a node is right if the target chose its token at its parent, and kept if all nodes on its path
+    # are right; siblings are distinct, so the kept nodes form one path, and the deepest ends it
     right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
     kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
     best_B = (kept_BN * tree.topology.levels_BN).argmax(1)

@@ -108,11 +108,13 @@ class FixedSteps:
     ) -> None:
         self.advance, self.target, self.drafter = advance, target, drafter
         self.cache, self.accept = cache, accept
-        self.width, self.nodes = tree.depth + 1, tree.nodes
-        self.drafts = drafter.cache
-        self.room = self.width + (self.drafts.table.pending if self.drafts is not None else 0)
+        self.width = tree.depth + 1
+        self.slots = [(cache, tree.nodes)]  # caches, and what a step writes to them
+        if drafter.cache is not None:
+            slots = drafter.cache.cache
+            self.slots.append((slots, self.width + slots.table.pending))
         self.record = RECORDERS.get(target.device.type)
-        self.seen: list[int] = []  # slots and capacities of the recording
+        self.seen: list[tuple[int, int]] = []  # slots and capacities of the recording
         self.recording: Recording | None = None
 
     def __call__(
@@ -120,9 +122,8 @@ class FixedSteps:
     ) -> tuple[Committed, list[list[int]]]:
         """One step of the rows that are running; returns what it committed, and its tokens."""
         bucket = BUCKET if self.record else 1
-        _fix(self.cache, self.nodes, bucket)
-        if self.drafts is not None:
-            _fix(self.drafts.cache, self.room, bucket)
+        for cache, room in self.slots:
+            _fix(cache, room, bucket)
         tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
         if padding := self.width - tokens_BC.shape[1]:  # the first time
             tokens_BC = F.pad(tokens_BC, (0, padding))
@@ -134,19 +135,16 @@ class FixedSteps:
         # one copy to the host, so one wait for the device
         tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()
         counts = [row.pop() for row in tokens]
-        self.cache.note(counts)
-        if self.drafts is not None:
-            self.drafts.table.note(committed.counts)
+        # the drafter has what was committed before this step
+        for (cache, _), new in zip(self.slots, (counts, committed.counts), strict=False):
+            cache.note(new)
         return Committed(tokens_BC, features_BCD, count_B, counts), tokens
 
     def _step(self, inputs: tuple[Tensor, ...]) -> Outputs:
         """A replay, if there is a recording for the slots that can be seen now."""
         if not self.record:
             return self.advance(self, *inputs)
-        tables = [self.cache.table]
-        if self.drafts is not None:
-            tables.append(self.drafts.table)
-        seen = [size for table in tables for size in (table.span, table.capacity)]
+        seen = [(cache.table.span, cache.table.capacity) for cache, _ in self.slots]
         if seen != self.seen:  # not recorded: it may allocate what later steps find there
             self.seen, self.recording = seen, None
             return self.advance(self, *inputs)
@@ -162,9 +160,8 @@ class FixedSteps:
 
     def end(self) -> None:
         """Let the generation continue with steps that are not compiled."""
-        self.cache.free()
-        if self.drafts is not None:
-            self.drafts.table.free()
+        for cache, _ in self.slots:
+            cache.free()
 
 
 class Recording:

@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import Decoding, Row, Speculator
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.draws import RowNumbers
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Decoding, Row
 
 REFILL = 8
 """Finished rows wait until they are one in so many, because reading prompts costs a forward pass.
@@ -32,6 +35,25 @@ class Request:
 
 Outcome = tuple[Request, list[int], Exception | None]
 """A request with its new tokens, or with the error of one that fails alone."""
+
+
+@dataclass(frozen=True)
+class CheckedGreedy(Greedy):
+    """`Greedy`, with -1, which ends a row as failed, where logits are not finite."""
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The argmax, or -1."""
+        best = logits.max(-1)
+        return torch.where(best.values.isfinite(), best.indices, -1)
+
+
+def seeded(temperature: float, top_p: float, top_k: int, limit: int) -> Acceptance:
+    """The rule of an answer that is the same in any batch and with any drafts; greedy at
+    temperature 0. limit: new tokens of a row at most. The token is -1 where logits are not finite.
+    """
+    if temperature == 0:
+        return CheckedGreedy()
+    return Sampled(temperature, top_p, top_k, draws=RowNumbers(limit))
 
 
 class ContinuousBatch:
@@ -98,7 +120,7 @@ class ContinuousBatch:
             assert self._decoding is not None
             self.steps += 1
             self.row_steps += len(self._active)
-            self._decoding.step()
+            self.engine.step(self._decoding)
         elif self._active and self._decoding is not None:
             self._decoding.join(started)
         else:
@@ -161,6 +183,6 @@ class ContinuousBatch:
         reserved = longest if self.most_slots else min(RESERVED, longest)
         if self._active:
             reserved = 0  # what is read now is copied into the caches of the others
-        *_, decoding = Decoding.prefill(self.engine, self.accept, rows, reserved)
+        *_, decoding = self.engine.prefill(rows, self.accept, reserved)
         assert decoding is not None  # the last one
         return decoding

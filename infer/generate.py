@@ -41,9 +41,10 @@ from draftheads.heads.formats.hub import WEIGHTS, open_head
 from draftheads.heads.hybrid.states import CACHE
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
-from draftheads.infer.accept import Acceptance, Processed, check_temperature
+from draftheads.infer.accept import Acceptance, check_temperature, processed
 from draftheads.infer.drafters.named import named_drafts
-from draftheads.infer.engine import DrafterSource, Speculator, Step, is_source
+from draftheads.infer.engine import DrafterSource, Speculator, is_source
+from draftheads.infer.rows import Step
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
 WARPERS: tuple[type, ...] = tuple(getattr(processing, f"{name}LogitsWarper") for name in SAMPLING)
@@ -57,6 +58,32 @@ USED = {"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_ca
 """Inputs that `generate` prepares for every model."""
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
 NOT_KEPT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True)
+class Processed(Acceptance):
+    """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
+    draw at every node.
+
+    A tree's nodes are processed in parallel, so no processor may read the previous tokens.
+    """
+
+    processors: LogitsProcessorList
+    sample: bool
+
+    def _fields(self) -> Iterator[Any]:
+        """By value, as `generate` makes new processors for each call."""
+        yield self.sample
+        for each in self.processors:
+            yield type(each)
+            for name, value in vars(each).items():
+                numbers = value.flatten().tolist() if isinstance(value, Tensor) else [value]
+                yield name, *numbers
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The argmax or one draw."""
+        scores = processed(logits, self.processors)
+        return self.draws.draw(scores) if self.sample else scores.argmax(-1)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch import Tensor
 from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Acceptance, Greedy
-from draftheads.infer.engine import Step
+from draftheads.infer.rows import Step
 
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""

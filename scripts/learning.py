@@ -78,13 +78,13 @@ def learning(
 
 
 def _learner(engine: Speculator, head: str, folder: HeadFolder, place: HeadStore) -> Learner:
-    from draftheads.infer.drafters.ngram import Memory
+    from draftheads.infer.drafters.ngram import NGramIndex
     from draftheads.infer.drafters.parts import with_memory
     from draftheads.infer.engine import DrafterSource
     from draftheads.scripts.doctor import data_of, documents_in
     from draftheads.train.learn.learner import Source, UseLearner, with_version
 
-    memory = Memory() if "ngram" in head.split("+") else None
+    memory = NGramIndex() if "ngram" in head.split("+") else None
     recorded = folder.facts.training.get("recipe", {}).get("data", {}).get("path")
     data = data_of(folder.path, str(recorded or ""))
     source = Source(folder, documents_in(data, engine.target))

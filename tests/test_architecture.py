@@ -127,7 +127,7 @@ def test_the_core_imports_no_wing():
         assert wings <= DOORS, f"{name} imports {sorted(wings - DOORS)}"
 
 
-@pytest.mark.parametrize("wing", WINGS.keys() - {"scripts"})
+@pytest.mark.parametrize("wing", [name for name in WINGS if name != "scripts"])
 def test_a_wing_imports_few_others(wing):
     used = set()
     for name, path in MODULES.items():

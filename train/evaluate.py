@@ -23,8 +23,9 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree
-from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.engine import Speculator
 from draftheads.infer.race import BenchPrompt
+from draftheads.infer.rows import Statistics, Step
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
 from draftheads.train.features.sources import FeatureSource, OnlineFeatures, SharedFaults

@@ -19,7 +19,6 @@ import torch
 
 from draftheads.arguments import head_folder
 from draftheads.heads.base import DraftHead
-from draftheads.heads.drafting import check_fit
 from draftheads.heads.files import CONFIG as CONFIG
 from draftheads.heads.files import read_json, staged, write_text
 from draftheads.heads.formats.card import merge_sections, render_card, write_remote_code
@@ -386,7 +385,7 @@ def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
     in `facts`.
     """
     name = facts.target.title if facts.target.name else "its target"
-    check_fit(head, target, name)
+    head.check_fit(target, name)
     trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     difference = None

@@ -6,8 +6,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from draftheads.heads.target.model import Target
-from draftheads.infer.engine import Statistics, Step
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.rows import Statistics, Step
 from draftheads.infer.text import AnswerText
 
 RESERVE = 256

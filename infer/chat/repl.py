@@ -23,8 +23,9 @@ from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
 from draftheads.infer.chat.screen import NOTE, Screen
 from draftheads.infer.costs import too_slow
-from draftheads.infer.engine import Session, Speculator, Statistics, Step
+from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
+from draftheads.infer.rows import Session, Statistics, Step
 from draftheads.infer.text import AnswerText, TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"

@@ -41,7 +41,7 @@ class NGram(DrafterSource):
     tree: DynamicTree = DynamicTree(draft_nodes=16, depth=16, top_k=4)
     longest: int = 3
     shortest: int = 2
-    memory: Memory | None = field(default=None, repr=False)
+    memory: NGramIndex | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -61,7 +61,7 @@ class NGram(DrafterSource):
         return NGramDrafter(limits, range(self.shortest, self.longest + 1), self.memory)
 
 
-class Memory:
+class NGramIndex:
     """Earlier texts, to look up n-grams in. Used by one thread at a time.
 
     limit: tokens that it holds at most; the oldest texts are dropped as a whole, and of a longer
@@ -148,7 +148,7 @@ class NGramDrafter:
     feature_layers: tuple[int, ...] = ()
     cache = None
 
-    def __init__(self, limits: DynamicTree, lengths: range, memory: Memory | None) -> None:
+    def __init__(self, limits: DynamicTree, lengths: range, memory: NGramIndex | None) -> None:
         self.limits, self.lengths, self.memory = limits, lengths, memory
         self.texts: list[_Text] = []
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from draftheads.heads.base import DraftHead
 from draftheads.infer.drafters.merged import Merged
-from draftheads.infer.drafters.ngram import Memory, NGram
+from draftheads.infer.drafters.ngram import NGram, NGramIndex
 from draftheads.infer.engine import DrafterSource
 
 
 def head_of(source: DrafterSource | None) -> DraftHead:
     """The head among the parts of what drafts. Raises ValueError unless there is exactly one."""
-    heads = [part for part in _parts(source) if isinstance(part, DraftHead)]
+    parts = source.parts if isinstance(source, Merged) else [source]
+    heads = [part for part in parts if isinstance(part, DraftHead)]
     if len(heads) != 1:
         raise ValueError(
             f"--learn: expected one draft head to train, got {len(heads)}; pass one with --head, "
@@ -28,24 +29,16 @@ def replace_head(source: DrafterSource, head: DraftHead) -> DrafterSource:
     return _changed(source, lambda part: head if part is old else part)
 
 
-def with_memory(source: DrafterSource, memory: Memory) -> DrafterSource:
+def with_memory(source: DrafterSource, memory: NGramIndex) -> DrafterSource:
     """The same, its n-grams with this memory; without n-grams, nothing changes."""
     return _changed(
         source, lambda part: replace(part, memory=memory) if isinstance(part, NGram) else part
     )
 
 
-def _parts(source: object) -> Iterator[object]:
-    if isinstance(source, Merged):
-        for part in source.parts:
-            yield from _parts(part)
-    else:
-        yield source
-
-
 def _changed(
     source: DrafterSource, change: Callable[[DrafterSource], DrafterSource]
 ) -> DrafterSource:
     if isinstance(source, Merged):
-        return Merged([_changed(part, change) for part in source.parts])
+        return Merged([change(part) for part in source.parts])
     return change(source)

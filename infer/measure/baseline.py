@@ -13,7 +13,8 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import DrafterSource, Step
+from draftheads.infer.engine import DrafterSource
+from draftheads.infer.rows import Step
 
 LOOKUP_TOKENS = 10
 """prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""

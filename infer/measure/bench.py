@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.heads.drafting import Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import DrafterSource, Speculator, Statistics
+from draftheads.infer.engine import DrafterSource, Speculator
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.race import (
     GENERATE,
@@ -44,6 +43,7 @@ from draftheads.infer.race import (
     steps_of,
     timed,
 )
+from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
 
 ALONE = "generate alone"
@@ -54,8 +54,7 @@ BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
 PROFILED_PROMPTS = 8
 """At most so many are decoded once more, for draft and verify times on an accelerator."""
 
-Drafts = DrafterSource | Callable[[], Drafter]
-Entry = Drafts | tuple[Drafts, Tree] | Baseline
+Entry = DrafterSource | tuple[DrafterSource, Tree] | Baseline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +143,10 @@ def bench(
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
-    heads: name -> head or other source of drafters, or function that returns a new drafter per
-    generation, or (either, tree), or a baseline. prompts: token ids. categories: of the prompts;
-    batches have prompts of one category. A prompt
-    with less room than max_new_tokens in the context gets what is left; one that fills the context
-    is skipped. Raises ValueError if no prompt fits or a head has the name of a baseline.
+    heads: name -> head or other source of drafters, or (such, tree), or a baseline. prompts: token
+    ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
+    than max_new_tokens in the context gets what is left; one that fills the context is skipped.
+    Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
@@ -215,10 +213,10 @@ def _candidates(
 
 
 def _trees(
-    name: str, drafts: Drafts, tree: Tree | None, nodes: Sequence[int]
+    name: str, drafts: DrafterSource, tree: Tree | None, nodes: Sequence[int]
 ) -> dict[str, Tree | None]:
     """The trees to try with these drafts, by the names of their candidates."""
-    if tree is not None or not isinstance(drafts, DrafterSource):
+    if tree is not None:
         return {name: tree}
     sizes = sorted({min(size, drafts.tree.largest) for size in nodes})
     if not sizes:

@@ -35,7 +35,7 @@ from draftheads.infer.costs import (
     predict,
     search,
 )
-from draftheads.infer.engine import NoDraft, Speculator, Statistics
+from draftheads.infer.engine import NoDraft, Speculator
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
@@ -52,6 +52,7 @@ from draftheads.infer.race import (
     steps_of,
     timed,
 )
+from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -26,10 +26,12 @@ import torch
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, seeded
-from draftheads.infer.engine import Row, Speculator, Statistics, Step, is_whole
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.continuous import seeded
+from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.loading import Place, load_parts
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
+from draftheads.infer.rows import Row, Statistics, Step, is_whole
 from draftheads.infer.text import AnswerText, TextStream
 
 NEW_TOKENS = 512

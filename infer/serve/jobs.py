@@ -9,7 +9,8 @@ import torch
 
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import COMPLETE
-from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Decoding, Row, Session, Step
 from draftheads.infer.serve.tree_sizes import TreeSizes
 
 FEW = 1 / 4
@@ -90,7 +91,7 @@ class JobBatch:
             self._decoding = job.decoding
             return
         if self._decoding is self.jobs[0].decoding:  # which keeps its own caches for itself
-            self._decoding = self._decoding.open()
+            self._decoding = self.engine.open(self._decoding)
         self._decoding.join(job.decoding)
 
     def step(self) -> list[tuple[Job, Step]]:
@@ -101,13 +102,13 @@ class JobBatch:
             decoding.drop_finished()
         any_tree = not any(job.sampling.sees_drafts for job in self.jobs)
         rows = len(self.jobs) if any_tree else 1
-        decoding.use(self._sizes.choose(rows))
+        self.engine.use(decoding, self._sizes.choose(rows))
         start = self.engine.clock()
-        steps = decoding.step()
+        steps = self.engine.step(decoding)
         tokens = sum(len(step.tokens) for step in steps.values())
         self._sizes.learn(rows, tokens, self.engine.clock() - start)
         if len(decoding.rows) == 1:
-            decoding.compile()
+            self.engine.compile_steps(decoding)
         return [(job, steps[job.row]) for job in self.jobs if job.row in steps]
 
     def leave(self, job: Job) -> None:

@@ -15,7 +15,7 @@ from uuid import uuid4
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from draftheads.infer.engine import Step
+from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import (
     TokenScore,

@@ -22,7 +22,8 @@ import torch
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
-from draftheads.infer.engine import Decoding, Row, Session, Speculator, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Decoding, Row, Session, Step
 from draftheads.infer.serve.jobs import Job, JobBatch
 
 TURN = 256
@@ -251,7 +252,7 @@ class Scheduler:
         engine, rows = self._batch(job).engine, [job.row]
         reserved = min(job.max_new_tokens, ROOM)
         job.decoding = None
-        job.steps = Decoding.prefill(engine, job.sampling, rows, reserved, job.session, TURN)
+        job.steps = engine.prefill(rows, job.sampling, reserved, job.session, TURN)
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)

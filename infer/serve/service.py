@@ -22,8 +22,9 @@ from starlette.responses import JSONResponse, Response
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.background import Background, Point
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.rows import Step
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.jobs import Account, Job
 from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts

@@ -28,7 +28,8 @@ from draftheads.heads.block import BlockHead
 from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
-from draftheads.infer.engine import Speculator, Statistics, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Statistics, Step
 from draftheads.scripts.convert import converted, with_mtp
 from draftheads.scripts.openings import opening_ids
 from draftheads.train.entry import mistakes_in_one_line

@@ -40,9 +40,10 @@ from draftheads.heads.files import write_text
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.baseline import Baseline
 from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.rows import Step
 from draftheads.infer.threads import fair_clock
 from draftheads.scripts.benchmarks import draft_time, results
 from draftheads.train.entry import mistakes_in_one_line

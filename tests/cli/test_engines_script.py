@@ -12,7 +12,7 @@ from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.target.model import Target
-from draftheads.infer.engine import Step
+from draftheads.infer.rows import Step
 from draftheads.scripts.benchmarks import engines
 from draftheads.scripts.benchmarks.engine_runs.llamacpp import counts
 from draftheads.scripts.benchmarks.engines import (

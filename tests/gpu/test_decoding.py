@@ -21,7 +21,8 @@ from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled, Typical
 from draftheads.infer.continuous import ContinuousBatch, Request
-from draftheads.infer.engine import Session, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Session
 
 NEW = 40
 RAGGED = (13, 4, 8)

@@ -29,7 +29,8 @@ from draftheads.infer.accept import Greedy
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
-from draftheads.infer.engine import Session, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Session
 
 NEW = 16
 TREES: dict[str, Tree] = {

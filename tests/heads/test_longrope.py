@@ -17,8 +17,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3ForCausalLM
 from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Session, Speculator
+from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
+from draftheads.infer.rows import Session
 
 LIMIT, NEW = 32, 25
 ROPE = {

@@ -6,7 +6,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from draftheads.infer.accept import Greedy
-from draftheads.infer.engine import Step
+from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Job
 
 

@@ -13,7 +13,8 @@ import uvicorn
 from tiny_chat import END, llama
 
 from draftheads.infer.background import Background
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Step
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.gate import TimedProtocol
 from draftheads.infer.serve.service import ServeOptions, Service

@@ -4,7 +4,8 @@ heart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import StaticTree, TokenTree, Tree
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import DrafterSource, Speculator
+from draftheads.infer.rows import Statistics
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
@@ -116,6 +118,21 @@ def misread_drafts(monkeypatch: Any) -> None:
     monkeypatch.setattr("draftheads.heads.drafting.tree_builder", build)
 
 
+class Made(DrafterSource):
+    """What a function returns, as the drafter of a generation; it has a tree of its own."""
+
+    tree = DynamicTree(draft_nodes=1, depth=1, top_k=1)
+
+    def __init__(self, make: Callable[[], Drafter]) -> None:
+        self.make = make
+
+    def check_tree(self, tree: Tree) -> None:
+        pass
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        return self.make()
+
+
 class Recorder:
     """A drafter that notes what another one proposes."""
 
@@ -133,10 +150,13 @@ class Recorder:
 def decode(
     target: Target, drafts: Any, prompts: Sequence[Sequence[int]], **choices: Any
 ) -> tuple[list[list[int]], list[Statistics]]:
-    """Rows of output tokens, and the statistics of each row. tree: as of `Speculator`."""
+    """Rows of output tokens, and the statistics of each row. drafts: or a function that makes the
+    drafter. tree: as of `Speculator`.
+    """
     rows: list[list[int]] = [[] for _ in prompts]
     statistics = [Statistics() for _ in prompts]
-    speculator = Speculator(target, drafts, tree=choices.pop("tree", None))
+    source = Made(drafts) if isinstance(drafts, FunctionType) else drafts
+    speculator = Speculator(target, source, tree=choices.pop("tree", None))
     for steps in speculator.generate_batch(prompts, **choices):
         for row, step in enumerate(steps):
             if step is not None:

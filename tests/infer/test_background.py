@@ -29,7 +29,7 @@ from draftheads.infer.background import Point
 from draftheads.infer.chat import idle
 from draftheads.infer.chat.repl import ChatOptions, chat
 from draftheads.infer.drafters.merged import Merged
-from draftheads.infer.drafters.ngram import Memory, NGram
+from draftheads.infer.drafters.ngram import NGram, NGramIndex
 from draftheads.infer.drafters.parts import head_of, replace_head, with_memory
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve import scheduler as scheduling
@@ -460,7 +460,7 @@ def test_an_engine_keeps_a_tree_that_was_chosen():
 
 
 def test_a_memory_reaches_the_ngrams_of_what_drafts():
-    memory, head = Memory(), random_head("medusa", tiny_target())
+    memory, head = NGramIndex(), random_head("medusa", tiny_target())
     ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
     assert with_memory(head, memory) is head
     assert with_memory(ngram, memory) == NGram(ngram.tree, 2, 1, memory)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny_heads import Oracle
+from tiny_heads import Made, Oracle
 from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
@@ -22,8 +22,9 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
-from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.engine import Speculator
+from draftheads.infer.generate import Processed
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
 from draftheads.infer.measure.report import (
@@ -46,6 +47,7 @@ from draftheads.infer.race import (
     speedup_interval,
     timed,
 )
+from draftheads.infer.rows import Step
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))
@@ -99,7 +101,7 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def oracle(target, prompts):
     truth = {tuple(prompt): greedy(target, prompt, NEW) for prompt in prompts}
-    return lambda: Recall(truth), CHAIN
+    return Made(lambda: Recall(truth)), CHAIN
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +178,7 @@ def liar(prompts, monkeypatch):
         return accept.take(tree, torch.full((rows,), nodes - 1), chosen_BN[:, -1])
 
     monkeypatch.setattr(accept, "follow", gullible)
-    return lambda: Recall(wrong), CHAIN
+    return Made(lambda: Recall(wrong)), CHAIN
 
 
 def test_a_wrong_output_is_called_so(target, prompts, liar):
@@ -367,7 +369,8 @@ def test_rows_of_a_batch_share_its_time(target):
 
 
 def test_a_wrong_row_of_a_batch_is_called_so(target, prompts, liar):
-    wrong = {"liar": (lambda: Oracle(CHAIN, [[0] * 30] * 2, vocab_size=VOCABULARY), CHAIN)}
+    zeros = Made(lambda: Oracle(CHAIN, [[0] * 30] * 2, vocab_size=VOCABULARY))
+    wrong = {"liar": (zeros, CHAIN)}
     report = quick(target, prompts[:2], wrong, batch=2)
     assert report.plain.lossless is True
     assert report.result("liar").first_divergence.prompts == 2

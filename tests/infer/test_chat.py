@@ -30,8 +30,9 @@ from draftheads.infer.chat import conversation, repl
 from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.repl import COMMANDS, ChatOptions, chat, sample_chat
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Speculator, Step
+from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.rows import Step
 
 REFUSES_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}"

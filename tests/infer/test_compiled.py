@@ -36,20 +36,14 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
-from draftheads.infer.accept import (
-    Acceptance,
-    Greedy,
-    Processed,
-    RandomStream,
-    Sampled,
-    Typical,
-    seeded,
-)
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.continuous import seeded
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.draws import RandomStream
 from draftheads.infer.engine import Speculator
-from draftheads.infer.generate import speculative
+from draftheads.infer.generate import Processed, speculative
 from draftheads.infer.measure.bench import BenchOptions, bench
 
 NEW = 24
@@ -456,9 +450,8 @@ def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
 
     drafter.propose(Committed(*committed(4), [4, 3]))
     steps = compiled.FixedSteps(compiled._advance, target, drafter, tree, cache, Greedy())
-    compiled._fix(cache, tree.nodes, 16)
-    if steps.drafts is not None:
-        compiled._fix(steps.drafts.cache, steps.room, 16)
+    for slots, room in steps.slots:
+        compiled._fix(slots, room, 16)
     running_B = torch.ones(2, dtype=torch.bool, device=device)
     with HostTensors() as host:
         made = compiled._advance(steps, *committed(tree.depth + 1), running_B)

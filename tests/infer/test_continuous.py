@@ -13,10 +13,11 @@ from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotLayer
 from draftheads.heads.target.model import Target
-from draftheads.infer.accept import Acceptance, seeded
-from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.accept import Acceptance
+from draftheads.infer.continuous import ContinuousBatch, Request, seeded
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Decoding, Row, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Decoding, Row
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
 
@@ -42,7 +43,7 @@ def rule(temperature: float = 1.0) -> Acceptance:
 
 
 def prefilled(engine: Speculator, accept: Acceptance, rows: list[Row]) -> Decoding:
-    *_, decoding = Decoding.prefill(engine, accept, rows, 32)
+    *_, decoding = engine.prefill(rows, accept, 32)
     assert decoding is not None
     return decoding
 
@@ -53,7 +54,7 @@ def alone(engine: Speculator, accept: Acceptance, request: Request) -> tuple[lis
     with torch.inference_mode():
         decoding, steps = prefilled(engine, accept, [row]), 0
         while not row.finish:
-            decoding.step()
+            engine.step(decoding)
             steps += 1
     return row.text[row.prompt :], steps
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_chat import byte_tokenizer
-from tiny_heads import Oracle, random_head
+from tiny_heads import Made, Oracle, random_head
 from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import HEADS
@@ -17,8 +17,9 @@ from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Speculator, Statistics
+from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
+from draftheads.infer.rows import Statistics
 
 SHAPE = StaticTree.from_widths((2, 1, 1, 1))
 
@@ -33,7 +34,7 @@ def ending_with(eos) -> Target:
 def oracle_for(prompts, new: int = 60):
     """A drafter that knows what the tiny Llama writes without any end token."""
     truth = [greedy(tiny_target(), prompt, new) for prompt in prompts]
-    return truth, lambda: Oracle(SHAPE, truth, vocab_size=VOCABULARY)
+    return truth, Made(lambda: Oracle(SHAPE, truth, vocab_size=VOCABULARY))
 
 
 @pytest.mark.parametrize("as_list", [False, True])
@@ -227,7 +228,7 @@ def test_without_a_bound_the_cache_grows_with_the_text(monkeypatch):
     caches = slots_of(monkeypatch, target)
     truth = greedy(target, prompt, 60)
     monkeypatch.setattr("draftheads.infer.engine.ROOM", 8)
-    oracle = lambda: Oracle(SHAPE, [truth + [0] * 4], vocab_size=VOCABULARY)  # noqa: E731
+    oracle = Made(lambda: Oracle(SHAPE, [truth + [0] * 4], vocab_size=VOCABULARY))
     written, capacities = [], []
     for step in Speculator(target, oracle, tree=SHAPE).generate(prompt):
         written += step.tokens
@@ -253,7 +254,8 @@ def test_steps_add_up():
     (truth,), _ = oracle_for(prompts)
     noisy = Oracle(SHAPE, [truth], vocab_size=VOCABULARY, noise=0.3, seed=2)
     statistics, written = Statistics(), 0
-    for step in Speculator(tiny_target(), lambda: noisy).generate(prompts[0], max_new_tokens=40):
+    engine = Speculator(tiny_target(), Made(lambda: noisy))
+    for step in engine.generate(prompts[0], max_new_tokens=40):
         statistics.add(step)
         written += len(step.tokens)
     assert written == 40 == statistics.tokens + 1, "the prefill's token is not a step's"

@@ -11,13 +11,13 @@ from tiny_targets import greedy, some_prompts, tiny_target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.drafters import ngram
 from draftheads.infer.drafters.merged import Merged
-from draftheads.infer.drafters.ngram import KEY, REACH, Memory, NGram
+from draftheads.infer.drafters.ngram import KEY, REACH, NGram, NGramIndex
 
 NEW = 33
 LIMITS = DynamicTree(8, 4, 3)
 
 
-def after(memory: Memory, *end: int, above: int = 0) -> list[tuple[int, ...]]:
+def after(memory: NGramIndex, *end: int, above: int = 0) -> list[tuple[int, ...]]:
     return memory.continuations(end, above, LIMITS)
 
 
@@ -27,7 +27,7 @@ def test_answers_are_the_targets_and_come_from_the_memory(name, others):
     """Of the right texts in some rows, and of misleading ones in another."""
     target, prompts = tiny_target(name), some_prompts(9, 14, 5)
     expected = [greedy(target, prompt, NEW) for prompt in prompts]
-    memory = Memory()
+    memory = NGramIndex()
     for prompt, answer in zip(prompts[:2], expected, strict=False):
         memory.append([*prompt, *answer])
     memory.append([token for each in expected[2] for token in (each, 7)] + prompts[2] + [8, 9])
@@ -59,7 +59,7 @@ def test_continuations_are_those_of_a_search_through_all_texts(monkeypatch):
     draw = random.Random(0)
     texts = [draw.choices(range(5), k=draw.randint(1, 60)) for _ in range(30)]
     texts += [[*text, *texts[0]] for text in texts[:9]]
-    memory, pieces = Memory(50_000), list[tuple[int, list[int]]]()
+    memory, pieces = NGramIndex(50_000), list[tuple[int, list[int]]]()
     seen = 0
     for count, text in enumerate(texts):
         for above in (0, 2, 5):
@@ -77,7 +77,7 @@ def test_continuations_are_those_of_a_search_through_all_texts(monkeypatch):
 
 def test_a_text_that_agrees_as_far_is_copied_from_itself():
     """And a memory where it agrees with more."""
-    memory = Memory()
+    memory = NGramIndex()
     memory.append([1, 2, 3, 4, 50, 51, 52])
     drafter = NGram(LIMITS, memory=memory).drafter(tiny_target())
 
@@ -94,7 +94,7 @@ def test_a_text_that_agrees_as_far_is_copied_from_itself():
 
 
 def test_copies_end_with_their_text():
-    memory = Memory()
+    memory = NGramIndex()
     memory.append([1, 2, 3])
     memory.append([4, 5, 6, 7, 8, 9, 10])
     assert after(memory, 1, 2) == [(3,)]
@@ -102,11 +102,11 @@ def test_copies_end_with_their_text():
     assert after(memory, 3, 4) == []
     assert after(memory, 4, 5) == [(6, 7, 8, 9)]
     assert after(memory, 4, 5, above=2) == []
-    assert after(Memory(), 4, 5) == after(memory, 5) == []
+    assert after(NGramIndex(), 4, 5) == after(memory, 5) == []
 
 
 def test_the_oldest_texts_are_dropped_as_a_whole():
-    memory, texts = Memory(100), [[*range(n, n + 29)] for n in range(0, 3000, 30)]
+    memory, texts = NGramIndex(100), [[*range(n, n + 29)] for n in range(0, 3000, 30)]
     for count, text in enumerate(texts):
         memory.append(text)
         found = [bool(after(memory, *each[5:8])) for each in texts[: count + 1]]
@@ -116,7 +116,7 @@ def test_the_oldest_texts_are_dropped_as_a_whole():
 
 
 def test_of_a_text_that_is_too_long_the_end_is_held():
-    memory = Memory(50)
+    memory = NGramIndex(50)
     memory.append(range(200))
     memory.append(range(300, 500))
     assert after(memory, 495, 496) == [(497, 498, 499)]
@@ -125,7 +125,7 @@ def test_of_a_text_that_is_too_long_the_end_is_held():
 
 def test_a_conversation_is_stored_once():
     """Whole at each turn, it would take the place of the other text; so would its branches."""
-    memory, talk = Memory(420), list(range(100))
+    memory, talk = NGramIndex(420), list(range(100))
     memory.append(range(500, 540))
     for turn in range(10, 101, 10):
         memory.append(talk[:turn])
@@ -139,4 +139,4 @@ def test_a_conversation_is_stored_once():
 
 def test_a_memory_without_room_is_refused():
     with pytest.raises(ValueError, match="expected room for more than 16 tokens, got 16"):
-        Memory(REACH)
+        NGramIndex(REACH)

@@ -14,7 +14,8 @@ from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.engine import Decoding, Speculator, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Account
 from draftheads.infer.serve.scheduler import Closing, QueueFull
 
@@ -54,13 +55,13 @@ def test_many_requests_at_a_time_are_answered_as_alone(schedulers):
 def test_a_request_is_checked_and_started_once(schedulers, monkeypatch):
     engine = Speculator(tiny_target())
     starts: list[list[int]] = []
-    prefill = Decoding.prefill
+    prefill = Speculator.prefill
 
-    def note(engine, accept, rows, *more):
+    def note(engine, rows, *more):
         starts.extend(list(row.text) for row in rows)
-        return prefill(engine, accept, rows, *more)
+        return prefill(engine, rows, *more)
 
-    monkeypatch.setattr(Decoding, "prefill", note)
+    monkeypatch.setattr(Speculator, "prefill", note)
     scheduler = schedulers(engine)
     [prompt] = some_prompts(6)
     asked = Asked(prompt)

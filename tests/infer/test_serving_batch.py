@@ -18,9 +18,11 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
 from draftheads.infer import compiled
-from draftheads.infer.accept import Acceptance, Greedy, Processed, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Decoding, Row, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.generate import Processed
+from draftheads.infer.rows import Decoding, Row
 from draftheads.infer.serve.logprobs import ScoredRule
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
@@ -215,7 +217,7 @@ def test_rows_that_leave_give_back_memory_and_keep_their_text(schedulers, monkey
     assert rows == 1, "rows that ended are removed"
     assert longest < 40 and slots < 80, "slots of the long text are given back"
     assert scheduler._drafting._decoding is None
-    texts = sorted(session._caches.cache.table.capacity for session in scheduler._idle)
+    texts = sorted(session.caches.cache.table.capacity for session in scheduler._idle)
     lengths = sorted(session.length for session in scheduler._idle)
     assert lengths[-1] > 90
     assert texts[-1] < 100 + engine.tree.nodes
@@ -225,16 +227,16 @@ def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedu
     target = tiny_target()
     scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
     twice: list[int] = []
-    step = Decoding.step
+    step = Speculator.step
 
-    def note(self: Decoding) -> Any:
-        own = [job.decoding for job in scheduler._drafting.jobs if job.decoding is not self]
+    def note(self: Speculator, decoding: Decoding) -> Any:
+        own = [job.decoding for job in scheduler._drafting.jobs if job.decoding is not decoding]
         for each in own:
             caches = each.cache.layers + each.drafter.cache.cache.layers
             twice.append(sum(layer.is_initialized for layer in caches))
-        return step(self)
+        return step(self, decoding)
 
-    monkeypatch.setattr(Decoding, "step", note)
+    monkeypatch.setattr(Speculator, "step", note)
     asked = several()
     scheduler.submit(*(each.job for each in asked))
     check_greedy(target, asked)
@@ -247,13 +249,13 @@ def test_the_others_do_not_attend_over_the_slots_of_a_row_that_left():
     target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target))
     rows = [Row(target, prompt, 40) for prompt in some_prompts(40, 7, 5)]
-    *_, decoding = Decoding.prefill(engine, Greedy(), rows, 64, None, None)
-    decoding.step()
+    *_, decoding = engine.prefill(rows, Greedy(), 64, None, None)
+    engine.step(decoding)
     decoding.leave(rows[0], None)
     drafts = decoding.drafter.cache.table
     assert decoding.cache.table.longest < 20 and drafts.longest < 20
     for _ in range(8):
-        decoding.step()
+        engine.step(decoding)
     for row, length in ((rows[1], 7), (rows[2], 5)):
         prompt, answer = row.text[:length], row.text[length:]
         assert len(answer) > 8 and answer == greedy(target, prompt, len(answer))

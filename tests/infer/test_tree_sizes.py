@@ -16,7 +16,8 @@ from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy, Sampled, Typical
-from draftheads.infer.engine import Decoding, Row, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Decoding, Row
 from draftheads.infer.serve.logprobs import ScoredRule
 from draftheads.infer.serve.tree_sizes import TRIAL, TreeSizes
 
@@ -69,18 +70,18 @@ def changing(monkeypatch) -> list[Tree]:
     """Lets every step of a batch have another tree; returns those that were used."""
     used: list[Tree] = []
     steps = count()
-    original = Decoding.use
+    original = Speculator.use
 
     def choose(self: TreeSizes, rows: int) -> Tree:
         return self.trees[next(steps) % len(self.trees) if rows > 1 else 0]
 
-    def use(self: Decoding, tree: Tree) -> None:
+    def use(self: Speculator, decoding: Decoding, tree: Tree) -> None:
         used.append(tree)
-        original(self, tree)
+        original(self, decoding, tree)
 
     monkeypatch.setattr(TreeSizes, "choose", choose)
     monkeypatch.setattr(TreeSizes, "learn", lambda *_: None)
-    monkeypatch.setattr(Decoding, "use", use)
+    monkeypatch.setattr(Speculator, "use", use)
     return used
 
 
@@ -127,12 +128,12 @@ def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
     [prompt] = some_prompts(9)
 
     def begin(text: list[int]) -> Decoding:
-        (decoding,) = Decoding.prefill(engine, Greedy(), [Row(target, text, None)], reserved=40)
+        (decoding,) = engine.prefill([Row(target, text, None)], Greedy(), reserved=40)
         return decoding
 
     decoding, compared = begin(prompt), 0
     for tree in islice(cycle([*TreeSizes(engine.tree).trees[1:], engine.tree]), 20):
-        decoding.use(tree)
+        engine.use(decoding, tree)
         drafted = decoding.drafter.propose(decoding.committed)
         [row] = decoding.rows
         if tree == engine.tree:
@@ -140,7 +141,7 @@ def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
             expected = anew.drafter.propose(anew.committed)
             assert torch.equal(drafted.tokens_BN, expected.tokens_BN)
             compared += 1
-        [tokens] = decoding._verify(drafted)
+        [tokens] = engine._verify(decoding, drafted)
         row.step(tokens[: decoding.committed.counts[0]], 0, 0, (0.0, 0.0))
     assert compared > 3
 
@@ -153,11 +154,11 @@ def test_the_law_of_samples_is_kept_by_trees_that_change(small_target, kind):
     prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
     rule.seed(2)
     rows = [Row(small_target, prompt, 5) for _ in range(RUNS // 2)]
-    (decoding,) = Decoding.prefill(engine, rule, rows, reserved=5)
+    (decoding,) = engine.prefill(rows, rule, reserved=5)
     trees = cycle(TreeSizes(engine.tree).trees[::-1])
     while not all(row.finish for row in rows):
-        decoding.use(next(trees))
-        decoding.step()
+        engine.use(decoding, next(trees))
+        engine.step(decoding)
     texts = Counter(tuple(row.text[5:]) for row in rows)
     statistic, freedom = chi_square(texts, whole_law(small_target, prompt, 5, rule))
     assert statistic < surely_below(freedom)

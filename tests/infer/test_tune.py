@@ -27,7 +27,6 @@ from draftheads.infer.costs import (
     replayed_steps,
     search,
 )
-from draftheads.infer.engine import Step
 from draftheads.infer.measure.tune import (
     Track,
     Tuned,
@@ -39,6 +38,7 @@ from draftheads.infer.measure.tune import (
     winner,
 )
 from draftheads.infer.race import Run, describe_machine, fitting_prompts, race
+from draftheads.infer.rows import Step
 from draftheads.scripts.printing import print_tuned
 
 OPTIONS = TuneOptions(max_new_tokens=12, repetitions=1, nodes=8)

@@ -23,8 +23,8 @@ from tiny_chat import (
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from draftheads.heads.target.model import Decoded, Target
-from draftheads.infer.accept import filtered_logits, seeded
-from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.accept import filtered_logits
+from draftheads.infer.continuous import ContinuousBatch, Request, seeded
 from draftheads.infer.engine import Speculator
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG

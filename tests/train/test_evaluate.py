@@ -31,7 +31,7 @@ from tiny_training import (
 
 from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.heads.target.model import Target
-from draftheads.infer.engine import Step
+from draftheads.infer.rows import Step
 from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import Answer

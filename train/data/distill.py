@@ -32,8 +32,8 @@ from tqdm import tqdm
 from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable, progress_bar
-from draftheads.infer.accept import LEAST_TEMPERATURE, seeded
-from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.accept import LEAST_TEMPERATURE
+from draftheads.infer.continuous import ContinuousBatch, Request, seeded
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (

@@ -30,8 +30,8 @@ from draftheads.arguments import secret
 from draftheads.heads.target.placement import read_config
 from draftheads.heads.terminal import printable
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import Step
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.rows import Step
 from draftheads.train.data.conversation import LOSSY, Conversation
 from draftheads.train.data.distill import (
     Answered,

@@ -24,7 +24,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
 from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
-from draftheads.infer.drafters.ngram import Memory
+from draftheads.infer.drafters.ngram import NGramIndex
 from draftheads.infer.drafters.parts import replace_head
 from draftheads.infer.engine import DrafterSource, Speculator
 from draftheads.train.batches import Documents, Rows
@@ -113,7 +113,7 @@ class UseLearner:
         source: Source,
         texts: Texts,
         versions: Versions,
-        memory: Memory | None = None,
+        memory: NGramIndex | None = None,
     ) -> None:
         self.target, self.source, self.texts, self.versions = target, source, texts, versions
         self.memory = memory
