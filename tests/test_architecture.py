@@ -64,6 +64,52 @@ DOORS = {
     "train.data.shards",
 }
 """What the core uses of its wings: head folders, the answers that it learns from, and servers."""
+KERNEL = (
+    *("heads.base", "heads.batch", "heads.target.model", "heads.cache", "heads.tree"),
+    *("heads.drafting", "heads.medusa", "infer.engine", "infer.rows", "infer.accept"),
+    *("train.medusa", "train.loop"),
+)
+"""What ARCHITECTURE.md says to read first: a kind of head, its target, decoding, training."""
+KERNEL_TOKENS = 25_000
+BEYOND = {
+    "heads.choices": "the keys of a recipe's section `head`",
+    "heads.cpu.attention": "attention of few tokens",
+    "heads.cpu.linear": "products of few tokens",
+    "heads.formats.hub": "head folders",
+    "heads.hybrid.states": "recurrent states beside the slots",
+    "heads.layers": "modules of heads",
+    "heads.losses": "cross-entropy and its like, in chunks",
+    "heads.target.adapter": "a LoRA that learns along with heads",
+    "heads.target.load": "a target by name",
+    "heads.target.longrope": "RoPE that depends on the length of a text",
+    "heads.target.lora": "LoRAs of others",
+    "heads.target.masks": "who sees whom, as models take it",
+    "heads.target.packing": "documents beside each other in training",
+    "heads.target.placement": "devices, dtypes, quantisation",
+    "heads.target.pretrained": "what transformers' models have where",
+    "heads.target.trial": "whether a model can follow a tree",
+    "heads.tensors": "names of dtypes",
+    "heads.tree_drafting": "the search of dynamic trees",
+    "heads.vocabulary": "heads with fewer tokens",
+    "infer.compiled": "a step as one function",
+    "infer.draws": "random numbers",
+    "infer.text": "stop strings",
+    "infer.threads": "the clock",
+    "train.batches": "rows and their order",
+    "train.checkpoint": "what resuming needs",
+    "train.data.answers": "the folder of answers",
+    "train.engines": "optimizers under DDP, FSDP2, ZeRO",
+    "train.entry": "signals and error lines",
+    "train.evaluate": "held-out documents",
+    "train.faults": "memory that runs out",
+    "train.features.sources": "states of the target",
+    "train.launch": "processes that agree",
+    "train.metrics": "the bar",
+    "train.origin": "a head to continue",
+    "train.recipe": "keys and values",
+    "train.setup": "parts from a recipe",
+}
+"""What the kernel uses, by a name that says enough."""
 NEIGHBOURS = {
     "infer.chat": {"infer.costs"},
     "infer.drafters": {"heads.formats"},
@@ -125,6 +171,20 @@ def test_the_core_imports_no_wing():
         used = imports(ast.parse(path.read_text()), set(MODULES))
         wings = {other for other in used if part(other) in WINGS}
         assert wings <= DOORS, f"{name} imports {sorted(wings - DOORS)}"
+
+
+def test_the_kernel_takes_an_afternoon():
+    """It is small, imports what is named here alone, and is what a newcomer is told to read."""
+    sources = {name: MODULES[name].read_text() for name in KERNEL}
+    assert sum(len(code_tokens(source)) for source in sources.values()) <= KERNEL_TOKENS
+    trees = map(ast.parse, sources.values())
+    used = set().union(*(imports(tree, set(MODULES)) for tree in trees))
+    assert used - {*KERNEL} == {*BEYOND}
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    order = re.search(r"The kernel takes an afternoon.*?Then", text, re.DOTALL)
+    assert order
+    listed = [name.split("/")[-1] for name in re.findall(r"`([\w/]+)\.py`", order[0])]
+    assert listed == [name.split(".")[-1] for name in KERNEL]
 
 
 @pytest.mark.parametrize("wing", [name for name in WINGS if name != "scripts"])
