@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -18,8 +17,9 @@ from rich.logging import RichHandler
 
 from draftheads import __version__
 from draftheads.arguments import expected
-from draftheads.scripts import commands, learning, recipes
+from draftheads.scripts import data, measuring, sharing, training, using
 from draftheads.scripts.doctor import doctor
+from draftheads.scripts.options import expanded
 from draftheads.train.entry import (
     INTERRUPTED,
     guard_terminal,
@@ -33,46 +33,44 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": commands.demo,
-    "distill": commands.distill,
-    "import-answers": commands.import_answers,
-    "data-preview": commands.data_preview,
-    "init": recipes.init,
-    "plan": commands.plan,
-    "train": commands.train,
-    "prompts": recipes.prompts,
-    "recipes": recipes.recipes,
-    "keys": recipes.keys,
-    "bench": commands.bench,
-    "tune": commands.tune,
-    "chat": commands.chat,
-    "serve": commands.serve,
-    "rollback": learning.rollback,
-    "forget": learning.forget,
-    "doctor": doctor,
-    "merge": commands.merge,
-    "convert": commands.convert,
-    "publish": commands.publish,
+COMMANDS: dict[Callable[..., None], str] = {
+    using.demo: "draftheads demo",
+    data.distill: "draftheads distill --target Qwen/Qwen3-0.6B --prompts mt-bench --out data",
+    data.import_answers: "draftheads import-answers c.jsonl --target Qwen/Qwen3-0.6B --out data",
+    data.data_preview: "draftheads data-preview data",
+    training.init: "draftheads init --target Qwen/Qwen3-0.6B --data data --out recipe.yaml",
+    training.plan: "draftheads plan recipe.yaml run.steps=1000",
+    training.train: "draftheads train recipe.yaml run.steps=1000",
+    data.prompts: "draftheads prompts",
+    training.recipes: "draftheads recipes demo-medusa --copy recipe.yaml",
+    training.keys: "draftheads keys run.minutes",
+    measuring.bench: "draftheads bench --target me/model --head me/head ngram --prompts mt-bench",
+    measuring.tune: "draftheads tune --head out/head --prompts mt-bench",
+    using.chat: "draftheads chat --head out/head --temperature 0.7",
+    using.serve: "draftheads serve --head out/head --port 8000",
+    using.rollback: "draftheads rollback --head out/head",
+    using.forget: "draftheads forget --head out/head",
+    doctor: "draftheads doctor --target Qwen/Qwen3-0.6B --head out/head",
+    sharing.merge: "draftheads merge out/head out/merged",
+    sharing.convert: "draftheads convert out/head out/vllm --to vllm",
+    sharing.publish: "draftheads publish out/head me/heads --license apache-2.0",
 }
-for name, command in COMMANDS.items():
+"""Commands in the order of --help -> an example, which stands at the end of their own."""
+for command, example in COMMANDS.items():
     summary, _, _ = " ".join((command.__doc__ or "").split()).partition(". ")
-    settings = {"ignore_unknown_options": name == "train"}
-    app.command(name, short_help=summary.rstrip("."), context_settings=settings)(command)
+    name = command.__name__.replace("_", "-")
+    app.command(
+        name,
+        short_help=summary.rstrip("."),
+        epilog=f"Example: {example}",
+        context_settings={"ignore_unknown_options": name == "train"},
+    )(expanded(command))
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
 SPREAD = ("--head", "--nodes", "--tree")
 """Options that take several values in `bench`."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
-
-LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", "train"
-NEEDS = {
-    **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml")),
-    "gguf": ("gguf",),
-    "--plot": ("matplotlib",),
-}
-"""Words of a command line -> packages of extras, missed only once torch is loaded otherwise."""
 
 UsageError: Any = typer.BadParameter.__base__
 """click's; typer may carry its own copy of click."""
@@ -106,7 +104,6 @@ def main() -> None:
         try:
             refuse_empty(arguments)
             arguments = spread(arguments)
-            check_packages(arguments)
             code = app(arguments or ["--help"], prog_name="draftheads", standalone_mode=False)
         except UsageError as error:
             raise ValueError(usage_line(error)) from error
@@ -115,14 +112,6 @@ def main() -> None:
         if code == INTERRUPTED:  # from typer, for Ctrl-C: commands end themselves by SystemExit
             raise KeyboardInterrupt
     sys.exit(code if arguments else 2)
-
-
-def check_packages(arguments: Sequence[str]) -> None:
-    """Raise ImportError for a package that this command needs and the install lacks."""
-    words = {*arguments[:1], *{"gguf", "--plot"}.intersection(arguments)}
-    for package in chain.from_iterable(NEEDS.get(word, ()) for word in words):
-        if find_spec(package) is None and "--help" not in arguments:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def refuse_empty(arguments: Sequence[str]) -> None:

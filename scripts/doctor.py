@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target, load_target
+from draftheads.infer.pipeline.loading import Place, load_fast_target, load_target
 from draftheads.infer.threads import set_threads
-from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor, say_next, target_options
 from draftheads.scripts.options import (
-    DECODED,
-    EXAMINED,
+    HEAD,
+    HEAD_CHECK,
     PROMPT_CHECK,
-    Device,
-    Dtype,
-    Head,
     Json,
-    KeyVariable,
-    MaybeLora,
     MaybeTemplateArgs,
+    Placement,
     PromptWords,
-    ServerModel,
+    ServerAccess,
     TargetName,
-    Threads,
     check_places,
+    names,
+    prepared,
+    say_beside,
+    say_next,
+    target_options,
     write_figures,
 )
 
@@ -51,118 +50,135 @@ KEY = re.compile(r"\bfeatures\.(server_model|server|api_key_env|exchange|layers)
 """Keys of recipes, which are options here."""
 
 
-def _nothing_to_read(needed: str, recorded: str, folder: HeadFolder) -> ValueError:
-    return ValueError(
-        f"expected {needed}, got none, and the head's training data, {recorded or 'not recorded'}, "
-        f"is neither here nor in a folder above {folder.path}; give {needed}"
-    )
+REMEDIES = {
+    "speed": "tune",
+    **dict.fromkeys(("target", "template", "data", "use"), "distill"),
+}
+"""Checks -> the command that mends what they find."""
+
+
+@dataclass(frozen=True)
+class DoctorPrompts:
+    """Prompts."""
+
+    prompts: Annotated[
+        str | None,
+        Option(callback=PROMPT_CHECK, help="decode these prompts instead of the data's own"),
+    ] = None
+    prompt_words: PromptWords = None
+    limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16
+    max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64
+
+
+@dataclass(frozen=True)
+class DoctorServers(ServerAccess):
+    """Servers of hidden states."""
+
+    server: Annotated[list[str] | None, Option(help=SERVER)] = None
+    exchange: Annotated[Path | None, Option(help="folder to which it writes states")] = None
+    layers: Annotated[str | None, Option(help=LAYERS)] = None
 
 
 def doctor(
     context: Context,
     target: TargetName,
-    head: Head,
-    adapter: MaybeLora = None,
+    head: Annotated[str, Option(callback=HEAD_CHECK, help=HEAD)],
+    texts: DoctorPrompts,
+    servers: DoctorServers,
+    placement: Placement,
     data: Annotated[
         Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
-    prompts: Annotated[
-        str | None,
-        Option(callback=PROMPT_CHECK, help="decode these prompts instead of the data's own"),
-    ] = None,
-    prompt_words: PromptWords = None,
-    limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
-    max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
-    server: Annotated[list[str] | None, Option(help=SERVER)] = None,
-    server_model: ServerModel = None,
-    api_key_env: KeyVariable = None,
-    exchange: Annotated[Path | None, Option(help="folder to which it writes states")] = None,
-    layers: Annotated[str | None, Option(help=LAYERS)] = None,
-    json_out: Json = None,
     template_args: MaybeTemplateArgs = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
+    json_out: Json = None,
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
     With --server nothing is decoded. Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.formats.hub import open_head
-    from draftheads.scripts.openings import opening_ids
-    from draftheads.train.advice.doctor import Evidence, openings_of, unseen
+    from draftheads.train.advice.doctor import Evidence
     from draftheads.train.data.answers import read_manifest
 
-    check_places(context, EXAMINED, DECODED, "nothing is decoded")
+    is_served = check_places(
+        context, names(DoctorServers), names(DoctorPrompts), "nothing is decoded"
+    )
     folder = open_head(head)
-    training = folder.facts.training
-    features = _features(
-        training,
-        server=server,
-        server_model=server_model,
-        api_key_env=api_key_env,
-        exchange=exchange,
-        layers=layers and layers.split(","),
-    )
-    place = models.Place(
-        dtype, device, threads, lora=adapter, placement="skeleton" if server else "whole"
-    )
+    features = _features(folder, servers)
+    path = data or data_of(folder)
+    if not (path or texts.prompts):
+        raise _nothing_to_read("--data" if is_served else "--prompts or --data", folder)
+    place = placement.place(placement="skeleton" if is_served else "whole")
     model, drafter = _load(target, folder, place, template_args)
-    recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
-    path = data or data_of(folder.path, recorded)
     documents = documents_in(path, model)
-    manifest = read_manifest(path) if path else {}
-    if prompts:
-        openings = opening_ids(model, prompts, prompt_words, limit)
-    elif documents:
-        spans = unseen(training, documents)
-        openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
-    else:
-        raise _nothing_to_read("--data" if server else "--prompts or --data", recorded, folder)
     evidence = Evidence(
         model,
         drafter,
         folder.facts,
-        openings,
+        _openings(texts, folder, model, documents),
         documents,
-        manifest,
-        max_new_tokens,
+        read_manifest(path) if path else {},
+        texts.max_new_tokens,
         features,
-        models.say_beside,
+        say_beside,
     )
     diagnosis = _diagnosis(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    if not server:
-        checks = [finding.check for finding in diagnosis.findings]
-        after_doctor(target_options(target, adapter), head, checks)
+    if not is_served:
+        say_remedy(diagnosis, target_options(target, placement.lora), head)
     elif not diagnosis.findings:
         say_next("bench", "--server", "http://HOST:PORT", "--prompts", "PROMPTS")
     raise Exit(1 if diagnosis.findings else 0)
 
 
+def _nothing_to_read(needed: str, folder: HeadFolder) -> ValueError:
+    return ValueError(
+        f"expected {needed}, got none, and the head's training data, "
+        f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
+        f"{folder.path}; give {needed}"
+    )
+
+
 def _load(
-    target: str, folder: HeadFolder, place: models.Place, template_args: str | None
+    target: str, folder: HeadFolder, place: Place, template_args: str | None
 ) -> tuple[Target, DraftHead]:
     """The target, and the head on it, as they decode elsewhere: a step is priced."""
     set_threads(place.threads)
     load = load_target if place.placement == "skeleton" else load_fast_target
-    model = load(target, place, None, [folder], models.prepared(template_args))
+    model = load(target, place, None, [folder], prepared(template_args))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding with a price
         return model, folder.load(model).pack(model)
 
 
-def _features(training: dict[str, Any], **options: Any) -> FeatureChoices:
+def _features(folder: HeadFolder, servers: DoctorServers) -> FeatureChoices:
     """Where features come from by these options; states and the exchange folder are those of the
     training by default.
     """
     from draftheads.train.recipe import FeatureChoices
 
-    choices = {key: value for key, value in options.items() if value}
-    recorded = training.get("recipe", {}).get("features", {})
+    choices = {key: value for key, value in vars(servers).items() if value}
+    if servers.layers:
+        choices["layers"] = servers.layers.split(",")
+    recorded = folder.facts.training.get("recipe", {}).get("features", {})
     kept = {key: recorded[key] for key in ("layers", "exchange") if key in recorded}
     return FeatureChoices(mode="served" if choices else "online", **(kept | choices))
+
+
+def _openings(
+    texts: DoctorPrompts, folder: HeadFolder, target: Target, documents: Documents | None
+) -> list[list[int]]:
+    """Token ids to decode: of --prompts, else of documents that were not trained on."""
+    from draftheads.scripts.openings import opening_ids
+    from draftheads.train.advice.doctor import openings_of, unseen
+
+    if texts.prompts:
+        return opening_ids(target, texts.prompts, texts.prompt_words, texts.limit)
+    assert documents
+    spans = unseen(folder.facts.training, documents)
+    step = max(1, len(spans) // texts.limit)
+    return openings_of(documents, spans[::step][: texts.limit])
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:
@@ -178,13 +194,33 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
         raise ValueError(line) from error
 
 
-def data_of(head: Path, recorded: str) -> Path | None:
+def say_remedy(diagnosis: Diagnosis, words: Sequence[str], head: str) -> None:
+    """Print the command that mends the most expensive finding that one mends. words: of
+    `target_options`.
+    """
+    checks = [finding.check for finding in diagnosis.findings]
+    remedies = [REMEDIES[check] for check in checks if check in REMEDIES]
+    if not checks:
+        say_next("chat", *words, "--head", head)
+    elif remedies[:1] == ["tune"]:
+        say_next("tune", *words, "--head", head, "--prompts", "PROMPTS")
+    elif remedies:
+        say_next("distill", *words, "--prompts", "PROMPTS", "--out", "data")
+
+
+def recorded_data(folder: HeadFolder) -> str:
+    """The path of the training data in a head's config.json, or ""."""
+    return str(folder.facts.training.get("recipe", {}).get("data", {}).get("path") or "")
+
+
+def data_of(folder: HeadFolder) -> Path | None:
     """The recorded training data: relative to the working directory or to a folder above the
     head's, as the run's output was; None if it is in none of them.
     """
     from draftheads.train.data.answers import has_answers
 
-    places = [place / recorded for place in (Path(), *head.absolute().parents)]
+    recorded = recorded_data(folder)
+    places = [place / recorded for place in (Path(), *folder.path.absolute().parents)]
     return next((place for place in places if recorded and has_answers(place)), None)
 
 

@@ -12,18 +12,7 @@ from draftheads.infer.measure.bench import BenchOptions
 from draftheads.infer.measure.served import ServedReport, measure
 from draftheads.infer.race import fitting_prompts
 from draftheads.train.data.distill import Sampling
-from draftheads.train.data.server import ServedEngine, ServedTarget, ServerOptions
-
-
-def served_target(target: str | None, options: ServerOptions, revision: str | None) -> ServedTarget:
-    """The target at the servers of a bench. Raises ValueError if two addresses are one."""
-    answering = ServedTarget(target, options, revision)
-    if len(answering.servers) < len(options.urls):
-        raise ValueError(
-            "--server-plain: expected another server than --server, got the same address; "
-            "start one without drafts"
-        )
-    return answering
+from draftheads.train.data.server import ServedEngine, ServedTarget
 
 
 def bench_served(

@@ -181,7 +181,7 @@ def good_calls() -> dict[str, list[str]]:
         "convert": ["eagle3", "converted", "--to", "vllm"],
         "publish": ["sequential", "me/heads", "--dry-run"],
         "demo": ["--out", "README.md"],
-        "rollback": ["sequential"],
+        "rollback": ["--head", "sequential"],
         "forget": ["--head", "sequential"],
     }
 

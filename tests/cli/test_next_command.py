@@ -18,7 +18,9 @@ from draftheads.heads.formats.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
 from draftheads.scripts.cli import app, spread
-from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
+from draftheads.scripts.data import say_init
+from draftheads.scripts.measuring import after_bench
+from draftheads.scripts.options import say_next, target_options
 
 
 @pytest.fixture
@@ -67,9 +69,9 @@ def test_a_misspelt_drafter_is_understood_and_refused(run, name, meant):
 
 
 def test_answers_are_followed_by_a_recipe(capsys, target, tmp_path):
-    after_answers(str(target), tmp_path / "data")
+    say_init(str(target), tmp_path / "data")
     assert following(capsys)[:3] == ["init", "--target", str(target)]
-    after_answers(str(target), tmp_path / "data", "me/lora")
+    say_init(str(target), tmp_path / "data", "me/lora")
     assert following(capsys)[3:5] == ["--adapter", "me/lora"]
 
 

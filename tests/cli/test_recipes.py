@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from draftheads.heads import Target
 from draftheads.recipes import FOLDER, packaged, recipe_names
 from draftheads.scripts.cli import app
-from draftheads.scripts.recipes import PROMPTS
+from draftheads.scripts.data import SETS
 from draftheads.train import read_prompts
 
 
@@ -64,7 +64,7 @@ def test_the_demo_is_found_by_name_wherever_one_is(tmp_path, monkeypatch):
 
 def test_prompt_sets_of_the_package_are_there():
     shown = output("prompts")
-    sets = {name: text for purpose in PROMPTS.values() for name, text in purpose.items()}
+    sets = {name: text for purpose in SETS.values() for name, text in purpose.items()}
     assert all(f"{name} " in shown and text in shown for name, text in sets.items())
     assert all(packaged(name, ".jsonl") for name in sets if name.startswith("demo-"))
     assert max(map(len, shown.splitlines())) <= 80

@@ -1,8 +1,11 @@
-"""The commands that say what there is to begin with: recipes, their keys, prompts."""
+"""The commands that make a recipe and train by it. Heavy imports wait until a command runs, so that
+--help is instant.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,37 +13,28 @@ import yaml
 from typer import Argument, Option
 
 from draftheads.arguments import suggestion
+from draftheads.infer.threads import set_threads
 from draftheads.recipes import find_recipe, recipe_names
-from draftheads.scripts.following import say_next, target_options
-from draftheads.scripts.options import NEW_CHECK, MaybeLora, Revision, TargetName
+from draftheads.scripts.options import (
+    NEW_CHECK,
+    Json,
+    Lora,
+    Overrides,
+    RecipeFile,
+    Revision,
+    TargetName,
+    Threads,
+    prepared,
+    say_beside,
+    say_next,
+    target_options,
+    write_figures,
+)
 from draftheads.train.entry import say
-
-NAME = "a name; default: list all"
-PROMPTS = {
-    "to distil from (--prompts NAME; the Hub's need a network)": {
-        "demo-prompts": "2,602 questions on Python, for demo-target",
-        "HuggingFaceH4/ultrachat_200k": "207,865 chats (--split train_sft)",
-        "allenai/tulu-3-sft-mixture": "939,343 chats: general, code, math",
-        "tatsu-lab/alpaca": "52,002 short instructions",
-    },
-    "to measure with (bench and tune; not for distilling)": {
-        "demo-heldout": "64 of the demo's questions, held out",
-        "demo-copying": "16 chats that end with: Repeat that.",
-        "spec-bench": "480 questions in 13 categories",
-        "mt-bench": "80 questions in 8 categories",
-        "humaneval": "164 functions to complete",
-        "gsm8k": "1,319 word problems",
-    },
-}
-"""Ready sets of prompts, by what they are for."""
-HOW_MANY = """How many? A few hundred for a first Medusa or sequential head. Medusa heads gain
-little from more, sequential heads still gain at a million tokens. EAGLE-3's
-paper used about 500,000. Best are prompts like those that you will ask.
---limit N takes the first N."""
 
 
 def recipes(
-    name: Annotated[str | None, Argument(help=NAME)] = None,
+    name: Annotated[str | None, Argument(help="a name; default: list all")] = None,
     copy: Annotated[
         Path | None, Option(callback=NEW_CHECK, help="write it to this file, to be edited")
     ] = None,
@@ -76,7 +70,7 @@ def init(
     data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
     kind: Annotated[str, Option(help="sequential, medusa, eagle3 or block")] = "sequential",
     revision: Revision = None,
-    adapter: MaybeLora = None,
+    lora: Lora = None,
 ) -> None:
     """Write a recipe for a target on this machine, with the reason for each choice. Reads the
     target's config.json, no weights.
@@ -84,9 +78,9 @@ def init(
     from draftheads.heads.files import write_text
     from draftheads.train.advice.suggest import suggest
 
-    text = suggest(target, kind, data, revision, adapter)
+    text = suggest(target, kind, data, revision, lora)
     answers = yaml.safe_load(text)["data"]["path"]
-    words = " ".join(target_options(target, adapter))
+    words = " ".join(target_options(target, lora))
     commands = [
         f"draftheads distill {words} --prompts PROMPTS --out {answers}",
         f"draftheads plan {out}",
@@ -128,10 +122,50 @@ def keys(
         say(f"{key} = {default} [{takes}]\n    {description}")
 
 
-def prompts() -> None:
-    """List ready sets of prompts, and say how many are needed."""
-    for purpose, sets in PROMPTS.items():
-        say(purpose)
-        for name, content in sets.items():
-            say(f"  {name:30}{content}")
-    say(f"\n{HOW_MANY}")
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    no_probe: Annotated[
+        bool, Option("--no-probe", help="count from shapes; load and try nothing")
+    ] = False,
+    processes: Annotated[int | None, Option(min=1, help="default: WORLD_SIZE, else 1")] = None,
+    engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
+    threads: Threads = None,
+    json_out: Json = None,
+) -> None:
+    """Predict memory, disk and time of a recipe from shapes and a trial of its steps."""
+    from draftheads.scripts.printing import next_command, print_plan, remedy
+    from draftheads.train.advice.plan import make_plan
+    from draftheads.train.recipe import load_recipe
+
+    set_threads(threads)
+    prepared()
+    if not no_probe:
+        say("trying a few steps to measure memory and time; --no-probe skips this")
+    made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
+    print_plan(made)
+    if not remedy(made):
+        say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
+    write_figures(json_out, made.to_json())
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    source: Annotated[
+        str | None, Option("--from", help="a head, run or Hub id to continue: head.from=...")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Train heads of any kind in this process (a recipe without head.kind: Medusa heads).
+
+    In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
+    `accelerate launch train/eagle.py RECIPE.yaml`.
+    """
+    from draftheads.train.entry import train as run
+
+    set_threads(threads)
+    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
+    code = run(str(recipe), values, "medusa")
+    if code:
+        sys.exit(code)
