@@ -42,7 +42,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     training.plan: "draftheads plan recipe.yaml run.steps=1000",
     training.train: "draftheads train recipe.yaml run.steps=1000",
     data.prompts: "draftheads prompts",
-    training.recipes: "draftheads recipes demo-medusa --copy recipe.yaml",
+    training.recipes: "draftheads recipes demo-medusa > recipe.yaml",
     training.keys: "draftheads keys run.minutes",
     measuring.bench: "draftheads bench --target me/model --head me/head ngram --prompts mt-bench",
     measuring.tune: "draftheads tune --head out/head --prompts mt-bench",

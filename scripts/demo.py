@@ -6,7 +6,6 @@ import json
 import shlex
 import time
 from collections.abc import Callable
-from importlib.resources import files
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.chat.repl import sample_chat
 from draftheads.infer.pipeline.generator import load
 
-RECIPES = Path(str(files("draftheads.recipes")))
 KINDS = {
     "medusa": "five Medusa heads learn to predict the next tokens",
     "sequential": "six heads learn it that also see the preceding draft tokens",

@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -30,7 +33,6 @@ from draftheads.scripts.options import (
     Seed,
     ServerAccess,
     Speed,
-    check_file,
     check_places,
     names,
     prepared,
@@ -109,7 +111,7 @@ class Outputs:
     markdown: Annotated[Path | None, Option(callback=FILE_CHECK, help="write the tables here")] = (
         None
     )
-    plot: Annotated[Path | None, Option(help="write a PNG here")] = None
+    plot: Annotated[Path | None, Option(callback=FILE_CHECK, help="write a PNG here")] = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
     explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False
 
@@ -120,7 +122,6 @@ class Outputs:
         from draftheads.infer.measure.plot import new_figure
 
         if self.plot:
-            check_file(self.plot)
             formats = new_figure(1, 1).canvas.get_supported_filetypes()
             if self.plot.suffix and self.plot.suffix[1:].lower() not in formats:
                 raise ValueError(
@@ -135,13 +136,11 @@ class Outputs:
         from draftheads.infer.measure.report import (
             print_report,
             write_cards,
-            write_json,
             write_markdown,
         )
 
         print_report(report, explain=self.explain)
-        if self.json_out:
-            write_json(report, self.json_out)
+        write_figures(self.json_out, asdict(report))
         if self.markdown:
             write_markdown(report, self.markdown)
         if self.plot:
@@ -222,11 +221,11 @@ def bench_server(
     addresses are one.
     """
     from draftheads.infer.measure.bench import BenchOptions
-    from draftheads.infer.measure.served import print_served
+    from draftheads.infer.measure.served import measure, print_served
+    from draftheads.infer.race import fitting_prompts
     from draftheads.scripts.openings import openings
-    from draftheads.scripts.served import bench_served
     from draftheads.train.data import distill
-    from draftheads.train.data.server import ServedTarget
+    from draftheads.train.data.server import ServedEngine, ServedTarget
 
     urls = [url for url in (servers.server, servers.server_plain) if url]
     options = servers.options(urls=urls, concurrency=servers.concurrency, tries=1)
@@ -236,10 +235,27 @@ def bench_server(
             "--server-plain: expected another server than --server, got the same address; "
             "start one without drafts"
         )
+    if sampling.temperature:
+        model.servers[0].warn_of_speculation()
     side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
     ids, _ = openings(side, texts.prompts, texts.prompt_words, texts.limit)
+    prompts = fitting_prompts(model, ids, runs.max_new_tokens)
     race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
-    report = bench_served(model, ids, distill.Sampling(seed=runs.seed, **vars(sampling)), race)
+    rule = distill.Sampling(seed=runs.seed, **vars(sampling))
+    settings = {
+        "target": model.name,
+        "model": model.model,
+        "servers": [server.url for server in model.servers],
+        "prompts_skipped": len(ids) - len(prompts),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(closing(ServedEngine(model, server, rule)))
+            for server in model.servers
+        ]
+        plain = engines[1] if len(engines) > 1 else None
+        report = measure(engines[0], plain, prompts, race, settings)
     print_served(report)
     return report
 

@@ -141,7 +141,7 @@ def check_places(context: Context, remote: Set[str], local: Set[str], reason: st
     is_served = "server" in typed
     useless = typed & (local if is_served else remote)
     if useless:
-        others = ", ".join(option for name, option in options.items() if name in useless)
+        others = ", ".join(sorted(options[name] for name in useless))
         if is_served:
             raise ValueError(f"{others}: omit these with --server, {reason}")
         raise ValueError(f"{others}: expected --server, too, got none; pass it")

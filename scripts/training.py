@@ -35,33 +35,16 @@ from draftheads.train.entry import say
 
 def recipes(
     name: Annotated[str | None, Argument(help="a name; default: list all")] = None,
-    copy: Annotated[
-        Path | None, Option(callback=NEW_CHECK, help="write it to this file, to be edited")
-    ] = None,
 ) -> None:
-    """List the recipes that come with the package, show one, or copy it. `draftheads train` and
-    `plan` find them by name.
+    """List the recipes that come with the package, or show one. `draftheads train` and `plan` find
+    them by name.
     """
-    from draftheads.heads.files import write_text
-
-    if name is None:
-        if copy:
-            raise ValueError(
-                "--copy: expected the name of a recipe to copy, got none; `draftheads recipes` "
-                "lists them"
-            )
-        for each in recipe_names():
-            about = find_recipe(each).read_text(encoding="utf-8").splitlines()[0]
-            say(f"{each}\n    {about.removeprefix('# ')}")
+    if name:
+        say(find_recipe(name).read_text(encoding="utf-8").rstrip())
         return
-    text = find_recipe(name).read_text(encoding="utf-8")
-    if copy is None:
-        say(text.rstrip())
-        return
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    write_text(copy, text)
-    say(f"written to {copy}")
-    say_next("plan", copy)
+    for each in recipe_names():
+        about = find_recipe(each).read_text(encoding="utf-8").splitlines()[0]
+        say(f"{each}\n    {about.removeprefix('# ')}")
 
 
 def init(

@@ -77,7 +77,6 @@ class Dialogue:
 
     system: Annotated[str | None, Option(help="system message")] = None
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512
-    show_accepted: Annotated[bool, Option(help="accepted draft tokens in green")] = True
     is_plain: Annotated[bool, Option("--plain", help="plain text, as in a pipe")] = False
 
 
@@ -112,7 +111,7 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
 
     rule = sampling.rule(seed, **vars(lossy))
-    options = ChatOptions(sampling=rule, seed=seed, **vars(dialogue))
+    options = ChatOptions(sampling=rule, seed=seed, show_accepted=True, **vars(dialogue))
     engine = load_engine(target, drafts, rule, placement, speed, template_args)
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)

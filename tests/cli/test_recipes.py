@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftheads.heads import Target
-from draftheads.recipes import FOLDER, packaged, recipe_names
+from draftheads.recipes import FOLDER, find_recipe, packaged, recipe_names
 from draftheads.scripts.cli import app
 from draftheads.scripts.data import SETS
 from draftheads.train import read_prompts
@@ -24,13 +24,8 @@ def test_all_are_listed_with_a_title():
     assert all(line.strip() for line in lines)
 
 
-def test_one_is_shown_or_copied_as_it_is(tmp_path):
-    shown = output("recipes", "demo-medusa")
-    copy = tmp_path / "new" / "mine.yaml"
-    assert f"draftheads plan {copy}" in output("recipes", "demo-medusa", "--copy", str(copy))
-    assert copy.read_text() == shown
-    with pytest.raises(FileExistsError, match="already exists; choose another name"):
-        output("recipes", "demo-medusa", "--copy", str(copy))
+def test_one_is_shown_as_it_is():
+    assert output("recipes", "demo-medusa") == find_recipe("demo-medusa").read_text()
 
 
 def test_keys_of_one_section():
