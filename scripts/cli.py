@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from importlib.util import find_spec
+from itertools import chain, pairwise
 from typing import Annotated, Any
 
 import typer
@@ -72,6 +73,14 @@ SPREAD = ("--head", "--nodes", "--tree")
 """Options that take several values in `bench`."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
+LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", "train"
+NEEDS = {
+    **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml")),
+    "gguf": ("gguf",),
+    "--plot": ("matplotlib",),
+}
+"""Words of a command line -> packages of extras, missed only once torch is loaded otherwise."""
+
 UsageError: Any = typer.BadParameter.__base__
 """click's; typer may carry its own copy of click."""
 
@@ -104,6 +113,7 @@ def main() -> None:
         try:
             refuse_empty(arguments)
             arguments = spread(arguments)
+            check_packages(arguments)
             code = app(arguments or ["--help"], prog_name="draftheads", standalone_mode=False)
         except UsageError as error:
             raise ValueError(usage_line(error)) from error
@@ -112,6 +122,14 @@ def main() -> None:
         if code == INTERRUPTED:  # from typer, for Ctrl-C: commands end themselves by SystemExit
             raise KeyboardInterrupt
     sys.exit(code if arguments else 2)
+
+
+def check_packages(arguments: Sequence[str]) -> None:
+    """Raise ImportError for a package that this command needs and the install lacks."""
+    words = {*arguments[:1], *{"gguf", "--plot"}.intersection(arguments)}
+    for package in chain.from_iterable(NEEDS.get(word, ()) for word in words):
+        if find_spec(package) is None and "--help" not in arguments:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def refuse_empty(arguments: Sequence[str]) -> None:

@@ -1,5 +1,5 @@
-"""The promise: what is installed is one package, the same by every way, and a command says in
-one line what it lacks, or, at once, which path is wrong.
+"""The promise: what is installed is one package, the same by every way, and a command says what it
+lacks, or which path is wrong, at once and in one line.
 """
 
 from __future__ import annotations
