@@ -149,6 +149,10 @@ class Outputs:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
 
 
+LOCAL = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
+"""Parameters that mean nothing for a server."""
+
+
 def bench(
     context: Context,
     texts: BenchPrompts,
@@ -169,8 +173,7 @@ def bench(
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
     """
-    local = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
-    if check_places(context, names(BenchServers), local, "the server decodes"):
+    if check_places(context, names(BenchServers), LOCAL, "the server decodes"):
         measured = bench_server(target, revision, servers, texts, sampling, runs)
         write_figures(outputs.json_out, asdict(measured))
         return
