@@ -18,8 +18,9 @@ from rich.logging import RichHandler
 
 from draftheads import __version__
 from draftheads.arguments import expected
-from draftheads.scripts import commands, learning, recipes
+from draftheads.scripts import data, measuring, sharing, training, using
 from draftheads.scripts.doctor import doctor
+from draftheads.scripts.options import expanded
 from draftheads.train.entry import INTERRUPTED, mistakes_in_one_line, say
 
 app = typer.Typer(
@@ -27,32 +28,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": commands.demo,
-    "distill": commands.distill,
-    "import-answers": commands.import_answers,
-    "data-preview": commands.data_preview,
-    "init": recipes.init,
-    "plan": commands.plan,
-    "train": commands.train,
-    "prompts": recipes.prompts,
-    "recipes": recipes.recipes,
-    "keys": recipes.keys,
-    "bench": commands.bench,
-    "tune": commands.tune,
-    "chat": commands.chat,
-    "serve": commands.serve,
-    "rollback": learning.rollback,
-    "forget": learning.forget,
-    "doctor": doctor,
-    "merge": commands.merge,
-    "convert": commands.convert,
-    "publish": commands.publish,
+COMMANDS: dict[Callable[..., None], str] = {
+    using.demo: "draftheads demo",
+    data.distill: "draftheads distill --target Qwen/Qwen3-0.6B --prompts mt-bench --out data",
+    data.import_answers: "draftheads import-answers c.jsonl --target Qwen/Qwen3-0.6B --out data",
+    data.data_preview: "draftheads data-preview data",
+    training.init: "draftheads init --target Qwen/Qwen3-0.6B --data data --out recipe.yaml",
+    training.plan: "draftheads plan recipe.yaml run.steps=1000",
+    training.train: "draftheads train recipe.yaml run.steps=1000",
+    data.prompts: "draftheads prompts",
+    training.recipes: "draftheads recipes demo-medusa > recipe.yaml",
+    training.keys: "draftheads keys run.minutes",
+    measuring.bench: "draftheads bench --target me/model --head me/head ngram --prompts mt-bench",
+    measuring.tune: "draftheads tune --head out/head --prompts mt-bench",
+    using.chat: "draftheads chat --head out/head --temperature 0.7",
+    using.serve: "draftheads serve --head out/head --port 8000",
+    using.rollback: "draftheads rollback --head out/head",
+    using.forget: "draftheads forget --head out/head",
+    doctor: "draftheads doctor --target Qwen/Qwen3-0.6B --head out/head",
+    sharing.merge: "draftheads merge out/head out/merged",
+    sharing.convert: "draftheads convert out/head out/vllm --to vllm",
+    sharing.publish: "draftheads publish out/head me/heads --license apache-2.0",
 }
-for name, command in COMMANDS.items():
+"""Commands in the order of --help -> an example, which stands at the end of their own."""
+for command, example in COMMANDS.items():
     summary, _, _ = " ".join((command.__doc__ or "").split()).partition(". ")
-    settings = {"ignore_unknown_options": name == "train"}
-    app.command(name, short_help=summary.rstrip("."), context_settings=settings)(command)
+    name = command.__name__.replace("_", "-")
+    app.command(
+        name,
+        short_help=summary.rstrip("."),
+        epilog=f"Example: {example}",
+        context_settings={"ignore_unknown_options": name == "train"},
+    )(expanded(command))
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""

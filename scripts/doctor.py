@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target
+from draftheads.infer.pipeline.loading import Place, load_fast_target
 from draftheads.infer.threads import set_threads
-from draftheads.scripts import models
-from draftheads.scripts.following import after_doctor, target_options
 from draftheads.scripts.options import (
+    HEAD,
+    HEAD_CHECK,
     PROMPT_CHECK,
-    Device,
-    Dtype,
-    Head,
     Json,
-    MaybeLora,
     MaybeTemplateArgs,
+    Placement,
     PromptWords,
     TargetName,
-    Threads,
+    prepared,
+    say_next,
+    target_options,
     write_figures,
 )
 
@@ -34,80 +34,114 @@ if TYPE_CHECKING:
     from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
 
+REMEDIES = {
+    "speed": "tune",
+    **dict.fromkeys(("target", "template", "use"), "distill"),
+}
+"""Checks -> the command that mends what they find."""
 
-def doctor(
-    target: TargetName,
-    head: Head,
-    adapter: MaybeLora = None,
-    data: Annotated[
-        Path | None, Option(help="a folder that distill wrote; default: the head's training data")
-    ] = None,
+
+@dataclass(frozen=True)
+class DoctorPrompts:
+    """Prompts."""
+
     prompts: Annotated[
         str | None,
         Option(callback=PROMPT_CHECK, help="decode these prompts instead of the data's own"),
+    ] = None
+    prompt_words: PromptWords = None
+    limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16
+    max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64
+
+
+def doctor(
+    target: TargetName,
+    head: Annotated[str, Option(callback=HEAD_CHECK, help=HEAD)],
+    texts: DoctorPrompts,
+    placement: Placement,
+    data: Annotated[
+        Path | None, Option(help="a folder that distill wrote; default: the head's training data")
     ] = None,
-    prompt_words: PromptWords = None,
-    limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16,
-    max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64,
-    json_out: Json = None,
     template_args: MaybeTemplateArgs = None,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    threads: Threads = None,
+    json_out: Json = None,
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
 
     Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.formats.hub import open_head
-    from draftheads.scripts.openings import opening_ids
-    from draftheads.train.advice.doctor import Evidence, diagnose, openings_of, unseen
+    from draftheads.train.advice.doctor import Evidence, diagnose
 
     folder = open_head(head)
-    training = folder.facts.training
-    place = models.Place(dtype, device, threads, lora=adapter)
-    model, drafter = _load(target, folder, place, template_args)
-    recorded = str(training.get("recipe", {}).get("data", {}).get("path") or "")
-    path = data or data_of(folder.path, recorded)
-    documents = documents_in(path, model)
-    if prompts:
-        openings = opening_ids(model, prompts, prompt_words, limit)
-    elif documents:
-        spans = unseen(training, documents)
-        openings = openings_of(documents, spans[:: max(1, len(spans) // limit)][:limit])
-    else:
+    path = data or data_of(folder)
+    if not (path or texts.prompts):
         raise ValueError(
             "expected --prompts or --data, got none, and the head's training data, "
-            f"{recorded or 'not recorded'}, is neither here nor in a folder above {folder.path}; "
-            "give --prompts or --data"
+            f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
+            f"{folder.path}; give --prompts or --data"
         )
-    evidence = Evidence(model, drafter, folder.facts, openings, documents, max_new_tokens)
+    model, drafter = _load(target, folder, placement.place(), template_args)
+    documents = documents_in(path, model)
+    openings = _openings(texts, folder, model, documents)
+    evidence = Evidence(model, drafter, folder.facts, openings, documents, texts.max_new_tokens)
     diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    checks = [finding.check for finding in diagnosis.findings]
-    after_doctor(target_options(target, adapter), head, checks)
+    say_remedy(diagnosis, target_options(target, placement.lora), head)
     raise Exit(1 if diagnosis.findings else 0)
 
 
 def _load(
-    target: str, folder: HeadFolder, place: models.Place, template_args: str | None
+    target: str, folder: HeadFolder, place: Place, template_args: str | None
 ) -> tuple[Target, DraftHead]:
     """The target, and the head on it, as they decode elsewhere: a step is priced."""
     set_threads(place.threads)
-    model = load_fast_target(target, place, None, [folder], models.prepared(template_args))
+    model = load_fast_target(target, place, None, [folder], prepared(template_args))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding
         return model, folder.load(model).pack(model)
 
 
-def data_of(head: Path, recorded: str) -> Path | None:
+def _openings(
+    texts: DoctorPrompts, folder: HeadFolder, target: Target, documents: Documents | None
+) -> list[list[int]]:
+    """Token ids to decode: of --prompts, else of documents that were not trained on."""
+    from draftheads.scripts.openings import opening_ids
+    from draftheads.train.advice.doctor import openings_of, unseen
+
+    if texts.prompts:
+        return opening_ids(target, texts.prompts, texts.prompt_words, texts.limit)
+    assert documents
+    spans = unseen(folder.facts.training, documents)
+    step = max(1, len(spans) // texts.limit)
+    return openings_of(documents, spans[::step][: texts.limit])
+
+
+def say_remedy(diagnosis: Diagnosis, words: Sequence[str], head: str) -> None:
+    """Print the command that mends the first finding that one mends. words: `target_options`."""
+    checks = [finding.check for finding in diagnosis.findings]
+    remedies = [REMEDIES[check] for check in checks if check in REMEDIES]
+    if not checks:
+        say_next("chat", *words, "--head", head)
+    elif remedies[:1] == ["tune"]:
+        say_next("tune", *words, "--head", head, "--prompts", "PROMPTS")
+    elif remedies:
+        say_next("distill", *words, "--prompts", "PROMPTS", "--out", "data")
+
+
+def recorded_data(folder: HeadFolder) -> str:
+    """The path of the training data in a head's config.json, or ""."""
+    return str(folder.facts.training.get("recipe", {}).get("data", {}).get("path") or "")
+
+
+def data_of(folder: HeadFolder) -> Path | None:
     """The recorded training data: relative to the working directory or to a folder above the
     head's, as the run's output was; None if it is in none of them.
     """
     from draftheads.train.data.answers import has_answers
 
-    places = [place / recorded for place in (Path(), *head.absolute().parents)]
+    recorded = recorded_data(folder)
+    places = [place / recorded for place in (Path(), *folder.path.absolute().parents)]
     return next((place for place in places if recorded and has_answers(place)), None)
 
 

@@ -30,8 +30,6 @@ from draftheads.train.data.prompts import Prompt, check_source
 from draftheads.train.data.text_side import TextSide
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
-FREQUENT = 12
-"""Learned tokens listed in the summary."""
 VOCABULARIES = (1024, 4096, 8192, 32768)
 """Draft vocabulary sizes whose coverage the summary reports."""
 
@@ -61,10 +59,6 @@ class Pen:
         self._write(text, stream, tokens[at:], REST)
         return text
 
-    def token(self, token: int) -> str:
-        """One token as a Python literal."""
-        return repr(self.side.tokenizer.decode([token], clean_up_tokenization_spaces=False))
-
     def _write(self, text: Text, stream: TextStream, tokens: Sequence[int], style: str) -> None:
         text.append(printable(stream.feed(tokens)), style="" if self.is_plain else style)
 
@@ -85,7 +79,6 @@ def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Consol
     manifest = read_manifest(folder)
     counts = count(folder, manifest)
     note = " (imported, not checked)" if "imported" in manifest else ""
-    frequent = [f"{pen.token(token)} {n:,}" for token, n in learned.most_common(FREQUENT)]
     sizes = [size for size in VOCABULARIES if size < len(learned)]
     shares = [f"{size:,} cover {coverage(learned, size):.1%}" for size in sizes]
     lines = [
@@ -94,7 +87,6 @@ def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Consol
         f"tokens         {counts.tokens:,}, {learned.total() / max(1, counts.tokens):.1%} learned",
         f"answers        {counts.turns:,}, {learned.total() / max(1, counts.turns):.1f} tokens on "
         f"average; {counts.cut / max(1, counts.documents):.1%} of the documents cut by length",
-        f"most frequent  {', '.join(frequent)}",
         f"draft tokens   {', '.join([*shares, f'{len(learned):,} all'])} (of the learned tokens)",
         *(f"               {number:,} {why}" for why, number in counts.reasons.most_common()),
     ]
@@ -176,9 +168,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(labelled(facts))
     if plan.served:
         console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
-    text = remedy(plan)
-    style = "bold red" if text else "bold green"
-    console.print(text or verdict(plan), style=style, soft_wrap=True)
+    fault = remedy(plan)
+    style = "bold red" if fault else "bold green"
+    console.print(fault or verdict(plan), style=style, soft_wrap=True)
 
 
 def labelled(texts: Mapping[str, str]) -> Table:

@@ -200,13 +200,10 @@ def publish(
             "in (hf auth login), or set HF_TOKEN to a token that may write there"
         ) from error
     except (HTTPError, ConnectionError) as error:  # a hundred lines of the HTTP library
-        reason = " ".join(str(error).split())
         raise ConnectionError(
-            f"{repo_id}: expected an answer of {api.endpoint}, got none ({reason:.200}); check "
+            f"{repo_id}: expected an answer of {api.endpoint}, got none ({error!s:.200}); check "
             "network, HF_ENDPOINT and HF_HUB_OFFLINE, then publish again"
         ) from error
-    except ValueError as error:  # several lines about the card
-        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _commit(

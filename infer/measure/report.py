@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +47,6 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
     for name, folder in folders.items():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
         record_measured(folder.path, [measured_facts(report, each) for each in results])
-
-
-def write_json(report: BenchReport, path: Path) -> None:
-    """Write the report as JSON, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(asdict(report), indent=2, allow_nan=False) + "\n")
 
 
 def write_markdown(report: BenchReport, path: Path) -> None:

@@ -169,7 +169,7 @@ def good_calls() -> dict[str, list[str]]:
         "plan": ["sequential.yaml", "--no-probe", *SMALL, "run.output=planned"],
         "train": ["sequential.yaml", *SMALL, "run.steps=3", "run.output=sequential"],
         "init": ["--target", "target", "--data", "data", "--out", "made.yaml"],
-        "recipes": ["qwen3-0.6b-medusa", "--copy", "copied.yaml"],
+        "recipes": ["qwen3-0.6b-medusa"],
         "keys": ["run"],
         "prompts": [],
         "bench": [*decode, *ask, "--head", "sequential", "--repetitions", "1", "--nodes", "4"],
@@ -181,7 +181,7 @@ def good_calls() -> dict[str, list[str]]:
         "convert": ["eagle3", "converted", "--to", "vllm"],
         "publish": ["sequential", "me/heads", "--dry-run"],
         "demo": ["--out", "README.md"],
-        "rollback": ["sequential"],
+        "rollback": ["--head", "sequential"],
         "forget": ["--head", "sequential"],
     }
 

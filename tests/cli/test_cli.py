@@ -518,11 +518,17 @@ def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds,
     assert count == [4], "the user has chosen"
 
 
-def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, tmp_path):
-    from draftheads.scripts import demo
+def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, run, tmp_path):
+    from draftheads.scripts.demo import demo
 
-    monkeypatch.setattr(demo, "fit", lambda recipe: SimpleNamespace(finished=False))
-    target = SimpleNamespace(name=str(demo.RECIPES / "demo-target"))
-    with pytest.raises(SystemExit) as ended:
-        demo.trained("medusa", target, tmp_path, torch.get_num_threads())
-    assert ended.value.code == 130
+    monkeypatch.setattr("draftheads.train.entry.train", lambda *_: 130)
+    typed = []
+
+    def command(words: list[str]) -> int | None:
+        typed.append(words[0])
+        return run(*words)[0] if words[0] == "train" else None
+
+    with pytest.raises(typer.Exit) as ended:
+        demo(tmp_path, command)
+    assert ended.value.exit_code == 130
+    assert typed == ["distill", "train"]

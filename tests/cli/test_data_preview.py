@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options, prompts
 
-from draftheads.scripts.commands import data_preview, import_answers
+from draftheads.scripts.data import data_preview, import_answers
+from draftheads.scripts.options import PromptSet
 from draftheads.scripts.printing import Pen, coverage, show_answers
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.distill import distill
@@ -79,7 +80,7 @@ def test_imported_folder_is_training_data_that_says_where_it_is_from(
     assert byte_tokenizer().decode(written) == said
     with pytest.raises(ValueError, match="expected a new folder"):
         import_answers(talks, side, out)
-    import_answers(talks, side, tmp_path / "one", limit=1)
+    import_answers(talks, side, tmp_path / "one", PromptSet(limit=1))
     assert len(list(read_answers(tmp_path / "one"))) == 1
 
 

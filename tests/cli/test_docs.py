@@ -59,6 +59,18 @@ def test_commands_and_options_exist(page):
                 assert word.split("=")[0] in options, f"draftheads {command} {word}"
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example_of_the_command(command):
+    program, name, *words = shlex.split(COMMANDS[command].epilog.removeprefix("Example: "))
+    parameters = COMMANDS[command].params
+    options = {option: each for each in parameters for option in each.opts}
+    typed = [word for word in words if word.startswith("-")]
+    assert (program, name) == ("draftheads", command)
+    assert {*typed} <= options.keys()
+    needed = [each for each in parameters if each.required and each.opts[0].startswith("-")]
+    assert {each.opts[0] for each in needed} <= {*typed}
+
+
 def test_commands_are_found():
     """The test above sees commands, and would see a wrong one."""
     page = (

@@ -17,7 +17,7 @@ from typed_commands import failed, questions
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.infer.prompt import encode_prompt
-from draftheads.scripts import commands
+from draftheads.scripts.cli import app
 from draftheads.scripts.openings import openings
 
 
@@ -70,7 +70,8 @@ def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeyp
     name = head if head == "ngram" else str(heads / head)
     with warnings.catch_warnings(record=True) as refused:
         warnings.simplefilter("always")
-        commands.chat(name, str(target), compile=True)
+        words = ["chat", "--head", name, "--target", str(target), "--compile"]
+        app(words, standalone_mode=False)
     assert ("compiling takes" in capsys.readouterr().err) is (head == "medusa")
     assert any("without compilation" in str(each.message) for each in refused) is (head == "ngram")
 

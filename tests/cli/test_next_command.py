@@ -4,6 +4,7 @@ are read as people type them.
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,11 @@ from typed_commands import failed, questions
 from draftheads.heads.formats.hub import record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import StaticTree
+from draftheads.scripts import demo
 from draftheads.scripts.cli import app, spread
-from draftheads.scripts.following import after_answers, after_bench, say_next, target_options
+from draftheads.scripts.data import say_init
+from draftheads.scripts.measuring import after_bench
+from draftheads.scripts.options import say_next, target_options
 
 
 @pytest.fixture
@@ -67,9 +71,9 @@ def test_a_misspelt_drafter_is_understood_and_refused(run, name, meant):
 
 
 def test_answers_are_followed_by_a_recipe(capsys, target, tmp_path):
-    after_answers(str(target), tmp_path / "data")
+    say_init(str(target), tmp_path / "data")
     assert following(capsys)[:3] == ["init", "--target", str(target)]
-    after_answers(str(target), tmp_path / "data", "me/lora")
+    say_init(str(target), tmp_path / "data", "me/lora")
     assert following(capsys)[3:5] == ["--adapter", "me/lora"]
 
 
@@ -106,3 +110,20 @@ def test_where_nothing_pays_the_plain_model_chats(capsys, target, tmp_path):
 def test_names_with_spaces_are_quoted(capsys, tmp_path, target):
     say_next("chat", "--target", target, "--system", "Be brief.")
     assert following(capsys)[-1] == "Be brief."
+
+
+def test_the_demo_types_commands(monkeypatch, tmp_path):
+    typed = []
+
+    def command(words: list[str]) -> None:
+        typed.append(words[0])
+        typer.main.get_group(app).commands[words[0]].make_context(words[0], words[1:])
+        rows = [{"name": "medusa@4", "speedup": 2.0}, {"name": "eagle3@8", "speedup": 3.0}]
+        (tmp_path / "bench.json").write_text(json.dumps({"heads": rows}))
+
+    for kind in demo.KINDS:
+        (tmp_path / kind).mkdir()
+    monkeypatch.setattr(demo, "load", lambda head: SimpleNamespace(engine=head))
+    monkeypatch.setattr(demo, "sample_chat", lambda engine, *_, **__: typed.append(engine))
+    demo.demo(tmp_path, command)
+    assert typed == ["distill", "train", "train", "train", "bench", "tune", tmp_path / "eagle3"]

@@ -29,9 +29,9 @@ from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head,
 from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.scripts import cli
 from draftheads.scripts.convert import converted
-from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.public import public_facts, public_keys
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.server import ServedTarget

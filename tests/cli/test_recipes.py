@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from draftheads.heads import Target
-from draftheads.recipes import FOLDER, packaged, recipe_names
+from draftheads.recipes import FOLDER, find_recipe, packaged, recipe_names
 from draftheads.scripts.cli import app
-from draftheads.scripts.recipes import PROMPTS
+from draftheads.scripts.data import SETS
 from draftheads.train import read_prompts
 
 
@@ -24,13 +24,8 @@ def test_all_are_listed_with_a_title():
     assert all(line.strip() for line in lines)
 
 
-def test_one_is_shown_or_copied_as_it_is(tmp_path):
-    shown = output("recipes", "demo-medusa")
-    copy = tmp_path / "new" / "mine.yaml"
-    assert f"draftheads plan {copy}" in output("recipes", "demo-medusa", "--copy", str(copy))
-    assert copy.read_text() == shown
-    with pytest.raises(FileExistsError, match="already exists; choose another name"):
-        output("recipes", "demo-medusa", "--copy", str(copy))
+def test_one_is_shown_as_it_is():
+    assert output("recipes", "demo-medusa") == find_recipe("demo-medusa").read_text()
 
 
 def test_keys_of_one_section():
@@ -64,7 +59,7 @@ def test_the_demo_is_found_by_name_wherever_one_is(tmp_path, monkeypatch):
 
 def test_prompt_sets_of_the_package_are_there():
     shown = output("prompts")
-    sets = {name: text for purpose in PROMPTS.values() for name, text in purpose.items()}
+    sets = {name: text for purpose in SETS.values() for name, text in purpose.items()}
     assert all(f"{name} " in shown and text in shown for name, text in sets.items())
     assert all(packaged(name, ".jsonl") for name in sets if name.startswith("demo-"))
     assert max(map(len, shown.splitlines())) <= 80

@@ -14,7 +14,7 @@ import pytest
 from relatives import write_relative
 
 from draftheads.heads.target.model import Target
-from draftheads.scripts.demo import RECIPES
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.medusa import fit

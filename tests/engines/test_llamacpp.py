@@ -16,9 +16,9 @@ import pytest
 from real_engines import place_of
 
 from draftheads.heads.target.model import Target
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
 from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
-from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.data.distill import DistillOptions, distill

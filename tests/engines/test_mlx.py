@@ -20,8 +20,8 @@ from tiny_targets import VOCABULARY
 
 from draftheads.heads.formats.hub import open_head, save_head
 from draftheads.heads.target.model import Target
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
-from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
 
 pytestmark = pytest.mark.engines

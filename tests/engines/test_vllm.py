@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from draftheads.heads.formats.hub import open_head
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.scripts.benchmarks.engines import Job, method, ours, theirs
 from draftheads.scripts.convert import converted
-from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
 

@@ -14,7 +14,7 @@ from vllm_server import serving
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.tree import parse_tree
 from draftheads.infer.measure.bench import BenchOptions, bench
-from draftheads.scripts.demo import RECIPES
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.scripts.openings import opening_ids
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]

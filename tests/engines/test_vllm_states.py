@@ -20,9 +20,9 @@ from states_server import states_of
 from vllm_server import Serving, serving
 
 from draftheads.heads.target.model import Target
+from draftheads.recipes import FOLDER as RECIPES
 from draftheads.scripts.benchmarks import engines
 from draftheads.scripts.benchmarks.engines import Job, ours, theirs
-from draftheads.scripts.demo import RECIPES
 from draftheads.scripts.openings import opening_ids
 from draftheads.train.features.served import StateServers
 from draftheads.train.medusa import fit

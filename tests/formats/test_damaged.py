@@ -31,7 +31,7 @@ from draftheads.heads import medusa
 from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_measured, save_head
 from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted
-from draftheads.scripts.options import check_writable_head
+from draftheads.scripts.measuring import check_writable_head
 from draftheads.scripts.publish import prepare
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"

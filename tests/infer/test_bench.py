@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from typing import Any
 
@@ -34,7 +34,6 @@ from draftheads.infer.measure.report import (
     notes,
     print_report,
     verdict,
-    write_json,
     write_markdown,
 )
 from draftheads.infer.race import (
@@ -48,6 +47,7 @@ from draftheads.infer.race import (
     timed,
 )
 from draftheads.infer.rows import Step
+from draftheads.scripts.options import write_figures
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))
@@ -118,7 +118,7 @@ def quick(target, prompts, heads=None, **choices):
 
 def test_json_has_every_field_with_its_type(report, tmp_path):
     path = tmp_path / "new" / "bench.json"
-    write_json(report, path)
+    write_figures(path, asdict(report))
     written = json.loads(path.read_text())
     assert written["heads"][3]["tokens_per_step"] == report.result("oracle").tokens_per_step
     assert [path.name] == [file.name for file in path.parent.iterdir()], "no partial file is left"

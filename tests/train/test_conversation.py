@@ -20,7 +20,7 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.chat.repl import History
 from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer
-from draftheads.scripts.commands import data_preview
+from draftheads.scripts.data import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import ONLY_REASONING, Conversation, check_tools
 from draftheads.train.data.distill import Answerer, distill

@@ -8,7 +8,7 @@ import yaml
 from tiny_training import random_answers, write_answers
 from transformers import AutoConfig
 
-from draftheads.scripts import recipes
+from draftheads.scripts import training
 from draftheads.train.advice.suggest import WHY_KIND, suggest
 from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
@@ -78,7 +78,7 @@ def test_unknown_kinds_and_existing_files_are_refused(tmp_path):
 def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_answers(tmp_path / "data", random_answers(40))
-    recipes.init("demo-target", tmp_path / "mine.yaml", tmp_path / "data")
+    training.init("demo-target", tmp_path / "mine.yaml", tmp_path / "data")
     assert "next: draftheads plan" in capsys.readouterr().err
     recipe = load_recipe(tmp_path / "mine.yaml", ["run.steps=2", "eval.every=0"])
     assert fit(recipe).finished

@@ -1,0 +1,274 @@
+"""The commands that make a training set. Heavy imports wait until a command runs, so that --help is
+instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Argument, Context, Exit, Option
+
+from draftheads.infer.pipeline.loading import load_target
+from draftheads.infer.threads import choose_threads
+from draftheads.scripts.options import (
+    HEAD_CHECK,
+    OUT_CHECK,
+    PROMPT_CHECK,
+    Placement,
+    Prompts,
+    PromptSet,
+    PromptWords,
+    Reasoning,
+    Revision,
+    Sampling,
+    Seed,
+    ServerAccess,
+    Split,
+    TargetName,
+    TemplateArgs,
+    Tools,
+    check_places,
+    chosen_tree,
+    names,
+    parsed_template_args,
+    prepared,
+    say_next,
+    target_options,
+)
+from draftheads.train.data.prompts import Hub
+from draftheads.train.entry import say
+
+if TYPE_CHECKING:
+    from draftheads.train.data.distill import Answerer, DistillOptions
+
+SETS = {
+    "to distil from (--prompts NAME; the Hub's need a network)": {
+        "demo-prompts": "2,602 questions on Python, for demo-target",
+        "HuggingFaceH4/ultrachat_200k": "207,865 chats (--split train_sft)",
+        "allenai/tulu-3-sft-mixture": "939,343 chats: general, code, math",
+        "tatsu-lab/alpaca": "52,002 short instructions",
+    },
+    "to measure with (bench and tune; not for distilling)": {
+        "demo-heldout": "64 of the demo's questions, held out",
+        "demo-copying": "16 chats that end with: Repeat that.",
+        "spec-bench": "480 questions in 13 categories",
+        "mt-bench": "80 questions in 8 categories",
+        "humaneval": "164 functions to complete",
+        "gsm8k": "1,319 word problems",
+    },
+}
+"""Ready sets of prompts, by what they are for."""
+HOW_MANY = """How many? A few hundred for a first Medusa or sequential head. Medusa heads gain
+little from more, sequential heads still gain at a million tokens. EAGLE-3's
+paper used about 500,000. Best are prompts like those that you will ask.
+--limit N takes the first N."""
+
+
+def prompts() -> None:
+    """List ready sets of prompts, and say how many are needed."""
+    for purpose, sets in SETS.items():
+        say(purpose)
+        for name, content in sets.items():
+            say(f"  {name:30}{content}")
+    say(f"\n{HOW_MANY}")
+
+
+@dataclass(frozen=True)
+class Questions(PromptSet):
+    """Reading of prompts."""
+
+    prompt_words: PromptWords = None
+    skip_empty: Annotated[bool, Option("--skip-empty", help="skip empty prompts")] = False
+
+
+BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers."""
+
+    max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512
+    batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32
+    max_batch_tokens: Annotated[int | None, Option(min=1, help=BATCH_TOKENS)] = None
+    max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None
+    reasoning: Reasoning = "keep"
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class AnswerDrafts:
+    """Drafts."""
+
+    head: Annotated[
+        str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
+    ] = None
+    tree: Annotated[str | None, Option(help="default: the head's own")] = None
+
+
+SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one model"
+
+
+@dataclass(frozen=True)
+class AnswerServers(ServerAccess):
+    """Servers that answer instead of this process."""
+
+    server: Annotated[list[str] | None, Option(help=SERVER)] = None
+    concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32
+
+
+def distill(
+    context: Context,
+    target: TargetName,
+    prompts: Prompts,
+    out: Annotated[
+        Path, Option(callback=OUT_CHECK, help="folder to write; an unfinished one is resumed")
+    ],
+    questions: Questions,
+    answers: Answers,
+    drafts: AnswerDrafts,
+    servers: AnswerServers,
+    placement: Placement,
+    sampling: Sampling = Sampling(temperature=0.3),
+    revision: Revision = None,
+    template_args: TemplateArgs = "{}",
+) -> None:
+    """Let the target answer prompts; its own tokens become the training set. Exit code 1: some
+    prompts are unanswered.
+    """
+    from draftheads.train.data import distill as distillation
+    from draftheads.train.data.prompts import read_prompts
+    from draftheads.train.data.server import ServedTarget
+
+    local = names(AnswerDrafts) | {"max_batch_tokens", "lora"}
+    check_places(context, names(AnswerServers), local, "the server decodes")
+    options = distillation.DistillOptions(
+        out=out,
+        source=prompts,
+        template_args=parsed_template_args(template_args),
+        **vars(sampling),
+        **vars(answers),
+    )
+    texts = read_prompts(prompts, **questions.arguments())
+    answerer: distillation.Answerer
+    if servers.server:
+        asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
+        answerer = ServedTarget(target, asked, revision)
+    else:
+        answerer = local_answerer(target, revision, placement, drafts, options)
+    report = distillation.distill(answerer, texts, options)
+    if report.missing or (report.complete and not report.counts.done):
+        raise Exit(1)
+    if not report.others:
+        say_init(target, out, placement.lora)
+
+
+def local_answerer(
+    target: str,
+    revision: str | None,
+    placement: Placement,
+    drafts: AnswerDrafts,
+    options: DistillOptions,
+) -> Answerer:
+    """A target in this process that answers, with or without heads."""
+    from draftheads.heads.formats.hub import load_head
+    from draftheads.infer.engine import Speculator
+    from draftheads.train.data.answers import MANIFEST, read_manifest
+    from draftheads.train.data.distill import LocalAnswerer
+
+    loaded = load_target(target, placement.place(), revision, template_args=prepared())
+    threads = placement.threads
+    if not threads and (options.out / MANIFEST).is_file():  # another number may round differently
+        threads = read_manifest(options.out).get("threads")
+    choose_threads(threads, loaded, options.batch_size)
+    head = load_head(drafts.head, target=loaded) if drafts.head else None
+    engine = Speculator(loaded, head, tree=chosen_tree(head, drafts.tree, None))
+    return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+
+
+def say_init(target: str, out: Path, lora: str | None = None) -> None:
+    """Training on answers needs a recipe for this target."""
+    words = target_options(target, lora)
+    say_next("init", *words, "--data", out, "--out", f"{out.absolute().name}.yaml")
+
+
+def import_answers(
+    conversations: Annotated[
+        str, Argument(callback=PROMPT_CHECK, help="a file, folder or Hub data set with answers")
+    ],
+    target: TargetName,
+    out: Annotated[Path, Option(help="new folder to write")],
+    subset: PromptSet = PromptSet(tools="keep"),
+    reasoning: Reasoning = "keep",
+    template_args: TemplateArgs = "{}",
+) -> None:
+    """Make a training set from conversations that the target wrote earlier.
+
+    Heads learn the assistant's turns with their end tokens; reasoning and tool calls, too, unless
+    dropped. Loads a tokenizer, no weights, so it is not checked that the target wrote them.
+    """
+    from draftheads.train.data.imports import import_answers as run
+    from draftheads.train.data.prompts import read_conversations
+    from draftheads.train.data.text_side import TextSide
+
+    side = TextSide.load(target)
+    arguments = parsed_template_args(template_args)
+    talks = read_conversations(conversations, reasoning=reasoning, **subset.arguments())
+    counts = run(side, talks, out, template_args=arguments, source=conversations)
+    say(
+        f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
+        f"{counts.learned_tokens:,} tokens to learn in {counts.turns} answers; not checked: that "
+        f"{target} wrote them"
+    )
+    for why, number in counts.reasons.most_common():
+        say(f"  {number} {why}")
+    say_init(target, out)
+
+
+def data_preview(
+    path: Annotated[
+        str,
+        Argument(callback=PROMPT_CHECK, help="a distillation folder, or prompts (with --target)"),
+    ],
+    target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
+    count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
+    check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
+    split: Split = None,
+    tools: Tools = "drop",
+    template_args: TemplateArgs = "{}",
+) -> None:
+    """Print documents with the target's tokens marked, and a summary; or rendered prompts.
+
+    Marks are colours on a terminal, else [[ and ]].
+    Loads a tokenizer, no weights; --check loads neither.
+    """
+    if check:
+        from draftheads.train.data.answers import check as compare
+
+        counts = compare(path)
+        say(
+            f"{path}: {counts.documents:,} documents, {counts.tokens:,} tokens, "
+            f"{counts.learned_tokens:,} to learn; all as they were written"
+        )
+        return
+    from draftheads.heads.terminal import SafeConsole
+    from draftheads.infer.prompt import PromptRenderer
+    from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
+    from draftheads.train.data.answers import MANIFEST
+    from draftheads.train.data.conversation import check_tools
+    from draftheads.train.data.prompts import read_prompts
+
+    side = text_side(target, path)
+    out = SafeConsole(highlight=False, soft_wrap=True)
+    pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
+    if (Path(path) / MANIFEST).is_file():
+        show_answers(Path(path), side, pen, count, out)
+        say_init(side.name, Path(path))
+        return
+    renderer = PromptRenderer(side, parsed_template_args(template_args))
+    prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=tools)
+    check_tools(renderer, (prompt.messages for prompt in prompts))
+    show_prompts(prompts, renderer, pen, out)
+    say_next("distill", "--target", side.name, "--prompts", path, "--out", "data")

@@ -1,0 +1,422 @@
+"""The commands that measure speed: bench and tune. Heavy imports wait until a command runs, so that
+--help is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from typer import Context, Option
+
+from draftheads.infer.pipeline.loading import Place, load_fast_target
+from draftheads.scripts.options import (
+    FILE_CHECK,
+    HEAD_CHECK,
+    PROMPT_CHECK,
+    TARGET_CHECK,
+    Json,
+    Lossy,
+    MaybeTarget,
+    MaybeTemplateArgs,
+    Placement,
+    Prompts,
+    PromptWords,
+    Revision,
+    Sampling,
+    Seed,
+    ServerAccess,
+    Speed,
+    check_places,
+    names,
+    prepared,
+    say_compiling,
+    say_next,
+    target_options,
+    write_figures,
+)
+from draftheads.train.entry import say
+
+if TYPE_CHECKING:
+    from draftheads.heads.base import DraftHead
+    from draftheads.heads.target.model import Target
+    from draftheads.infer.drafters.named import NamedDrafts
+    from draftheads.infer.engine import DrafterSource
+    from draftheads.infer.measure.bench import BenchOptions, BenchReport, Entry, Result
+    from draftheads.infer.measure.served import ServedReport
+    from draftheads.infer.measure.tune import TuneOptions
+
+Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
+
+
+@dataclass(frozen=True)
+class BenchPrompts:
+    """Prompts."""
+
+    prompts: Prompts
+    limit: Annotated[int, Option(min=1, help="prompts, taken evenly from all categories")] = 16
+    prompt_words: PromptWords = None
+    template_args: MaybeTemplateArgs = None
+
+
+@dataclass(frozen=True)
+class BenchRuns:
+    """Runs."""
+
+    max_new_tokens: Annotated[int, Option(min=1)] = 128
+    repetitions: Repetitions = 3
+    seed: Seed = 0
+
+
+TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
+default: the heads' own; repeatable"""
+
+
+@dataclass(frozen=True)
+class Contestants:
+    """Drafts."""
+
+    head: Annotated[
+        list[str] | None, Option(callback=HEAD_CHECK, help="as for chat; repeatable")
+    ] = None
+    nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try: 4,8,16")] = None
+    tree: Annotated[list[str] | None, Option(help=TREES)] = None
+    batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1
+
+
+BENCH_SERVER = """measure a head where it is served: http://HOST:PORT of a server with drafts, such
+as vLLM's with --speculative-config"""
+
+
+@dataclass(frozen=True)
+class BenchServers(ServerAccess):
+    """Servers, in place of --head."""
+
+    server: Annotated[str | None, Option(help=BENCH_SERVER)] = None
+    server_plain: Annotated[str | None, Option(help="the same model there without drafts")] = None
+    concurrency: Annotated[int, Option(min=1, help="requests at a time, to --server")] = 1
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What is written and printed."""
+
+    json_out: Json = None
+    markdown: Annotated[Path | None, Option(callback=FILE_CHECK, help="write the tables here")] = (
+        None
+    )
+    card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
+    explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False
+
+    def check(self, heads: Sequence[str]) -> None:
+        """Raise ValueError, before anything is measured, for a head that cannot be written."""
+        for source in heads if self.card else ():
+            check_writable_head(source, "--card")
+
+    def write(self, report: BenchReport, drafts: Mapping[str, NamedDrafts]) -> None:
+        """Write and print all of them."""
+        from draftheads.infer.measure.report import (
+            print_report,
+            write_cards,
+            write_markdown,
+        )
+
+        print_report(report, explain=self.explain)
+        write_figures(self.json_out, asdict(report))
+        if self.markdown:
+            write_markdown(report, self.markdown)
+        if self.card:
+            write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
+
+
+LOCAL = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
+"""Parameters that mean nothing for a server."""
+
+
+def bench(
+    context: Context,
+    texts: BenchPrompts,
+    runs: BenchRuns,
+    sampling: Sampling,
+    lossy: Lossy,
+    contestants: Contestants,
+    servers: BenchServers,
+    placement: Placement,
+    speed: Speed,
+    outputs: Outputs,
+    target: Annotated[
+        str | None,
+        Option("--target", callback=TARGET_CHECK, help="model; default: the one --server serves"),
+    ] = None,
+    revision: Revision = None,
+) -> None:
+    """Measure heads and other drafters against `generate` and this engine without drafts. With
+    --server: a server with drafts against one without.
+    """
+    if check_places(context, names(BenchServers), LOCAL, "the server decodes"):
+        measured = bench_server(target, revision, servers, texts, sampling, runs)
+        write_figures(outputs.json_out, asdict(measured))
+        return
+    head = contestants.head
+    if not (target and head):
+        needed = {"--target": target, "--head": head}
+        missing = [option for option, value in needed.items() if not value]
+        raise ValueError(
+            f"bench: expected --target and --head, or --server, got no {' and no '.join(missing)}; "
+            "pass them"
+        )
+    from draftheads.infer.drafters.named import load_drafts, open_drafts
+    from draftheads.infer.measure import bench as benches
+    from draftheads.infer.measure.report import best
+    from draftheads.scripts.openings import openings
+
+    options = benches.BenchOptions(
+        sampling=sampling.rule(runs.seed, **vars(lossy)),
+        nodes=contestants.nodes or (),
+        batch=contestants.batch,
+        compile=speed.compile,
+        **vars(runs),
+    )
+    outputs.check(head)
+    drafts = open_drafts(head)
+    folders = [folder for each in drafts.values() for folder in each.folders]
+    place = placement.place(bits=speed.bits)
+    model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
+    loaded = load_drafts(drafts, model, options.sampling)
+    entries = entries_of(model, loaded, contestants.tree or (), options)
+    ids, categories = openings(model, texts.prompts, texts.prompt_words, texts.limit)
+    say_compiling(speed.compile)
+    report = benches.bench(model, entries, ids, options, categories=categories)
+    outputs.write(report, drafts)
+    sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
+    after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
+
+
+def bench_server(
+    target: str | None,
+    revision: str | None,
+    servers: BenchServers,
+    texts: BenchPrompts,
+    sampling: Sampling,
+    runs: BenchRuns,
+) -> ServedReport:
+    """Measure a server with drafts against one without, and print it. Raises ValueError if two
+    addresses are one.
+    """
+    from draftheads.infer.measure.bench import BenchOptions
+    from draftheads.infer.measure.served import measure, print_served
+    from draftheads.infer.race import fitting_prompts
+    from draftheads.scripts.openings import openings
+    from draftheads.train.data import distill
+    from draftheads.train.data.server import ServedEngine, ServedTarget
+
+    urls = [url for url in (servers.server, servers.server_plain) if url]
+    options = servers.options(urls=urls, concurrency=servers.concurrency, tries=1)
+    model = ServedTarget(target, options, revision)
+    if len(model.servers) < len(urls):
+        raise ValueError(
+            "--server-plain: expected another server than --server, got the same address; "
+            "start one without drafts"
+        )
+    if sampling.temperature:
+        model.servers[0].warn_of_speculation()
+    side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
+    ids, _ = openings(side, texts.prompts, texts.prompt_words, texts.limit)
+    prompts = fitting_prompts(model, ids, runs.max_new_tokens)
+    race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
+    rule = distill.Sampling(seed=runs.seed, **vars(sampling))
+    settings = {
+        "target": model.name,
+        "model": model.model,
+        "servers": [server.url for server in model.servers],
+        "prompts_skipped": len(ids) - len(prompts),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(closing(ServedEngine(model, server, rule)))
+            for server in model.servers
+        ]
+        plain = engines[1] if len(engines) > 1 else None
+        report = measure(engines[0], plain, prompts, race, settings)
+    print_served(report)
+    return report
+
+
+def entries_of(
+    target: Target, drafts: Mapping[str, DrafterSource], trees: Sequence[str], options: BenchOptions
+) -> dict[str, Entry]:
+    """The drafters with their trees, and transformers' own `generate` with drafters that it has,
+    too, where it writes the same tokens.
+    """
+    from draftheads.infer.accept import Greedy
+    from draftheads.infer.measure.baseline import rivals
+
+    entries = with_trees(drafts, trees)
+    if options.nodes and not entries.keys() & drafts.keys():
+        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
+    if isinstance(options.sampling, Greedy) and options.batch == 1:
+        entries |= rivals(target, drafts)
+    return entries
+
+
+def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
+    """Entries of a bench: each head with each tree of --tree, as "name@tree"; "name@tree" is for
+    that head alone. A head without a tree keeps its own. Raises ValueError for an unknown name.
+    """
+    from draftheads.heads.tree import parse_tree
+
+    own: dict[str, Entry] = dict(drafts)
+    entries: dict[str, Entry] = {}
+    for text in texts:
+        name, _, tree = text.rpartition("@")
+        if name and name not in drafts:
+            raise ValueError(
+                f"--tree {text}: expected a tree, or one of {', '.join(drafts)} before the @, "
+                f"got {name}"
+            )
+        for each in [name] if name else list(drafts):
+            entries[f"{each}@{tree}"] = (drafts[each], parse_tree(tree))
+            own.pop(each, None)
+    return {**own, **entries}
+
+
+def check_writable_head(source: str, option: str) -> None:
+    """Raise ValueError for a head that is not on this machine or in another layout: nothing can be
+    written into its config and card. option: what asks for that.
+    """
+    from draftheads.heads.formats.hub import open_head
+
+    if not Path(source).is_dir():
+        raise ValueError(
+            f"{option}: expected a head folder on this machine, got {source}; a head of the Hub is "
+            "downloaded with `hf download`, other drafters have no folder"
+        )
+    if not open_head(source).facts.is_ours:
+        raise ValueError(
+            f"{option}: expected a head in this project's own layout, got {source}; "
+            f"draftheads convert {source} DIR --to draftheads writes one"
+        )
+
+
+def after_bench(
+    model: Sequence[str], prompts: str, sources: Mapping[str, str], winner: Result | None
+) -> None:
+    """A head on this machine is tuned, unless it won with a tree that was; other drafters chat, if
+    they won. model: `target_options`. sources: names of drafters -> --head; winner: None if no
+    drafts were faster.
+    """
+    from draftheads.heads.formats.hub import open_head
+
+    candidate = winner.name if winner else ""
+    names = [name for name in sources if candidate.startswith(name)]
+    source = sources[max(names, key=len, default=next(iter(sources)))]
+    words = [*model, "--head", source]
+    if os.path.isdir(os.path.expanduser(source)):
+        facts = open_head(source).facts
+        is_done = candidate in names and facts.tuned
+        if facts.is_ours and not is_done:
+            say_next("tune", *words, "--prompts", prompts)
+            return
+    say_next("chat", *(words if winner else model))
+
+
+@dataclass(frozen=True)
+class TunePrompts:
+    """Prompts."""
+
+    prompts: Annotated[
+        str | None, Option(callback=PROMPT_CHECK, help="as for bench; needed with --head")
+    ] = None
+    limit: Annotated[int, Option(min=2, help="use only the first N prompts")] = 24
+    prompt_words: PromptWords = None
+    template_args: MaybeTemplateArgs = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """Search."""
+
+    max_new_tokens: Annotated[int, Option(min=2)] = 64
+    nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64
+    repetitions: Repetitions = 3
+    seed: Seed = 0
+
+
+def tune(
+    texts: TunePrompts,
+    search: Search,
+    sampling: Sampling,
+    placement: Placement,
+    speed: Speed,
+    target: MaybeTarget = None,
+    head: Annotated[
+        str | None,
+        Option(callback=HEAD_CHECK, help="head or run folder; default: no head, only T"),
+    ] = None,
+    revision: Revision = None,
+    context: Annotated[int, Option(min=1, help="tokens of text, without --head")] = 256,
+    dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
+    json_out: Json = None,
+) -> None:
+    """Find the tree with the most tokens per second on this machine and write it into the head.
+
+    Without --head: how many tokens per step would heads need to pay here?
+    """
+    from draftheads.infer.measure.tune import TuneOptions
+
+    options = TuneOptions(
+        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
+    )
+    place = placement.place(bits=speed.bits)
+    if head is None:
+        write_figures(json_out, target_curve(target, revision, place, context, options))
+        say_next("init", *target_options(target, placement.lora), "--out", "recipe.yaml")
+        return
+    from draftheads.heads.formats.hub import open_head, record_tuned
+    from draftheads.infer.drafters.named import named_drafts
+    from draftheads.infer.measure.tune import tune as run
+    from draftheads.scripts.openings import opening_ids
+    from draftheads.scripts.printing import print_tuned
+
+    is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
+    keeps_tree = not (is_native or dry_run)
+    if keeps_tree:
+        check_writable_head(head, "--head")
+    if texts.prompts is None:
+        raise ValueError("expected --prompts to tune the head on, got none; pass a file")
+    folders = [] if is_native else [open_head(head)]
+    drafts = named_drafts(head)
+    name, commit = (target, revision) if target else drafts.target
+    place = place if target else place.recorded(folders[0])
+    model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
+    ids = opening_ids(model, texts.prompts, texts.prompt_words, texts.limit)
+    trained = [folder.facts.trained_tree for folder in folders]
+    tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
+    print_tuned(tuned)
+    if keeps_tree:
+        record_tuned(folders[0].path, tuned.best.tree, tuned.facts())
+        say(f"written to {folders[0].path}")
+    write_figures(json_out, asdict(tuned))
+    say_next("chat", *target_options(name, model.lora), "--head", head)
+
+
+def target_curve(
+    target: str | None, revision: str | None, place: Place, context: int, options: TuneOptions
+) -> dict[str, Any]:
+    """Print what a verification costs without a head; returns the figures."""
+    from draftheads.infer.measure.tune import verify_curve
+    from draftheads.scripts.printing import print_curve
+
+    if target is None:
+        raise ValueError("expected --target or --head to tune for, got neither; pass one")
+    model = load_fast_target(target, place, revision, template_args=prepared())
+    curve = verify_curve(model, context, options)
+    print_curve(model, context, curve)
+    return {"context": context, "verify": curve}

@@ -1,0 +1,154 @@
+"""The commands that make a recipe and train by it. Heavy imports wait until a command runs, so that
+--help is instant.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from typer import Argument, Option
+
+from draftheads.arguments import suggestion
+from draftheads.infer.threads import set_threads
+from draftheads.recipes import find_recipe, recipe_names
+from draftheads.scripts.options import (
+    NEW_CHECK,
+    Json,
+    Lora,
+    Overrides,
+    RecipeFile,
+    Revision,
+    TargetName,
+    Threads,
+    prepared,
+    say_beside,
+    say_next,
+    target_options,
+    write_figures,
+)
+from draftheads.train.entry import say
+
+
+def recipes(
+    name: Annotated[str | None, Argument(help="a name; default: list all")] = None,
+) -> None:
+    """List the recipes that come with the package, or show one. `draftheads train` and `plan` find
+    them by name.
+    """
+    if name:
+        say(find_recipe(name).read_text(encoding="utf-8").rstrip())
+        return
+    for each in recipe_names():
+        about = find_recipe(each).read_text(encoding="utf-8").splitlines()[0]
+        say(f"{each}\n    {about.removeprefix('# ')}")
+
+
+def init(
+    target: TargetName,
+    out: Annotated[Path, Option(callback=NEW_CHECK, help="new recipe to write")],
+    data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
+    kind: Annotated[str, Option(help="sequential, medusa, eagle3 or block")] = "sequential",
+    revision: Revision = None,
+    lora: Lora = None,
+) -> None:
+    """Write a recipe for a target on this machine, with the reason for each choice. Reads the
+    target's config.json, no weights.
+    """
+    from draftheads.heads.files import write_text
+    from draftheads.train.advice.suggest import suggest
+
+    text = suggest(target, kind, data, revision, lora)
+    answers = yaml.safe_load(text)["data"]["path"]
+    words = " ".join(target_options(target, lora))
+    commands = [
+        f"draftheads distill {words} --prompts PROMPTS --out {answers}",
+        f"draftheads plan {out}",
+        f"draftheads train {out}",
+    ]
+    about = f"{kind} heads for {target}, by `draftheads init`. Every line may be edited."
+    header = "\n".join(f"# {line}" for line in [about, *commands])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, f"{header}\n{text}")
+    say(text.rstrip())
+    say_next("plan", out)
+
+
+def keys(
+    section: Annotated[
+        str | None, Argument(help="head, optim, run, run.minutes, ...; default: all")
+    ] = None,
+    schema: Annotated[bool, Option("--schema", help="print a JSON schema for editors")] = False,
+) -> None:
+    """List recipe keys with types, defaults and descriptions."""
+    from draftheads.train.recipe import Recipe, json_schema, key_table
+
+    if schema:
+        say(json.dumps(json_schema(), indent=2))
+        return
+    rows = table = key_table()
+    if section:
+        rows = [x for x in table if f"{x[0]}.".replace(" ", ".").startswith(f"{section}.")]
+    if not rows:
+        near = suggestion(
+            str(section), {*Recipe.model_fields, *(row[0].split()[0] for row in table)}
+        )
+        hint = f"did you mean {near}?" if near else "choose one, or leave it out for all"
+        sections = ", ".join(Recipe.model_fields)
+        raise ValueError(
+            f"expected a section or a key of a recipe ({sections}), got {section!r}; {hint}"
+        )
+    for key, takes, default, description in rows:
+        say(f"{key} = {default} [{takes}]\n    {description}")
+
+
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    no_probe: Annotated[
+        bool, Option("--no-probe", help="count from shapes; load and try nothing")
+    ] = False,
+    processes: Annotated[int | None, Option(min=1, help="default: WORLD_SIZE, else 1")] = None,
+    engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
+    threads: Threads = None,
+    json_out: Json = None,
+) -> None:
+    """Predict memory, disk and time of a recipe from shapes and a trial of its steps."""
+    from draftheads.scripts.printing import next_command, print_plan, remedy
+    from draftheads.train.advice.plan import make_plan
+    from draftheads.train.recipe import load_recipe
+
+    set_threads(threads)
+    prepared()
+    if not no_probe:
+        say("trying a few steps to measure memory and time; --no-probe skips this")
+    made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
+    print_plan(made)
+    if not remedy(made):
+        say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
+    write_figures(json_out, made.to_json())
+
+
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    source: Annotated[
+        str | None, Option("--from", help="a head, run or Hub id to continue: head.from=...")
+    ] = None,
+    threads: Threads = None,
+) -> None:
+    """Train heads of any kind in this process (a recipe without head.kind: Medusa heads).
+
+    In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
+    `accelerate launch train/eagle.py RECIPE.yaml`.
+    """
+    from draftheads.train.medusa import main
+
+    set_threads(threads)
+    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
+    code = main([str(recipe), *values])
+    if code:
+        sys.exit(code)
