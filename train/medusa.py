@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from draftheads.arguments import check_path
 from draftheads.train import entry
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def start(
 
     log = launch.main_process_log(accelerator)
     with launch.agreeing(accelerator) as values:
-        read_manifest(recipe.data.path)  # a mistake is said before the target is loaded
+        check_path(recipe.target)  # mistakes are said before the target is loaded
+        read_manifest(recipe.data.path)
         target = setup.frozen_target(recipe, accelerator)
         data = setup.load_data(recipe, target, log)
         values["target"] = target.fingerprint()

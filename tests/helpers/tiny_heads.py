@@ -115,7 +115,7 @@ def misread_drafts(monkeypatch: Any) -> None:
         builder.add = add_and_misread  # type: ignore[method-assign]
         return builder
 
-    monkeypatch.setattr("draftheads.heads.drafting.tree_builder", build)
+    monkeypatch.setattr("draftheads.heads.base.tree_builder", build)
 
 
 class Made(DrafterSource):
