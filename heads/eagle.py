@@ -417,7 +417,7 @@ class Eagle3Head(Vocabulary, DesignedHead):
         """A new head for `target`, whose lm_head it starts from."""
         choices = choices or Eagle3Choices()
         ids_v = token_map(vocabulary, target.vocab_size)
-        layers = tuple(choices.feature_layers or default_features(target.layers))
+        layers = tuple(choices.feature_layers or low_middle_high(target.layers))
         check_features(layers, target)
         more = {name: getattr(choices, name) for name in (*SWITCHES, "qk_norm")}
         more |= {
@@ -498,7 +498,7 @@ class Eagle3Head(Vocabulary, DesignedHead):
         return cls(EagleDesign.read(config, tensors, vocab_size, **more))
 
 
-def default_features(layers: int) -> tuple[int, ...]:
+def low_middle_high(layers: int) -> tuple[int, ...]:
     """Low, middle and high: [2, n // 2, n - 3] of n layers, as all engines assume; distinct states
     if these coincide (n < 8).
     """

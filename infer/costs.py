@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
-from draftheads.infer.race import Run, steps_of
+from draftheads.infer.race import TimedRun, steps_of
 
 FINALISTS = 4
 """Trees that race."""
@@ -89,7 +89,7 @@ class Trial:
     gain_ci95: Sequence[float] = (1.0, 1.0)  # measured speed over that of the present tree
 
 
-TreeRuns = Mapping[StaticTree, Sequence[Sequence[Run]]]
+TreeRuns = Mapping[StaticTree, Sequence[Sequence[TimedRun]]]
 """Tree -> for each prompt, its repetitions."""
 
 
@@ -140,7 +140,7 @@ def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, flo
     return max(typical(seconds), 0.0)
 
 
-def _step_seconds(runs: Sequence[Sequence[Run]], prompt: float) -> float:
+def _step_seconds(runs: Sequence[Sequence[TimedRun]], prompt: float) -> float:
     """A mean step, by of each prompt the run with the fastest steps, as in the race."""
     fastest = [min(each, key=lambda run: run.seconds / len(run.steps)) for each in runs]
     steps = sum(len(run.steps) - 1 for run in fastest)
@@ -157,7 +157,7 @@ def _level_seconds(whole: Mapping[StaticTree, float]) -> float:
     return max(median(slopes), 0.0) if slopes else 0.0
 
 
-def _halves(runs: Sequence[Sequence[Run]]) -> tuple[float, float]:
+def _halves(runs: Sequence[Sequence[TimedRun]]) -> tuple[float, float]:
     """Seconds of drafting and of verifying in a typical step."""
     steps = list(steps_of(runs))
     if not steps:

@@ -77,7 +77,7 @@ class WithContext(Protocol):
         ...
 
 
-class Engine(Protocol):
+class BatchEngine(Protocol):
     """What decodes a batch of prompts: a `Speculator`, or transformers' own `generate`."""
 
     def generate_batch(
@@ -93,7 +93,7 @@ class Candidate:
 
     name: str
     nodes: int | None
-    engine: Engine
+    engine: BatchEngine
     rule: Acceptance
 
     def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
@@ -103,7 +103,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """One timed generation. A row of a batch has its share of the batch's times."""
 
     steps: list[Step]
@@ -115,11 +115,11 @@ class Run:
         return [token for step in self.steps for token in step.tokens]
 
 
-Runs = Mapping[str, list[list[Run]]]
+Runs = Mapping[str, list[list[TimedRun]]]
 """Name of a candidate -> for each prompt, its repetitions."""
 
 
-def steps_of(runs: Sequence[Sequence[Run]]) -> Iterator[Step]:
+def steps_of(runs: Sequence[Sequence[TimedRun]]) -> Iterator[Step]:
     """All steps of a candidate but the prefills."""
     for run in chain.from_iterable(runs):
         yield from (step for step in run.steps if step.accepted >= 0)
@@ -161,10 +161,12 @@ def race(
     """Warm up, then time every candidate on every batch; the order rotates by one each time.
 
     Seeds torch's global random stream. clock: of
-    `Run.seconds`. begin: called once between the two.
+    `TimedRun.seconds`. begin: called once between the two.
     """
     console = SafeConsole(stderr=True)
-    runs: dict[str, list[list[Run]]] = {each.name: [[] for _ in prompts] for each in candidates}
+    runs: dict[str, list[list[TimedRun]]] = {
+        each.name: [[] for _ in prompts] for each in candidates
+    }
     units = batched(prompts, options.batch)
     batches = [[prompts[place] for place in unit] for unit in units]
     # the longest and the shortest batch of each size: compiled code may know one length only, and
@@ -204,8 +206,8 @@ def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
 
 def timed(
     candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
-) -> list[Run]:
-    """Time one generation, with Python's garbage collector off, as in `timeit`; one Run per row.
+) -> list[TimedRun]:
+    """Time one generation, with Python's garbage collector off, as in `timeit`; one TimedRun per row.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
     """
@@ -218,7 +220,7 @@ def timed(
     finally:
         if was_enabled:
             gc.enable()
-    return [Run(list(filter(None, row)), share) for row in zip(*steps, strict=True)]
+    return [TimedRun(list(filter(None, row)), share) for row in zip(*steps, strict=True)]
 
 
 def speed(sums_P2: Tensor) -> float:

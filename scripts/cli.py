@@ -20,7 +20,7 @@ from draftheads import __version__
 from draftheads.arguments import expected
 from draftheads.scripts import data, measuring, sharing, training, using
 from draftheads.scripts.doctor import doctor
-from draftheads.scripts.options import expanded
+from draftheads.scripts.options import expand_options
 from draftheads.train.entry import INTERRUPTED, mistakes_in_one_line, say
 
 app = typer.Typer(
@@ -59,7 +59,7 @@ for command, example in COMMANDS.items():
         short_help=summary.rstrip("."),
         epilog=f"Example: {example}",
         context_settings={"ignore_unknown_options": name == "train"},
-    )(expanded(command))
+    )(expand_options(command))
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""

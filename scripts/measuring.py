@@ -230,7 +230,7 @@ def bench_server(
     ids, _ = openings(side, texts.prompts, texts.prompt_words, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
     race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
-    rule = distill.Sampling(seed=runs.seed, **vars(sampling))
+    rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))
     settings = {
         "target": model.name,
         "model": model.model,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from draftheads.train.data.server import ServerOptions
 
 
-def expanded(command: Callable[..., None]) -> Callable[..., None]:
+def expand_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command as typer reads it: a parameter that is a dataclass is replaced by its fields, which
     --help shows together, with the first words of its docstring as their title.
     """

@@ -170,7 +170,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
     fault = remedy(plan)
     style = "bold red" if fault else "bold green"
-    console.print(fault or verdict(plan), style=style, soft_wrap=True)
+    console.print(fault or plan_verdict(plan), style=style, soft_wrap=True)
 
 
 def labelled(texts: Mapping[str, str]) -> Table:
@@ -316,7 +316,7 @@ def remedy(plan: Plan) -> str:
     return ""
 
 
-def verdict(plan: Plan) -> str:
+def plan_verdict(plan: Plan) -> str:
     """The last line of a plan that fits."""
     line = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
     if not plan.trial:

@@ -72,7 +72,7 @@ class Learning:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class ChatSettings:
     """Dialogue."""
 
     system: Annotated[str | None, Option(help="system message")] = None
@@ -93,7 +93,7 @@ def demo(
 
 
 def chat(
-    dialogue: Dialogue,
+    dialogue: ChatSettings,
     drafts: Drafts,
     sampling: Sampling,
     lossy: Lossy,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from draftheads.heads.eagle import SWITCHES, default_features
+from draftheads.heads.eagle import SWITCHES, low_middle_high
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
     Stored,
@@ -254,7 +254,7 @@ def _features(
     layers = layers or [layer + 1 for layer in config.get("target_layer_ids") or ()]  # DeepSpec's
     if not layers:
         known = require(target, "its number of layers determines which states this head reads")
-        layers = list(default_features(known.layers))
+        layers = list(low_middle_high(known.layers))
     switches = {name: bool(config.get(name, nested.get(name))) for name in SWITCHES}
     switches["norm_output"] |= bool(nested.get("return_hidden_post_norm"))  # ModelOpt's name
     return {

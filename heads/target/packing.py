@@ -66,7 +66,7 @@ class TrainingPass:
             *batch.tokens_BT.shape, width, dtype=self.model.dtype, device=self.model.device
         )
         for spans in passes:
-            rows = rows_of(batch, spans) if self.packing == "alone" else batch.part(*spans[0])
+            rows = unpacked_rows(batch, spans) if self.packing == "alone" else batch.part(*spans[0])
             parts_RTD = self._forward(rows, layers)
             for part_TD, (row, start, stop) in zip(parts_RTD, spans, strict=True):
                 states_BTD[row, start:stop] = part_TD[: stop - start]
@@ -109,7 +109,7 @@ def groups(batch: Batch, tokens: int) -> list[list[Span]]:
     return together
 
 
-def rows_of(batch: Batch, spans: Sequence[Span]) -> Batch:
+def unpacked_rows(batch: Batch, spans: Sequence[Span]) -> Batch:
     """Documents as rows of their own. Padding is on the right, where no causal layer sees it."""
     source = batch.host or batch
     tokens = [source.tokens_BT[row, start:stop] for row, start, stop in spans]

@@ -43,7 +43,7 @@ from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, 
 from draftheads.heads.tensors import check_sizes, dtype_name
 from draftheads.recipes import packaged
 
-Placement = Literal["whole", "split", "sharded", "skeleton"]
+PlacementName = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Of a target; "auto": the checkpoint's own on an accelerator, float32 on a CPU."""
@@ -55,7 +55,7 @@ class LoadOptions(TypedDict, total=False):
     dtype: str
     device: str | None
     revision: str | None
-    placement: Placement | dict[str, Any]
+    placement: PlacementName | dict[str, Any]
     bits: Bits | None
 
 
@@ -66,7 +66,7 @@ class Loading:
     dtype: str = "auto"
     device: str | None = None
     revision: str | None = None
-    placement: Placement | dict[str, Any] = "whole"
+    placement: PlacementName | dict[str, Any] = "whole"
     bits: Bits | None = None
     lora: Lora | None = None
 
@@ -95,7 +95,7 @@ READING = timedelta(hours=6)
 
 
 def check_placement(
-    placement: Placement | dict[str, Any], bits: Bits | None, processes: int | None = None
+    placement: PlacementName | dict[str, Any], bits: Bits | None, processes: int | None = None
 ) -> None:
     """Raise ValueError for a placement that is impossible on this machine or with this number of
     processes; default: those of this launch.

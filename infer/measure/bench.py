@@ -30,8 +30,8 @@ from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
     RaceOptions,
-    Run,
     Runs,
+    TimedRun,
     batched,
     describe_machine,
     fitting_prompts,
@@ -306,7 +306,7 @@ def _by_category(
     return results
 
 
-def sums_of(runs: Sequence[Sequence[Run]], units: Sequence[Sequence[int]]) -> Tensor:
+def sums_of(runs: Sequence[Sequence[TimedRun]], units: Sequence[Sequence[int]]) -> Tensor:
     """float64 (P, 2): tokens and seconds of each batch, summed over repetitions."""
     sums = []
     for unit in units:
@@ -347,8 +347,8 @@ def _divergence(
 
 def differing_outputs(
     prompts: Sequence[BenchPrompt],
-    references: Sequence[Sequence[Run]],
-    runs: Sequence[Sequence[Run]],
+    references: Sequence[Sequence[TimedRun]],
+    runs: Sequence[Sequence[TimedRun]],
 ) -> list[tuple[BenchPrompt, list[int], list[int]]]:
     """Prompts with an output other than the first reference: the reference, and the output."""
     differing = []

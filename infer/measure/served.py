@@ -23,9 +23,9 @@ from draftheads.infer.measure.bench import (
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.report import Notes, print_findings, times
 from draftheads.infer.race import (
+    BatchEngine,
     BenchPrompt,
     Candidate,
-    Engine,
     Runs,
     batched,
     race,
@@ -51,7 +51,7 @@ NAMES = {
 LEGEND = "τ: tokens per step. Speeds count the prompt, which a server may have cached."
 
 
-class Served(Engine, Protocol):
+class Served(BatchEngine, Protocol):
     """An engine behind a server. retokenized: answers whose token ids it did not tell."""
 
     url: str
@@ -252,7 +252,7 @@ def cautions(report: ServedReport) -> list[str]:
     return lines
 
 
-def verdict(report: ServedReport) -> str:
+def served_verdict(report: ServedReport) -> str:
     """What was found, in a sentence."""
     if report.speedup is None:
         return "Without --server-plain there is no speedup and no text to compare with."
@@ -272,4 +272,6 @@ def print_served(report: ServedReport) -> None:
         f"{settings['model']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['batch']} at a time, {settings['max_new_tokens']} new tokens"
     )
-    print_findings(heading, grids(report), Notes(verdict(report), cautions(report), [], []), LEGEND)
+    print_findings(
+        heading, grids(report), Notes(served_verdict(report), cautions(report), [], []), LEGEND
+    )

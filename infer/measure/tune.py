@@ -40,7 +40,7 @@ from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
     RaceOptions,
-    Run,
+    TimedRun,
     describe_machine,
     fitting_prompts,
     machine_line,
@@ -184,7 +184,7 @@ class Track:
 
     def race(
         self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int
-    ) -> dict[Tree, list[list[Run]]]:
+    ) -> dict[Tree, list[list[TimedRun]]]:
         """Time every tree on every prompt, in turns. A single thread is timed by its CPU seconds,
         in which other processes hardly count.
         """
@@ -330,7 +330,7 @@ def likely(depth: int, nodes: int) -> StaticTree:
     return StaticTree.best_first([chances] * depth, nodes)
 
 
-def speeds_P2(runs: Sequence[Sequence[Run]]) -> Tensor:
+def speeds_P2(runs: Sequence[Sequence[TimedRun]]) -> Tensor:
     """float64 (P, 2): mean tokens of each prompt, and seconds at the speed of the fastest
     repetition, or of the median one if their texts differ.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.heads.target.placement import Bits, Placement
+    from draftheads.heads.target.placement import Bits, PlacementName
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
 
@@ -36,7 +36,7 @@ class Place:
     bits: Bits | None = None
     lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
-    placement: Placement = "whole"
+    placement: PlacementName = "whole"
 
     def __post_init__(self) -> None:
         if self.threads is not None and not (type(self.threads) is int and self.threads > 0):

@@ -41,7 +41,7 @@ from draftheads.infer.race import (
     PLAIN,
     BenchPrompt,
     Candidate,
-    Run,
+    TimedRun,
     batched,
     speedup_interval,
     timed,
@@ -302,8 +302,8 @@ def measured(prompts, seconds, batch=1):
     the baselines took 2.
     """
     steps = [Step([1] * 10, 3, "length", 0.0, 0.0)]
-    runs = {name: [[Run(steps, 2.0)] for _ in prompts] for name in (GENERATE, PLAIN)}
-    runs["head"] = [[Run(steps, each)] for each in seconds]
+    runs = {name: [[TimedRun(steps, 2.0)] for _ in prompts] for name in (GENERATE, PLAIN)}
+    runs["head"] = [[TimedRun(steps, each)] for each in seconds]
     target = tiny_target()
     candidate = Candidate("head", 4, Speculator(target), Greedy())
     options = BenchOptions(resamples=200, batch=batch)

@@ -21,7 +21,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.packing import groups, rows_of
+from draftheads.heads.target.packing import groups, unpacked_rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
@@ -129,6 +129,6 @@ def test_documents_of_similar_length_run_together(monkeypatch):
     together = groups(batch, 20)
     lengths = [[stop - start for _, start, stop in group] for group in together]
     assert lengths == [[8, 8], [6], [4, 3], [2], [1]]
-    rows = rows_of(batch, together[2])
+    rows = unpacked_rows(batch, together[2])
     assert rows.tokens_BT.tolist() == [[20, 21, 22, 23], [8, 9, 10, 0]]
     assert rows.positions_BT.tolist() == [[0, 1, 2, 3]] * 2

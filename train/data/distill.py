@@ -88,7 +88,7 @@ logger = logging.getLogger("draftheads")
 Answered = tuple[list[Conversation], Exception | None]
 
 
-class Sampling(BaseModel):
+class AnswerSampling(BaseModel):
     """How the target's tokens are sampled."""
 
     model_config = ConfigDict(extra="forbid")
@@ -111,7 +111,7 @@ class Sampling(BaseModel):
         return temperature
 
 
-class DistillOptions(Sampling):
+class DistillOptions(AnswerSampling):
     """Options of `draftheads distill`, except the target and the prompts."""
 
     out: Path  # folder to write; an unfinished one is resumed
@@ -194,7 +194,7 @@ class Answerer(ABC):
 
     @abstractmethod
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling
+        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
     ) -> Generator[Answered]:
         """Answer all turns of the batches' conversations, in place.
 
@@ -229,7 +229,7 @@ class LocalAnswerer(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling
+        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers

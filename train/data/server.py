@@ -36,8 +36,8 @@ from draftheads.train.data.conversation import LOSSY, Conversation
 from draftheads.train.data.distill import (
     Answered,
     Answerer,
+    AnswerSampling,
     EmptyAnswer,
-    Sampling,
 )
 from draftheads.train.data.text_side import TextSide
 
@@ -161,7 +161,7 @@ class ServedTarget(Answerer):
         }
 
     def answer(
-        self, batches: Iterable[list[Conversation]], sampling: Sampling
+        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
@@ -190,7 +190,7 @@ class ServedTarget(Answerer):
                 for client in clients.values():
                     runner.run(client.aclose())
 
-    async def _converse(self, asked: _Asked, client: Any, sampling: Sampling) -> None:
+    async def _converse(self, asked: _Asked, client: Any, sampling: AnswerSampling) -> None:
         """Answer all turns of one conversation, until an error."""
         row = asked.row
         server = asked.server
@@ -215,7 +215,7 @@ class ServedTarget(Answerer):
             "for a completion by hand, then run the same command again"
         )
 
-    def request(self, prompt: Sequence[int], sampling: Sampling, seed: str) -> dict[str, Any]:
+    def request(self, prompt: Sequence[int], sampling: AnswerSampling, seed: str) -> dict[str, Any]:
         """The body that asks for one completion of token ids, with this seed."""
         digest = hashlib.sha256(seed.encode()).digest()
         return {
@@ -235,7 +235,9 @@ class ServedTarget(Answerer):
             "frequency_penalty": 0.0,
         }
 
-    def _take(self, row: Conversation, completion: ServedCompletion, sampling: Sampling) -> None:
+    def _take(
+        self, row: Conversation, completion: ServedCompletion, sampling: AnswerSampling
+    ) -> None:
         """Append an answer, its end token included, to its conversation."""
         ids = completion.token_ids
         if ids is None:
@@ -274,7 +276,7 @@ class ServedEngine:
     With options of one try, as another one would be timed, too. Raises ServerError. Close it.
     """
 
-    def __init__(self, target: ServedTarget, server: Server, sampling: Sampling) -> None:
+    def __init__(self, target: ServedTarget, server: Server, sampling: AnswerSampling) -> None:
         self.url = server.url
         self._server = server
         self.retokenized = 0  # answers that came as text alone
