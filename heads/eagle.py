@@ -500,13 +500,10 @@ class Eagle3Head(Vocabulary, DesignedHead):
 
 def low_middle_high(layers: int) -> tuple[int, ...]:
     """Low, middle and high: [2, n // 2, n - 3] of n layers, as all engines assume; distinct states
-    if these coincide (n < 8).
+    where these coincide (n < 7).
     """
-    low = 2
-    middle = layers // 2
-    high = layers - 3
-    if low < middle < high:
-        return low, middle, high
+    if layers > 6:
+        return 2, layers // 2, layers - 3
     return tuple(sorted({1, layers // 2, layers - 1} - {0}))
 
 

@@ -207,7 +207,7 @@ def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
 def timed(
     candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
 ) -> list[TimedRun]:
-    """Time one generation, with Python's garbage collector off, as in `timeit`; one TimedRun per row.
+    """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
     """
