@@ -521,7 +521,7 @@ def test_one_thread_decodes_where_more_gain_nothing(monkeypatch, given, seconds,
 def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, run, tmp_path):
     from draftheads.scripts.demo import demo
 
-    monkeypatch.setattr("draftheads.train.entry.train", lambda *_: 130)
+    monkeypatch.setattr("draftheads.train.medusa.main", lambda *_: 130)
     typed = []
 
     def command(words: list[str]) -> int | None:

@@ -175,7 +175,7 @@ def noted(monkeypatch) -> list[Tensor]:
         builder.add = add_and_note  # type: ignore[method-assign]
         return builder
 
-    monkeypatch.setattr("draftheads.heads.drafting.tree_builder", build)
+    monkeypatch.setattr("draftheads.heads.base.tree_builder", build)
     return logits
 
 
