@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -45,11 +46,18 @@ def fork(function: Callable[..., None], *arguments: object) -> ForkProcess:
     """Start a function in a copy of this process, which has imported everything: milliseconds,
     where a new process takes seconds.
     """
-    process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
+    told = function, *arguments
+    process = multiprocessing.get_context("fork").Process(target=_call, args=told)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of this process
         process.start()
     return process
+
+
+def _call(function: Callable[..., None], *arguments: object) -> None:
+    """One that hangs, as locks of threads that a fork lacks may be held, says where and ends."""
+    faulthandler.dump_traceback_later(150, exit=True, file=sys.__stderr__)
+    function(*arguments)
 
 
 def exit_code_of_a_fork(function: Callable[..., None], *arguments: object) -> int | None:
