@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftheads.heads.cpu.attention import use_grouped_attention
 from draftheads.heads.cpu.linear import PackedBits, can_pack, pack_layers
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.placement import (
@@ -107,7 +106,6 @@ def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -
                 f"{describe(model)}: bits=8: expected linear layers, got others (such as experts) "
                 "for most weights; leave bits out"
             )
-    use_grouped_attention(model)
     return not is_quantised and (bits is not None or can_pack(model.device, model.dtype))
 
 

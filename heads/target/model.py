@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
+from draftheads.heads.cpu.attention import use_grouped_attention
 from draftheads.heads.cpu.linear import PackedBits, PackedLinear
 from draftheads.heads.hybrid.states import Mixing, States, cache_argument, install
 from draftheads.heads.target.adapter import Adapter
@@ -451,7 +452,9 @@ class Target:
         int8 products come out. Raises ValueError for a target that is quantised already or has few
         linear layers, and on CPUs for which torch has no int8 products.
         """
-        if can_pack_model(self.model, self.name, bits):
+        can_pack = can_pack_model(self.model, self.name, bits)
+        use_grouped_attention(self.model)
+        if can_pack:
             self.fingerprint()
             pack_model(self.model, bits)
             self.bits = bits or self.bits

@@ -20,8 +20,8 @@ from draftheads.heads.target.packing import Packing
 from draftheads.heads.target.pretrained import ADVICE, describe, states_argument
 from draftheads.heads.tree import TokenTree, Topology
 
-DEPTH = 32
-"""Of the deepest tree: twice that of n-grams."""
+LENGTH = 33
+"""Of a text that is decoded as one deep tree: twice as deep as n-grams make them."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _deep(target: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
     """States (L, D) of deep chains, as trees and as plain text. Each repeats one token, by which
     errors in a recurrence over all nodes grow most.
     """
-    length = min(1 + DEPTH, target.context)
+    length = min(LENGTH, target.context)
     texts = [ids[:1] * length, ids[-1:] * length]
     cache = target.new_cache(2, length, "tree")
     target.prefill([text[:1] for text in texts], cache, ())
