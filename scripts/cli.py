@@ -117,7 +117,7 @@ def main() -> None:
 
 def check_packages(arguments: Sequence[str]) -> None:
     """Raise ImportError for a package that this command needs and the install lacks."""
-    words = {*arguments[:1], *{"gguf"}.intersection(arguments)}
+    words = {*arguments[:1], "gguf"} & {*arguments}
     for package in chain.from_iterable(NEEDS.get(word, ()) for word in words):
         if find_spec(package) is None and "--help" not in arguments:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
