@@ -187,7 +187,7 @@ class BlockDesign:
     def of(cls, target: Target, choices: BlockChoices, ids_v: Tensor | None) -> BlockDesign:
         """The choices of a recipe; ids_v: the draft vocabulary, None: all tokens."""
         shape = LayerShape.of(target, choices)
-        features = tuple(choices.feature_layers or evenly_spread(target.layers))
+        features = tuple(choices.feature_layers or evenly_spaced(target.layers))
         check_features(features, target)
         has_conditioning = choices.conditioning != "none"
         confidence = "state+token" if has_conditioning else "state"
@@ -808,7 +808,7 @@ class BlockDrafter(TreeDrafter):
         return context_BCD
 
 
-def evenly_spread(layers: int) -> tuple[int, ...]:
+def evenly_spaced(layers: int) -> tuple[int, ...]:
     """At most five states, evenly from 2 to n - 2 of the n layers' (DeepSpec); of small targets all
     between embeddings and last.
     """

@@ -22,6 +22,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cache
 from itertools import count
 from operator import eq
 from pathlib import Path, PurePath
@@ -287,36 +288,6 @@ class StateServers:
             logger.warning("%s: deleted %d files of an earlier run", self.folder, deleted)
 
 
-class Connection:
-    """Servers that are asked for the first time when they are needed. make: returns them."""
-
-    def __init__(self, make: Callable[[], StateServers]) -> None:
-        self._make = make
-        self._made: StateServers | None = None
-
-    @property
-    def servers(self) -> StateServers:
-        """The servers, which have proven what they serve."""
-        self._made = self._made or self._make()
-        return self._made
-
-    def close(self) -> None:
-        """End their requests."""
-        if self._made is not None:
-            self._made.close()
-
-
-def states_from(connection: Connection, layout: StateLayout, rows: Rows) -> StateFeatures:
-    """From servers. Its errors are ServerError if none gives them, WrongStates for others than were
-    asked for.
-    """
-
-    def ask(number: int) -> list[Future[Tensor]]:
-        return list(map(connection.servers.ask, documents_of(rows, number)))
-
-    return StateFeatures(layout, rows, ask, connection.close)
-
-
 def served_features(
     recipe: Recipe,
     target: Target,
@@ -331,9 +302,23 @@ def served_features(
     """
     captured = recipe.features.layers or captured_states(layers, target.layers)
     layout = StateLayout(target, captured, layers)
-    connection = Connection(lambda: proven_servers(target, recipe.features, captured, rows, log))
-    train, heldout = (states_from(connection, layout, each) for each in rows)
-    return train, heldout
+
+    @cache
+    def servers() -> StateServers:
+        return proven_servers(target, recipe.features, captured, rows, log)
+
+    def close() -> None:
+        if servers.cache_info().currsize:
+            servers().close()
+
+    def features_of(own: Rows) -> StateFeatures:
+        def ask(number: int) -> list[Future[Tensor]]:
+            return list(map(servers().ask, documents_of(own, number)))
+
+        return StateFeatures(layout, own, ask, close)
+
+    train, heldout = rows
+    return features_of(train), features_of(heldout)
 
 
 def proven_servers(
