@@ -12,8 +12,6 @@ os.environ["HF_HUB_DISABLE_XET"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing by more
-# MKL keeps a list of threads, in which a fork that was made while it changed searches for ever
-os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/gpu says how to run those of a GPU
 
 import pytest

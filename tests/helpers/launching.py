@@ -9,6 +9,8 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
@@ -46,6 +48,7 @@ def fork(function: Callable[..., None], *arguments: object) -> ForkProcess:
     """Start a function in a copy of this process, which has imported everything: milliseconds,
     where a new process takes seconds.
     """
+    wait_for_idle_threads()
     told = function, *arguments
     process = multiprocessing.get_context("fork").Process(target=_call, args=told)
     with warnings.catch_warnings():
@@ -54,8 +57,26 @@ def fork(function: Callable[..., None], *arguments: object) -> ForkProcess:
     return process
 
 
+def wait_for_idle_threads() -> None:
+    """Until no other thread of this process runs. One that does may hold a lock of MKL, also while
+    it ends, after Python has joined it; a fork would then have that lock for ever.
+    """
+    own = threading.get_native_id()
+    tasks = [each / "stat" for each in Path("/proc/self/task").glob("*") if each.name != str(own)]
+    while any(_state(each) == "R" for each in tasks):
+        time.sleep(0.001)
+
+
+def _state(stat: Path) -> str:
+    """Of a thread, by Linux: R runs or could; none if it has ended."""
+    try:
+        return stat.read_text().rpartition(") ")[2][:1]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def _call(function: Callable[..., None], *arguments: object) -> None:
-    """One that hangs, as locks of threads that a fork lacks may be held, says where and ends."""
+    """One that hangs says where, and ends."""
     faulthandler.dump_traceback_later(150, exit=True, file=sys.__stderr__)
     function(*arguments)
 
