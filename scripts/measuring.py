@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Context, Option
 
-from draftheads.infer.pipeline.loading import Place, load_fast_target
+from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
     FILE_CHECK,
     HEAD_CHECK,
-    PROMPT_CHECK,
     TARGET_CHECK,
     Json,
     Lossy,
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from draftheads.infer.engine import DrafterSource
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, Entry, Result
     from draftheads.infer.measure.served import ServedReport
-    from draftheads.infer.measure.tune import TuneOptions
 
 Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
 
@@ -328,15 +326,10 @@ def after_bench(
 
 
 @dataclass(frozen=True)
-class TunePrompts:
+class TunePrompts(BenchPrompts):
     """Prompts."""
 
-    prompts: Annotated[
-        str | None, Option(callback=PROMPT_CHECK, help="as for bench; needed with --head")
-    ] = None
     limit: Annotated[int, Option(min=2, help="use only the first N prompts")] = 24
-    prompt_words: PromptWords = None
-    template_args: MaybeTemplateArgs = None
 
 
 @dataclass(frozen=True)
@@ -351,53 +344,41 @@ class Search:
 
 def tune(
     texts: TunePrompts,
+    head: Annotated[str, Option(callback=HEAD_CHECK, help="head or run folder")],
     search: Search,
     sampling: Sampling,
     placement: Placement,
     speed: Speed,
     target: MaybeTarget = None,
-    head: Annotated[
-        str | None,
-        Option(callback=HEAD_CHECK, help="head or run folder; default: no head, only T"),
-    ] = None,
     revision: Revision = None,
-    context: Annotated[int, Option(min=1, help="tokens of text, without --head")] = 256,
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
     json_out: Json = None,
 ) -> None:
-    """Find the tree with the most tokens per second on this machine and write it into the head.
-
-    Without --head: how many tokens per step would heads need to pay here?
-    """
-    from draftheads.infer.measure.tune import TuneOptions
-
-    options = TuneOptions(
-        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
-    )
-    place = placement.place(bits=speed.bits)
-    if head is None:
-        write_figures(json_out, target_curve(target, revision, place, context, options))
-        say_next("init", *target_options(target, placement.lora), "--out", "recipe.yaml")
-        return
+    """Find the tree with the most tokens per second on this machine and write it into the head."""
     from draftheads.heads.formats.hub import open_head, record_tuned
     from draftheads.infer.drafters.named import named_drafts
+    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
+    options = TuneOptions(
+        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
+    )
     is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
     keeps_tree = not (is_native or dry_run)
     if keeps_tree:
         check_writable_head(head, "--head")
-    if texts.prompts is None:
-        raise ValueError("expected --prompts to tune the head on, got none; pass a file")
     folders = [] if is_native else [open_head(head)]
     drafts = named_drafts(head)
     name, commit = (target, revision) if target else drafts.target
-    place = place if target else place.recorded(folders[0])
+    place = placement.place(bits=speed.bits)
+    if target is None:
+        place = place.recorded(folders[0])
     model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
     ids = opening_ids(model, texts.prompts, texts.prompt_words, texts.limit)
     trained = [folder.facts.trained_tree for folder in folders]
+    say_compiling(speed.compile)
     tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
     print_tuned(tuned)
     if keeps_tree:
@@ -405,18 +386,3 @@ def tune(
         say(f"written to {folders[0].path}")
     write_figures(json_out, asdict(tuned))
     say_next("chat", *target_options(name, model.lora), "--head", head)
-
-
-def target_curve(
-    target: str | None, revision: str | None, place: Place, context: int, options: TuneOptions
-) -> dict[str, Any]:
-    """Print what a verification costs without a head; returns the figures."""
-    from draftheads.infer.measure.tune import verify_curve
-    from draftheads.scripts.printing import print_curve
-
-    if target is None:
-        raise ValueError("expected --target or --head to tune for, got neither; pass one")
-    model = load_fast_target(target, place, revision, template_args=prepared())
-    curve = verify_curve(model, context, options)
-    print_curve(model, context, curve)
-    return {"context": context, "verify": curve}
