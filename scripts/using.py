@@ -110,7 +110,7 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
 
     rule = sampling.rule(seed, **vars(lossy))
-    options = ChatOptions(sampling=rule, seed=seed, show_accepted=True, **vars(dialogue))
+    options = ChatOptions(sampling=rule, **vars(dialogue))
     engine = load_engine(target, drafts, rule, placement, speed, template_args)
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
