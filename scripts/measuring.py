@@ -106,11 +106,10 @@ class Outputs:
     """What is written and printed."""
 
     json_out: Json = None
-    markdown: Annotated[Path | None, Option(callback=FILE_CHECK, help="write the tables here")] = (
-        None
-    )
+    markdown: Annotated[
+        Path | None, Option(callback=FILE_CHECK, help="write tables and notes here")
+    ] = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
-    explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False
 
     def check(self, heads: Sequence[str]) -> None:
         """Raise ValueError, before anything is measured, for a head that cannot be written."""
@@ -125,7 +124,7 @@ class Outputs:
             write_markdown,
         )
 
-        print_report(report, explain=self.explain)
+        print_report(report)
         write_figures(self.json_out, asdict(report))
         if self.markdown:
             write_markdown(report, self.markdown)

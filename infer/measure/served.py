@@ -21,7 +21,7 @@ from draftheads.infer.measure.bench import (
     sums_of,
 )
 from draftheads.infer.measure.grid import Grid
-from draftheads.infer.measure.report import Notes, print_findings, times
+from draftheads.infer.measure.report import print_findings, times
 from draftheads.infer.race import (
     BatchEngine,
     BenchPrompt,
@@ -272,6 +272,4 @@ def print_served(report: ServedReport) -> None:
         f"{settings['model']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['batch']} at a time, {settings['max_new_tokens']} new tokens"
     )
-    print_findings(
-        heading, grids(report), Notes(served_verdict(report), cautions(report), [], []), LEGEND
-    )
+    print_findings(heading, grids(report), served_verdict(report), cautions(report), LEGEND)
