@@ -32,7 +32,6 @@ from draftheads.infer.rows import Step
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
 
-
 RESAMPLES = 5000
 """Of the bootstrap."""
 
@@ -229,9 +228,7 @@ def speed(sums_P2: Tensor) -> float:
     return float(tokens / seconds)
 
 
-def speedup_interval(
-    ours_P2: Tensor, baseline_P2: Tensor, *, seed: int = 0, resamples: int = RESAMPLES
-) -> list[float]:
+def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor, *, seed: int = 0) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
     ours_P2, baseline_P2: as of `speed`, of the same prompts or batches of them. Each resample draws
@@ -239,7 +236,7 @@ def speedup_interval(
     """
     prompts = len(ours_P2)
     generator = torch.Generator().manual_seed(seed)
-    drawn_RP = torch.randint(prompts, (resamples, prompts), generator=generator)
+    drawn_RP = torch.randint(prompts, (RESAMPLES, prompts), generator=generator)
     ours_R2, baseline_R2 = ours_P2[drawn_RP].sum(1), baseline_P2[drawn_RP].sum(1)
     ratio_R = (ours_R2[:, 0] / ours_R2[:, 1]) / (baseline_R2[:, 0] / baseline_R2[:, 1])
     bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)

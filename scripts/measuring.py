@@ -33,6 +33,7 @@ from draftheads.scripts.options import (
     ServerAccess,
     Speed,
     check_places,
+    early,
     names,
     prepared,
     say_compiling,
@@ -72,6 +73,14 @@ class BenchRuns:
     seed: Seed = 0
 
 
+def node_counts(text: str) -> list[int]:
+    """The numbers in a text such as 4,8,16. Raises ValueError."""
+    counts = text.split(",")
+    if not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"--nodes: expected numbers such as 4,8,16, got {text!r}")
+    return [int(count) for count in counts]
+
+
 TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
 default: the heads' own; repeatable"""
 
@@ -83,7 +92,9 @@ class Contestants:
     head: Annotated[
         list[str] | None, Option(callback=HEAD_CHECK, help="as for chat; repeatable")
     ] = None
-    nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try: 4,8,16")] = None
+    nodes: Annotated[
+        str | None, Option(callback=early(node_counts), help="draft nodes to try: 4,8,16")
+    ] = None
     tree: Annotated[list[str] | None, Option(help=TREES)] = None
     batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1
 
@@ -175,7 +186,7 @@ def bench(
 
     options = benches.BenchOptions(
         sampling=sampling.rule(runs.seed, **vars(lossy)),
-        nodes=contestants.nodes or (),
+        nodes=node_counts(contestants.nodes) if contestants.nodes else (),
         batch=contestants.batch,
         compile=speed.compile,
         **vars(runs),

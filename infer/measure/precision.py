@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from draftheads.heads.cpu.linear import PackedWeight, can_pack, has_int8
+from draftheads.heads.cpu.linear import PackedWeight, can_pack
 from draftheads.heads.layers import project
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import NODES
@@ -29,15 +29,13 @@ SECONDS = 1.5
 """No round begins that would end later than this."""
 FASTER = 1.1
 """How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
-INT8 = "int8"
-"""Name of the weights of `--bits 8`."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class DtypeTimes:
     """Seconds of the products of one token and of a step with drafts, for each dtype that the
-    target may be loaded in: float32, and the checkpoint's own; and for "int8" (`--bits 8`).
+    target may be loaded in: float32, and the checkpoint's own.
     """
 
     seconds: Mapping[str, tuple[float, float]]
@@ -45,35 +43,28 @@ class DtypeTimes:
     @property
     def own(self) -> str:
         """The checkpoint's own dtype."""
-        return [dtype for dtype in self.seconds if dtype != INT8][-1]
+        return list(self.seconds)[-1]
 
     @property
     def gain(self) -> float:
         """How many times as fast the checkpoint's own dtype is."""
-        return self._faster(self.own, "float32")
+        return sum(self.seconds["float32"]) / sum(self.seconds[self.own])
 
     @property
     def dtype(self) -> str:
         """The dtype to load the target in."""
         return self.own if self.gain > FASTER else "float32"
 
-    def _faster(self, dtype: str, than: str) -> float:
-        return sum(self.seconds[than]) / sum(self.seconds[dtype])
-
     def __str__(self) -> str:
         if self.dtype == "float32":
-            line = (
+            return (
                 f"float32: {self.own} measured {self.gain:.1f}x as fast here; --dtype {self.own} "
                 "chooses it all the same"
             )
-        else:
-            line = (
-                f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
-                "for output that equals generate's token for token"
-            )
-        if INT8 in self.seconds:
-            line += f"; --bits 8 (int8 weights): {self._faster(INT8, self.dtype):.1f}x faster still"
-        return line
+        return (
+            f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
+            "for output that equals generate's token for token"
+        )
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -89,8 +80,6 @@ def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> DtypeTimes:
     """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
     text = config.get_text_config(decoder=True)
     weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own_dtype(config))}
-    if has_int8():
-        weights[torch.int8] = matrices(text, torch.int8)
     best = dict.fromkeys(weights, (float("inf"), float("inf")))
     began = perf_counter()
     for number in range(ROUNDS):
@@ -112,8 +101,6 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | Pack
     inner = min(inner, LARGEST // (2 * width))
     layers = min(config.num_hidden_layers, LARGEST // (2 * width * inner))
     shapes = [(inner, width), (width, inner)] * layers
-    if dtype == torch.int8:
-        return [PackedWeight(torch.ones(shape), 8) for shape in shapes]
     if can_pack(torch.device("cpu"), dtype):
         return [PackedWeight(torch.ones(shape, dtype=dtype)) for shape in shapes]
     return [torch.ones(shape, dtype=dtype) for shape in shapes]

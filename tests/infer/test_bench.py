@@ -108,12 +108,12 @@ def oracle(target, prompts):
 @pytest.fixture(scope="module")
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
-    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2, resamples=50)
+    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2)
     return bench(target, heads, prompts, options, categories=["prose", "code", None])
 
 
 def quick(target, prompts, heads=None, **choices):
-    choices = {"max_new_tokens": 9, "resamples": 10, **choices}
+    choices = {"max_new_tokens": 9, **choices}
     return bench(target, heads or {}, prompts, BenchOptions(**choices))
 
 
@@ -307,7 +307,7 @@ def measured(prompts, seconds, batch=1):
     runs["head"] = [[TimedRun(steps, each)] for each in seconds]
     target = tiny_target()
     candidate = Candidate("head", 4, Speculator(target), Greedy())
-    options = BenchOptions(resamples=200, batch=batch)
+    options = BenchOptions(batch=batch)
     return summarize(candidate, target, prompts, runs, options)
 
 
