@@ -15,6 +15,7 @@ from itertools import chain, combinations
 from operator import mul
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,12 +41,9 @@ class Costs:
     prompt: float = 0.0  # what a prompt takes besides its steps: above all the prefill
 
     def verify_seconds(self, nodes: int) -> float:
-        """Linear between the sizes that were measured."""
+        """Linear between the sizes that were measured, constant beyond them."""
         sizes = sorted(self.verify)
-        above = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
-        low, high = sizes[above - 1], sizes[above]
-        slope = (self.verify[high] - self.verify[low]) / (high - low)
-        return self.verify[low] + slope * (nodes - low)
+        return float(np.interp(nodes, sizes, [self.verify[size] for size in sizes]))
 
     def step_seconds(self, tree: Tree) -> float:
         """One step with this tree."""

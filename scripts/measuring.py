@@ -45,10 +45,9 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
-    from draftheads.heads.target.model import Target
     from draftheads.infer.drafters.named import NamedDrafts
     from draftheads.infer.engine import DrafterSource
-    from draftheads.infer.measure.bench import BenchOptions, BenchReport, Entry, Result
+    from draftheads.infer.measure.bench import BenchReport, Entry, Result
     from draftheads.infer.measure.served import ServedReport
 
 Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
@@ -197,7 +196,9 @@ def bench(
     place = placement.place(bits=speed.bits)
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
     loaded = load_drafts(drafts, model, options.sampling)
-    entries = entries_of(model, loaded, contestants.tree or (), options)
+    entries = with_trees(loaded, contestants.tree or ())
+    if options.nodes and not entries.keys() & loaded.keys():
+        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
     ids, categories = openings(model, texts.prompts, texts.prompt_words, texts.limit)
     say_compiling(speed.compile)
     report = benches.bench(model, entries, ids, options, categories=categories)
@@ -255,23 +256,6 @@ def bench_server(
         report = measure(engines[0], plain, prompts, race, settings)
     print_served(report)
     return report
-
-
-def entries_of(
-    target: Target, drafts: Mapping[str, DrafterSource], trees: Sequence[str], options: BenchOptions
-) -> dict[str, Entry]:
-    """The drafters with their trees, and transformers' own `generate` with drafters that it has,
-    too, where it writes the same tokens.
-    """
-    from draftheads.infer.accept import Greedy
-    from draftheads.infer.measure.baseline import rivals
-
-    entries = with_trees(drafts, trees)
-    if options.nodes and not entries.keys() & drafts.keys():
-        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
-    if isinstance(options.sampling, Greedy) and options.batch == 1:
-        entries |= rivals(target, drafts)
-    return entries
 
 
 def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:

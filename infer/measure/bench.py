@@ -54,7 +54,7 @@ BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
 PROFILED_PROMPTS = 8
 """At most so many are decoded once more, for draft and verify times on an accelerator."""
 
-Entry = DrafterSource | tuple[DrafterSource, Tree] | Baseline
+Entry = DrafterSource | tuple[DrafterSource, Tree]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +142,7 @@ def bench(
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
-    heads: name -> head or other source of drafters, or (such, tree), or a baseline. prompts: token
-    ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
+    heads: name -> head or other source of drafters, or (such, tree). prompts: token ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
     than max_new_tokens in the context gets what is left; one that fills the context is skipped.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
@@ -200,9 +199,6 @@ def _candidates(
     for name, entry in heads.items():
         if name in BASELINES:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
-        if isinstance(entry, Baseline):
-            yield Candidate(name, None, entry, options.sampling)
-            continue
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own

@@ -1,4 +1,4 @@
-"""What dtypes and draft nodes cost on this CPU, by a few matrix products at a target's shape before
+"""What dtypes cost on this CPU, by a few matrix products at a target's shape before
 it is loaded.
 
 Some CPUs multiply bfloat16 several times as fast as float32 and others more slowly, so no fixed
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -23,10 +22,8 @@ from draftheads.infer.threads import fair_clock
 
 LARGEST = 1 << 25
 """Numbers that are multiplied: more than caches hold."""
-ROUNDS = 5
-"""At most so many."""
-SECONDS = 1.5
-"""No round begins that would end later than this."""
+ROUNDS = 3
+"""Of which the fastest counts."""
 FASTER = 1.1
 """How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
 HALVES = (torch.bfloat16, torch.float16)
@@ -34,21 +31,10 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class DtypeTimes:
-    """Seconds of the products of one token and of a step with drafts, for each dtype that the
-    target may be loaded in: float32, and the checkpoint's own.
-    """
+    """How fast products are in the two dtypes that a target may be loaded in."""
 
-    seconds: Mapping[str, tuple[float, float]]
-
-    @property
-    def own(self) -> str:
-        """The checkpoint's own dtype."""
-        return list(self.seconds)[-1]
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast the checkpoint's own dtype is."""
-        return sum(self.seconds["float32"]) / sum(self.seconds[self.own])
+    own: str  # the checkpoint's own dtype
+    gain: float  # how many times as fast as float32 it is
 
     @property
     def dtype(self) -> str:
@@ -76,18 +62,14 @@ def own_dtype(config: PretrainedConfig) -> torch.dtype:
     return dtype if dtype in HALVES and not is_quantised else torch.float32
 
 
-def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> DtypeTimes:
-    """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
+def measured_pace(config: PretrainedConfig) -> DtypeTimes:
+    """Multiply 1 token and 1 + NODES, in turns, in float32 and in the checkpoint's own dtype."""
     text = config.get_text_config(decoder=True)
-    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own_dtype(config))}
-    best = dict.fromkeys(weights, (float("inf"), float("inf")))
-    began = perf_counter()
-    for number in range(ROUNDS):
-        if number and (perf_counter() - began) * (number + 1) / number > SECONDS:
-            break
-        for dtype, (plain, drafted) in pass_seconds(weights, nodes).items():
-            best[dtype] = min(best[dtype][0], plain), min(best[dtype][1], drafted)
-    return DtypeTimes({dtype_name(dtype): each for dtype, each in best.items()})
+    own = own_dtype(config)
+    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own)}
+    rounds = [pass_seconds(weights) for _ in range(ROUNDS)]
+    best = {dtype: min(seconds[dtype] for seconds in rounds) for dtype in weights}
+    return DtypeTimes(dtype_name(own), best[torch.float32] / best[own])
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:
@@ -108,18 +90,19 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | Pack
 
 @torch.inference_mode()
 def pass_seconds(
-    weights: Mapping[torch.dtype, Sequence[Tensor | PackedWeight]], nodes: int
-) -> dict[torch.dtype, tuple[float, float]]:
-    """Seconds of all products in each dtype, of 1 token and of 1 + nodes."""
+    weights: Mapping[torch.dtype, Sequence[Tensor | PackedWeight]],
+) -> dict[torch.dtype, float]:
+    """Seconds of all products in each dtype, of 1 token and of a step with drafts."""
     clock = fair_clock(torch.device("cpu"))
-
-    def seconds(chosen: Sequence[Tensor | PackedWeight], tokens: int) -> float:
-        states = [torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight in chosen]
+    seconds = {}
+    for dtype, chosen in weights.items():
+        states = [
+            torch.ones(tokens, weight.shape[1], dtype=dtype)
+            for tokens in (1, 1 + NODES)
+            for weight in chosen
+        ]
         began = clock()
-        for states_TD, weight in zip(states, chosen, strict=True):
+        for states_TD, weight in zip(states, [*chosen, *chosen], strict=True):
             project(states_TD, weight)
-        return clock() - began
-
-    return {
-        dtype: (seconds(chosen, 1), seconds(chosen, 1 + nodes)) for dtype, chosen in weights.items()
-    }
+        seconds[dtype] = clock() - began
+    return seconds
