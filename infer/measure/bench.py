@@ -142,7 +142,8 @@ def bench(
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
-    heads: name -> head or other source of drafters, or (such, tree). prompts: token ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
+    heads: name -> head or other source of drafters, or (such, tree). prompts: token
+    ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
     than max_new_tokens in the context gets what is left; one that fills the context is skipped.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """

@@ -224,10 +224,11 @@ def test_nothing_costs_less_than_nothing():
 
 
 def test_times_that_contradict_each_other_write_no_tree():
-    """Prompts that took longer than the runs that they are a part of."""
-    seconds = {tree: (0.1, 0.2) for tree in cost_trees(3, 8)}
+    """Levels of which a deep tree has more than its compiled step could hold."""
+    seconds = {tree: (0.0, 0.1) for tree in few_cost_trees(5, 20)}
+    seconds[StaticTree.from_widths([1] * 5)] = (0.0, 5.0)
     with pytest.raises(ValueError, match="times that add up.*nothing was written.*tune again"):
-        fitted_costs(timed_runs(seconds, prompt=1.0))
+        fitted_costs(timed_runs(seconds))
 
 
 def test_costs_are_taken_by_one_clock(monkeypatch):
