@@ -300,9 +300,8 @@ def check_writable_head(source: str, option: str) -> None:
 def after_bench(
     model: Sequence[str], prompts: str, sources: Mapping[str, str], winner: Result | None
 ) -> None:
-    """A head on this machine is tuned, unless it won with a tree that was; other drafters chat, if
-    they won. model: `target_options`. sources: names of drafters -> --head; winner: None if no
-    drafts were faster.
+    """A head on this machine is tuned, unless it was; other drafters chat, if they won. model:
+    `target_options`. sources: names of drafters -> --head; winner: None if no drafts were faster.
     """
     from draftheads.heads.formats.hub import open_head
 
@@ -310,13 +309,12 @@ def after_bench(
     names = [name for name in sources if candidate.startswith(name)]
     source = sources[max(names, key=len, default=next(iter(sources)))]
     words = [*model, "--head", source]
-    if os.path.isdir(os.path.expanduser(source)):
-        facts = open_head(source).facts
-        is_done = candidate in names and facts.tuned
-        if facts.is_ours and not is_done:
-            say_next("tune", *words, "--prompts", prompts)
-            return
-    say_next("chat", *(words if winner else model))
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    facts = open_head(source).facts if is_folder else None
+    if facts and facts.is_ours and not facts.tuned:
+        say_next("tune", *words, "--prompts", prompts)
+    else:
+        say_next("chat", *(words if winner else model))
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,8 @@ def forget(
     there = {path: facts.get("head") for path, facts in place.places(root)}
     if head:
         folder = learned_folder(head)
-        name, own = place.address(folder), place.place_of(folder, root)
+        name = place.address(folder)
+        own = place.place_of(folder, root)
         there = {path: each for path, each in there.items() if path == own or each == name}
     for path in there:
         say(f"deleting {path}")

@@ -47,7 +47,8 @@ class Baseline:
             config.compile_config = CompileConfig(mode=None, fullgraph=False)
             config.compile_config._compile_all_devices = True  # the CPU, too
         width = max(map(len, prompts))
-        tokens, mask = [], []
+        tokens = []
+        mask = []
         for prompt in prompts:
             padding = width - len(prompt)
             tokens.append([config.pad_token_id] * padding + list(prompt))

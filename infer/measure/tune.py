@@ -118,7 +118,8 @@ def tune(
     candidates. Raises ValueError unless two prompts fit into the context.
     """
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    fit, held = fitting[::2], fitting[1::2]
+    fit = fitting[::2]
+    held = fitting[1::2]
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
     track = Track(target, head, options)

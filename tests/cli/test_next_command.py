@@ -49,7 +49,7 @@ def test_answers_are_followed_by_a_recipe(capsys, target, tmp_path):
     [
         ("head@8", False, "tune", "folder"),
         ("head", False, "tune", "folder"),
-        ("head@8", True, "tune", "folder"),
+        ("head@8", True, "chat", "folder"),
         ("head", True, "chat", "folder"),
         ("ngram", False, "chat", "ngram"),
         ("head+ngram", False, "chat", "folder+ngram"),
