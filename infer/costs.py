@@ -15,6 +15,7 @@ from itertools import chain, combinations
 from operator import mul
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,12 +41,9 @@ class Costs:
     prompt: float = 0.0  # what a prompt takes besides its steps: above all the prefill
 
     def verify_seconds(self, nodes: int) -> float:
-        """Linear between the sizes that were measured."""
+        """Linear between the sizes that were measured, constant beyond them."""
         sizes = sorted(self.verify)
-        above = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
-        low, high = sizes[above - 1], sizes[above]
-        slope = (self.verify[high] - self.verify[low]) / (high - low)
-        return self.verify[low] + slope * (nodes - low)
+        return float(np.interp(nodes, sizes, [self.verify[size] for size in sizes]))
 
     def step_seconds(self, tree: Tree) -> float:
         """One step with this tree."""
@@ -94,36 +92,32 @@ TreeRuns = Mapping[StaticTree, Sequence[Sequence[TimedRun]]]
 
 
 def fitted_costs(runs: TreeRuns) -> Costs:
-    """The costs that explain these runs: of a verification by size, of drafting by least squares
-    over all trees. Raises ValueError if a tree made no step, and if the times contradict each
-    other: no part of a step takes less than no time.
+    """The costs that explain typical steps of these runs: of a verification by size, of drafting by
+    least squares over all trees. Raises ValueError if a tree made no step, and if the times
+    contradict each other: no part of a step takes less than no time.
 
-    Typical steps tell how the time of a step divides into drafting and verifying, and what a prompt
-    takes besides; the time of whole runs, by the same clock, tells what a step takes. Compiled
-    steps are not divided: what trees of one size differ by is put down to their levels.
+    Compiled steps are not divided: what trees of one size differ by is put down to their levels.
     """
-    halves = {tree: _halves(each) for tree, each in runs.items()}
-    prompt = _prompt_seconds(runs, halves)
-    whole = {tree: _step_seconds(each, prompt) for tree, each in runs.items()}
-    is_compiled = not any(drafting for drafting, _ in halves.values())
-    level = _level_seconds(whole) if is_compiled else 0.0
+    steps = {tree: _halves(each) for tree, each in runs.items()}
+    prompt = _prompt_seconds(runs, steps)
+    is_compiled = not any(drafting for drafting, _ in steps.values())
+    level = _level_seconds(steps) if is_compiled else 0.0
     curve: dict[int, float] = {}
-    for tree, seconds in whole.items():
-        share = halves[tree][0] / sum(halves[tree]) if tree.paths else 0.0
-        verification = (1.0 - share) * seconds - level * tree.depth
-        curve[tree.draft_nodes] = min(verification, curve.get(tree.draft_nodes, verification))
+    for tree, (_, verifying) in steps.items():
+        seconds = verifying - level * tree.depth
+        curve[tree.draft_nodes] = min(seconds, curve.get(tree.draft_nodes, seconds))
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
     if verify[0] <= 0:
         raise ValueError(
-            "expected times that add up, got steps that took less than no time besides their "
-            "prompts; nothing was written: leave the machine alone and tune again"
+            "expected times that add up, got levels that take longer than steps; nothing was "
+            "written: leave the machine alone and tune again"
         )
     if is_compiled:
         return Costs(verify, (0.0, level, 0.0, 0.0), prompt)
-    drafted = {tree: seconds for tree, seconds in whole.items() if tree.paths}
-    return Costs(verify, _least_squares(drafted, verify), prompt)
+    drafted = {tree: each for tree, each in steps.items() if tree.paths}
+    return Costs(verify, _least_squares(drafted), prompt)
 
 
 def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, float]]) -> float:
@@ -140,18 +134,11 @@ def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, flo
     return max(typical(seconds), 0.0)
 
 
-def _step_seconds(runs: Sequence[Sequence[TimedRun]], prompt: float) -> float:
-    """A mean step, by of each prompt the run with the fastest steps, as in the race."""
-    fastest = [min(each, key=lambda run: run.seconds / len(run.steps)) for each in runs]
-    steps = sum(len(run.steps) - 1 for run in fastest)
-    return (sum(run.seconds for run in fastest) - len(fastest) * prompt) / steps
-
-
-def _level_seconds(whole: Mapping[StaticTree, float]) -> float:
-    """What a level adds, by pairs of trees with as many nodes."""
+def _level_seconds(steps: Mapping[StaticTree, tuple[float, float]]) -> float:
+    """What a level adds to compiled steps, by pairs of trees with as many nodes."""
     slopes = [
-        (whole[a] - whole[b]) / (a.depth - b.depth)
-        for a, b in combinations(whole, 2)
+        (steps[a][1] - steps[b][1]) / (a.depth - b.depth)
+        for a, b in combinations(steps, 2)
         if a.draft_nodes == b.draft_nodes and a.depth != b.depth
     ]
     return max(median(slopes), 0.0) if slopes else 0.0
@@ -173,25 +160,25 @@ def typical(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _least_squares(
-    whole: Mapping[StaticTree, float], verify: Mapping[int, float]
-) -> tuple[float, ...]:
-    """The coefficients of 1 and `work`, none below 0, with which drafting explains what steps take
-    longer than verifications, at the least relative error of whole steps.
+def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[float, ...]:
+    """The coefficients of 1 and `work`, none below 0, that explain the seconds of drafting, at the
+    least relative error of whole steps.
     """
-    steps_N = torch.tensor(list(whole.values()), dtype=torch.float64)
-    verify_N = torch.tensor([verify[tree.draft_nodes] for tree in whole], dtype=torch.float64)
-    work_N4 = torch.tensor([(1, *work(tree)) for tree in whole], dtype=torch.float64)
-    scaled_N4 = work_N4 / steps_N[:, None]
-    share_N1 = (1.0 - verify_N / steps_N)[:, None]
-    best, least = [0.0] * 4, float(share_N1.norm())
+    seconds_N2 = torch.tensor(list(steps.values()), dtype=torch.float64)
+    whole_N1 = seconds_N2.sum(1, keepdim=True)
+    work_N4 = torch.tensor([(1, *work(tree)) for tree in steps], dtype=torch.float64)
+    scaled_N4 = work_N4 / whole_N1
+    share_N1 = seconds_N2[:, :1] / whole_N1
+    best = [0.0] * 4
+    least = float(share_N1.norm())
     for chosen in chain.from_iterable(combinations(range(4), count) for count in range(1, 5)):
         columns = list(chosen)  # the best of all that are not negative is that of some columns
         solved = torch.linalg.lstsq(scaled_N4[:, columns], share_N1, driver="gelsd").solution
         error = float((scaled_N4[:, columns] @ solved - share_N1).norm())
         if solved.min() >= 0 and error < least:
             found = dict(zip(columns, solved[:, 0].tolist(), strict=True))
-            best, least = [found.get(number, 0.0) for number in range(4)], error
+            best = [found.get(number, 0.0) for number in range(4)]
+            least = error
     return tuple(best)
 
 

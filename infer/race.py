@@ -32,7 +32,6 @@ from draftheads.infer.rows import Step
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
 
-
 RESAMPLES = 5000
 """Of the bootstrap."""
 
@@ -98,7 +97,8 @@ class Candidate:
 
     def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
         """Continue a batch of prompts, each by the new tokens that fit after all of them."""
-        prompts, limit = [each.prompt for each in batch], min(each.limit for each in batch)
+        prompts = [each.prompt for each in batch]
+        limit = min(each.limit for each in batch)
         return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
 
 
@@ -185,7 +185,8 @@ def race(
         transient=True,
         disable=not console.is_terminal,
     ):
-        number, first = turn % len(units), turn % len(candidates)
+        number = turn % len(units)
+        first = turn % len(candidates)
         for each in (*candidates[first:], *candidates[:first]):
             torch.manual_seed(options.seed + turn)
             options.sampling.seed(options.seed + turn)
@@ -229,9 +230,7 @@ def speed(sums_P2: Tensor) -> float:
     return float(tokens / seconds)
 
 
-def speedup_interval(
-    ours_P2: Tensor, baseline_P2: Tensor, *, seed: int = 0, resamples: int = RESAMPLES
-) -> list[float]:
+def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor, *, seed: int = 0) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
     ours_P2, baseline_P2: as of `speed`, of the same prompts or batches of them. Each resample draws
@@ -239,8 +238,9 @@ def speedup_interval(
     """
     prompts = len(ours_P2)
     generator = torch.Generator().manual_seed(seed)
-    drawn_RP = torch.randint(prompts, (resamples, prompts), generator=generator)
-    ours_R2, baseline_R2 = ours_P2[drawn_RP].sum(1), baseline_P2[drawn_RP].sum(1)
+    drawn_RP = torch.randint(prompts, (RESAMPLES, prompts), generator=generator)
+    ours_R2 = ours_P2[drawn_RP].sum(1)
+    baseline_R2 = baseline_P2[drawn_RP].sum(1)
     ratio_R = (ours_R2[:, 0] / ours_R2[:, 1]) / (baseline_R2[:, 0] / baseline_R2[:, 1])
     bounds = torch.tensor([0.025, 0.975], dtype=torch.float64)
     interval: list[float] = torch.quantile(ratio_R, bounds).tolist()
@@ -249,7 +249,8 @@ def speedup_interval(
 
 def describe_machine(target: Target) -> dict[str, Any]:
     """Hardware and versions that affect the times."""
-    device, cpuinfo = target.device, Path("/proc/cpuinfo")
+    device = target.device
+    cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.is_file() else "")
     has_affinity = hasattr(os, "sched_getaffinity")  # Linux
     return {

@@ -39,7 +39,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     data.prompts: "draftheads prompts",
     training.recipes: "draftheads recipes demo-medusa > recipe.yaml",
     training.keys: "draftheads keys run.minutes",
-    measuring.bench: "draftheads bench --target me/model --head me/head ngram --prompts mt-bench",
+    measuring.bench: "draftheads bench --target me/model --head me/head --prompts mt-bench",
     measuring.tune: "draftheads tune --head out/head --prompts mt-bench",
     using.chat: "draftheads chat --head out/head --temperature 0.7",
     using.serve: "draftheads serve --head out/head --port 8000",
@@ -63,8 +63,6 @@ for command, example in COMMANDS.items():
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
-SPREAD = ("--head", "--nodes", "--tree")
-"""Options that take several values in `bench`."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
 LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", "train"
@@ -103,7 +101,6 @@ def main() -> None:
     with mistakes_in_one_line(resumes=arguments[:1] in RESUMING):
         try:
             refuse_empty(arguments)
-            arguments = spread(arguments)
             check_packages(arguments)
             code = app(arguments or ["--help"], prog_name="draftheads", standalone_mode=False)
         except UsageError as error:
@@ -152,32 +149,6 @@ def usage_line(error: Any) -> str:
             wanted = f"expected {listed}"
         line = f"{parameter.opts[0]}: {wanted}, got {fault['input']!r}"
     return f"{line}; see `{command} --help`"
-
-
-def spread(arguments: list[str]) -> list[str]:
-    """`bench --head A B` as `bench --head A --head B`, likewise --nodes and --tree, for click; of
-    --nodes also 4,8. Raises ValueError for one of these without a value, for any command.
-    """
-    takes_several = arguments[:1] == ["bench"]
-    words: list[str] = []
-    for argument in arguments:
-        words += argument.split("=", 1) if argument.startswith("--nodes=") else [argument]
-    option = ""
-    out: list[str] = []
-    for word, following in pairwise([*words, "-"]):
-        if not word.startswith("-"):
-            is_list = takes_several and option == "--nodes"
-            for value in word.split(",") if is_list else [word]:
-                out += [option, value] if option else [value]
-            if not takes_several:
-                option = ""
-            continue
-        option = word if word in SPREAD else ""
-        if not option:
-            out.append(word)
-        elif following.startswith("-"):
-            raise ValueError(f"{option}: expected a value, got none; {NO_VALUE}")
-    return out
 
 
 if __name__ == "__main__":

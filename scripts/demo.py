@@ -59,7 +59,7 @@ def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
     stage(
         "which is fastest on held-out prompts, against transformers' generate?",
         *["bench", *target, "--prompts", "demo-heldout", "--json", out / "bench.json"],
-        *["--nodes", "4", "--nodes", "8", "--nodes", "16", "--repetitions", 1],
+        *["--nodes", "4,8,16", "--repetitions", 1],
         *(word for kind in KINDS for word in ("--head", out / kind)),
     )
     results = json.loads((out / "bench.json").read_text())["heads"]

@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Context, Option
 
-from draftheads.infer.pipeline.loading import Place, load_fast_target
+from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
     FILE_CHECK,
     HEAD_CHECK,
-    PROMPT_CHECK,
     TARGET_CHECK,
     Json,
     Lossy,
@@ -34,6 +33,7 @@ from draftheads.scripts.options import (
     ServerAccess,
     Speed,
     check_places,
+    early,
     names,
     prepared,
     say_compiling,
@@ -45,12 +45,10 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
-    from draftheads.heads.target.model import Target
     from draftheads.infer.drafters.named import NamedDrafts
     from draftheads.infer.engine import DrafterSource
-    from draftheads.infer.measure.bench import BenchOptions, BenchReport, Entry, Result
+    from draftheads.infer.measure.bench import BenchReport, Entry, Result
     from draftheads.infer.measure.served import ServedReport
-    from draftheads.infer.measure.tune import TuneOptions
 
 Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
 
@@ -74,6 +72,14 @@ class BenchRuns:
     seed: Seed = 0
 
 
+def node_counts(text: str) -> list[int]:
+    """The numbers in a text such as 4,8,16. Raises ValueError."""
+    counts = text.split(",")
+    if not all(count.isdecimal() and int(count) for count in counts):
+        raise ValueError(f"--nodes: expected numbers such as 4,8,16, got {text!r}")
+    return [int(count) for count in counts]
+
+
 TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
 default: the heads' own; repeatable"""
 
@@ -85,7 +91,9 @@ class Contestants:
     head: Annotated[
         list[str] | None, Option(callback=HEAD_CHECK, help="as for chat; repeatable")
     ] = None
-    nodes: Annotated[list[int] | None, Option(min=1, help="draft nodes to try: 4,8,16")] = None
+    nodes: Annotated[
+        str | None, Option(callback=early(node_counts), help="draft nodes to try: 4,8,16")
+    ] = None
     tree: Annotated[list[str] | None, Option(help=TREES)] = None
     batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1
 
@@ -108,11 +116,10 @@ class Outputs:
     """What is written and printed."""
 
     json_out: Json = None
-    markdown: Annotated[Path | None, Option(callback=FILE_CHECK, help="write the tables here")] = (
-        None
-    )
+    markdown: Annotated[
+        Path | None, Option(callback=FILE_CHECK, help="write tables and notes here")
+    ] = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
-    explain: Annotated[bool, Option("--explain", help="print all notes below the table")] = False
 
     def check(self, heads: Sequence[str]) -> None:
         """Raise ValueError, before anything is measured, for a head that cannot be written."""
@@ -127,7 +134,7 @@ class Outputs:
             write_markdown,
         )
 
-        print_report(report, explain=self.explain)
+        print_report(report)
         write_figures(self.json_out, asdict(report))
         if self.markdown:
             write_markdown(report, self.markdown)
@@ -178,7 +185,7 @@ def bench(
 
     options = benches.BenchOptions(
         sampling=sampling.rule(runs.seed, **vars(lossy)),
-        nodes=contestants.nodes or (),
+        nodes=node_counts(contestants.nodes) if contestants.nodes else (),
         batch=contestants.batch,
         compile=speed.compile,
         **vars(runs),
@@ -189,7 +196,9 @@ def bench(
     place = placement.place(bits=speed.bits)
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
     loaded = load_drafts(drafts, model, options.sampling)
-    entries = entries_of(model, loaded, contestants.tree or (), options)
+    entries = with_trees(loaded, contestants.tree or ())
+    if options.nodes and not entries.keys() & loaded.keys():
+        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
     ids, categories = openings(model, texts.prompts, texts.prompt_words, texts.limit)
     say_compiling(speed.compile)
     report = benches.bench(model, entries, ids, options, categories=categories)
@@ -249,23 +258,6 @@ def bench_server(
     return report
 
 
-def entries_of(
-    target: Target, drafts: Mapping[str, DrafterSource], trees: Sequence[str], options: BenchOptions
-) -> dict[str, Entry]:
-    """The drafters with their trees, and transformers' own `generate` with drafters that it has,
-    too, where it writes the same tokens.
-    """
-    from draftheads.infer.accept import Greedy
-    from draftheads.infer.measure.baseline import rivals
-
-    entries = with_trees(drafts, trees)
-    if options.nodes and not entries.keys() & drafts.keys():
-        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
-    if isinstance(options.sampling, Greedy) and options.batch == 1:
-        entries |= rivals(target, drafts)
-    return entries
-
-
 def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
     """Entries of a bench: each head with each tree of --tree, as "name@tree"; "name@tree" is for
     that head alone. A head without a tree keeps its own. Raises ValueError for an unknown name.
@@ -308,9 +300,8 @@ def check_writable_head(source: str, option: str) -> None:
 def after_bench(
     model: Sequence[str], prompts: str, sources: Mapping[str, str], winner: Result | None
 ) -> None:
-    """A head on this machine is tuned, unless it won with a tree that was; other drafters chat, if
-    they won. model: `target_options`. sources: names of drafters -> --head; winner: None if no
-    drafts were faster.
+    """A head on this machine is tuned, unless it was; other drafters chat, if they won. model:
+    `target_options`. sources: names of drafters -> --head; winner: None if no drafts were faster.
     """
     from draftheads.heads.formats.hub import open_head
 
@@ -318,25 +309,19 @@ def after_bench(
     names = [name for name in sources if candidate.startswith(name)]
     source = sources[max(names, key=len, default=next(iter(sources)))]
     words = [*model, "--head", source]
-    if os.path.isdir(os.path.expanduser(source)):
-        facts = open_head(source).facts
-        is_done = candidate in names and facts.tuned
-        if facts.is_ours and not is_done:
-            say_next("tune", *words, "--prompts", prompts)
-            return
-    say_next("chat", *(words if winner else model))
+    is_folder = os.path.isdir(os.path.expanduser(source))
+    facts = open_head(source).facts if is_folder else None
+    if facts and facts.is_ours and not facts.tuned:
+        say_next("tune", *words, "--prompts", prompts)
+    else:
+        say_next("chat", *(words if winner else model))
 
 
 @dataclass(frozen=True)
-class TunePrompts:
+class TunePrompts(BenchPrompts):
     """Prompts."""
 
-    prompts: Annotated[
-        str | None, Option(callback=PROMPT_CHECK, help="as for bench; needed with --head")
-    ] = None
     limit: Annotated[int, Option(min=2, help="use only the first N prompts")] = 24
-    prompt_words: PromptWords = None
-    template_args: MaybeTemplateArgs = None
 
 
 @dataclass(frozen=True)
@@ -351,53 +336,41 @@ class Search:
 
 def tune(
     texts: TunePrompts,
+    head: Annotated[str, Option(callback=HEAD_CHECK, help="head or run folder")],
     search: Search,
     sampling: Sampling,
     placement: Placement,
     speed: Speed,
     target: MaybeTarget = None,
-    head: Annotated[
-        str | None,
-        Option(callback=HEAD_CHECK, help="head or run folder; default: no head, only T"),
-    ] = None,
     revision: Revision = None,
-    context: Annotated[int, Option(min=1, help="tokens of text, without --head")] = 256,
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
     json_out: Json = None,
 ) -> None:
-    """Find the tree with the most tokens per second on this machine and write it into the head.
-
-    Without --head: how many tokens per step would heads need to pay here?
-    """
-    from draftheads.infer.measure.tune import TuneOptions
-
-    options = TuneOptions(
-        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
-    )
-    place = placement.place(bits=speed.bits)
-    if head is None:
-        write_figures(json_out, target_curve(target, revision, place, context, options))
-        say_next("init", *target_options(target, placement.lora), "--out", "recipe.yaml")
-        return
+    """Find the tree with the most tokens per second on this machine and write it into the head."""
     from draftheads.heads.formats.hub import open_head, record_tuned
     from draftheads.infer.drafters.named import named_drafts
+    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
+    options = TuneOptions(
+        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
+    )
     is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
     keeps_tree = not (is_native or dry_run)
     if keeps_tree:
         check_writable_head(head, "--head")
-    if texts.prompts is None:
-        raise ValueError("expected --prompts to tune the head on, got none; pass a file")
     folders = [] if is_native else [open_head(head)]
     drafts = named_drafts(head)
     name, commit = (target, revision) if target else drafts.target
-    place = place if target else place.recorded(folders[0])
+    place = placement.place(bits=speed.bits)
+    if target is None:
+        place = place.recorded(folders[0])
     model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
     ids = opening_ids(model, texts.prompts, texts.prompt_words, texts.limit)
     trained = [folder.facts.trained_tree for folder in folders]
+    say_compiling(speed.compile)
     tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
     print_tuned(tuned)
     if keeps_tree:
@@ -405,18 +378,3 @@ def tune(
         say(f"written to {folders[0].path}")
     write_figures(json_out, asdict(tuned))
     say_next("chat", *target_options(name, model.lora), "--head", head)
-
-
-def target_curve(
-    target: str | None, revision: str | None, place: Place, context: int, options: TuneOptions
-) -> dict[str, Any]:
-    """Print what a verification costs without a head; returns the figures."""
-    from draftheads.infer.measure.tune import verify_curve
-    from draftheads.scripts.printing import print_curve
-
-    if target is None:
-        raise ValueError("expected --target or --head to tune for, got neither; pass one")
-    model = load_fast_target(target, place, revision, template_args=prepared())
-    curve = verify_curve(model, context, options)
-    print_curve(model, context, curve)
-    return {"context": context, "verify": curve}

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Set
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -106,29 +104,13 @@ DRAFTERS = "ngram", "early-exit", "mtp", "model"
 def check_head(source: str | Path) -> None:
     """Raise FileNotFoundError if a part of --head names no drafter, and no folder or Hub id."""
     name = str(source)
-    parts = [name]
-    if not os.path.isdir(os.path.expanduser(source)):
-        parts = name.split("+")
-        near = meant(name)
-        if near != name:
-            raise FileNotFoundError(f"--head: no drafter is called {name}; did you mean {near}?")
-    for part in parts:
+    is_folder = os.path.isdir(os.path.expanduser(name))
+    for part in [name] if is_folder else name.split("+"):
         kind, _, path = part.partition(":")
         if kind == "model":
             check_path(path)
-        elif kind not in ("ngram", "early-exit", "mtp"):
+        elif kind not in DRAFTERS:
             head_folder(part)
-
-
-def meant(name: str) -> str:
-    """The name of drafters that another one means, such as n-gram, early_exit:4 or HEAD,ngram."""
-    parts = []
-    for part in re.split("[+,]", name):
-        kind, colon, value = part.strip().partition(":")
-        near = get_close_matches(kind.lower(), DRAFTERS, 1, 0.8)
-        parts.append("".join([*(near or [kind]), colon, value]))
-    found = "+".join(parts)
-    return found if any(part.startswith(DRAFTERS) for part in parts) else name
 
 
 def check_places(context: Context, remote: Set[str], local: Set[str], reason: str) -> bool:

@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.prompt import PromptRenderer
-from draftheads.infer.race import describe_machine, machine_line
+from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
 from draftheads.train.advice.plan import Plan, RowBytes
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
@@ -182,30 +181,6 @@ def labelled(texts: Mapping[str, str]) -> Table:
         if text:
             table.add_row(label, text)
     return table
-
-
-GAINS = (1.0, 1.5, 2.0)
-
-
-def print_curve(target: Target, context: int, curve: Mapping[int, float]) -> None:
-    """Print what verification costs, and the tokens per step at which drafts would pay."""
-    console = SafeConsole(highlight=False)
-    rows = []
-    for nodes, seconds in curve.items():
-        needed = [gain * seconds / curve[0] for gain in GAINS]
-        shown = [f"{tau:.2f}" if tau <= nodes + 1 else "-" for tau in needed]
-        rows.append([str(nodes), f"{seconds * 1e3:.2f}", *shown])
-    console.print(f"{target.title}, {context} tokens of context", style="italic", justify="center")
-    columns = ["draft nodes", "ms", *(f"τ for {gain:g} times" for gain in GAINS)]
-    Grid(columns, rows).print(console, lambda row: None)
-    console.print(
-        "ms: one verification, acceptance included; 0 nodes: a step of plain decoding. τ: tokens "
-        "per step, the target's own included, for 1, 1.5 and 2 times the speed of plain decoding "
-        "if drafts cost nothing; a draft that takes a share c of a plain step raises these by "
-        "1 c, 1.5 c and 2 c. -: more than so many nodes can bring.\n"
-        f"machine: {machine_line(describe_machine(target))}.",
-        style="dim",
-    )
 
 
 def print_tuned(tuned: Tuned) -> None:

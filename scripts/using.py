@@ -110,7 +110,7 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
 
     rule = sampling.rule(seed, **vars(lossy))
-    options = ChatOptions(sampling=rule, seed=seed, show_accepted=True, **vars(dialogue))
+    options = ChatOptions(sampling=rule, **vars(dialogue))
     engine = load_engine(target, drafts, rule, placement, speed, template_args)
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
@@ -280,7 +280,8 @@ def forget(
     there = {path: facts.get("head") for path, facts in place.places(root)}
     if head:
         folder = learned_folder(head)
-        name, own = place.address(folder), place.place_of(folder, root)
+        name = place.address(folder)
+        own = place.place_of(folder, root)
         there = {path: each for path, each in there.items() if path == own or each == name}
     for path in there:
         say(f"deleting {path}")

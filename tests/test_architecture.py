@@ -114,7 +114,7 @@ NEIGHBOURS = {
     "infer.chat": {"infer.costs"},
     "infer.drafters": {"heads.formats"},
     "infer.generate": {"heads.formats", "infer.drafters"},
-    "infer.measure": {"heads.formats", "infer.costs", "infer.drafters"},
+    "infer.measure": {"heads.formats", "infer.costs"},
     "infer.pipeline": {"heads.formats", "infer.drafters", "infer.measure"},
     "train.advice": {"heads.formats", "infer.costs", "train.data"},
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from draftheads.heads.target.model import Target
@@ -97,45 +97,28 @@ class History:
         self.max_new_tokens = max_new_tokens
         self.has_template = bool(getattr(target.tokenizer, "chat_template", None))
         self.messages: list[Message] = []
-        self.system = ""
-        if system:
-            self.instruct(system)
-
-    def instruct(self, system: str) -> None:
-        """Set the system prompt. Raises ValueError, and keeps the old one, if the target has no
-        chat template or its template rejects it.
-        """
+        self.system = system
         if system and not self.has_template:
             raise ValueError(
-                f"{self.target.name} has no chat template, so it takes no system prompt; "
-                "leave it out"
+                f"{target.name} has no chat template, so it takes no system prompt; leave it out"
             )
-        old = self.system
-        self.system = system
-        try:  # some templates reject the role, or what another one took
-            self._fit(self.messages, "Hello")
-        except ValueError:
-            self.system = old
-            raise
+        if system:  # some templates reject the role
+            self.prompt("Hello")
 
     def prompt(self, question: str) -> tuple[list[int], int]:
         """Token ids of the conversation with `question`, and the number of turns dropped.
 
         Raises ValueError, and drops nothing, if the question alone does not fit.
         """
-        tokens, start = self._fit(self.messages, question)
-        del self.messages[:start]
-        return tokens, start // 2
-
-    def _fit(self, messages: Sequence[Message], question: str) -> tuple[list[int], int]:
-        """Token ids of these messages with `question`, and how many had to be left out."""
         context = self.target.context
         reserve = min(self.max_new_tokens or RESERVE, RESERVE, context // 4)
-        turns = len(messages) // 2 if self.has_template else 0
-        for start in range(0, 2 * turns + 1, 2):
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        turns = len(self.messages) // 2 if self.has_template else 0
+        for dropped in range(turns + 1):
             prompt: str | list[Message] = question
             if self.has_template:
-                prompt = [*self._head(), *messages[start:], {"role": "user", "content": question}]
+                kept = self.messages[2 * dropped :]
+                prompt = [*head, *kept, {"role": "user", "content": question}]
             tokens = encode_prompt(self.target, prompt)
             if len(tokens) + reserve <= context:
                 break
@@ -144,7 +127,8 @@ class History:
                 f"expected a message shorter than the context of {self.target.name} ({context} "
                 f"tokens), got {len(tokens)} with the template; send a shorter one"
             )
-        return tokens, start
+        del self.messages[: 2 * dropped]
+        return tokens, dropped
 
     def add(self, question: str, answer: str) -> None:
         """Remember a turn; without a chat template, that one alone, and no prompt has it."""
@@ -154,6 +138,3 @@ class History:
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-
-    def _head(self) -> list[Message]:
-        return [{"role": "system", "content": self.system}] if self.system else []

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
-from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
@@ -35,14 +33,6 @@ JUDGED_STEPS = 32
 """Steps after which the chat says that drafts do not pay."""
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
-NUMBERS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "max_new_tokens": int,
-    "seed": int,
-}
-LIMITS = {"max_new_tokens": (1, 2**31), "seed": (-(2**62), 2**62)}
 
 
 @dataclass(frozen=True)
@@ -52,8 +42,6 @@ class ChatOptions:
     system: str | None = None  # first message
     sampling: Acceptance = field(default_factory=Greedy)
     max_new_tokens: int | None = None  # per answer; None: the rest of the context
-    show_accepted: bool = False  # colour the accepted draft tokens
-    seed: int = 0  # after a change of the rule
 
 
 def chat(
@@ -104,7 +92,7 @@ def sample_chat(
 ) -> list[ChatAnswer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
     console = console or SafeConsole()
-    talk = _Conversation(speculator, ChatOptions(show_accepted=True), console)
+    talk = _Conversation(speculator, ChatOptions(), console)
     answers = []
     for question in questions:
         console.out(f"> {printable(question)}", style="bold", highlight=False)
@@ -189,8 +177,10 @@ class _Conversation:
             self.note(f"The plain model makes {self.plain:.1f} tokens/s.")
         if not self.history.has_template:
             self.note("No chat template: each line is continued on its own, nothing is remembered.")
-        self._warn()
-        if nodes and self.options.show_accepted and self.console.is_terminal:
+        rule = self.options.sampling
+        if not rule.lossless:
+            self.note(f"{type(rule).__name__} acceptance is lossy: it changes the answers.")
+        if nodes and self.console.is_terminal:
             self.note(LEGEND)
 
     def renew(self) -> None:
@@ -215,11 +205,6 @@ class _Conversation:
         except Exception as error:  # whatever it is, the chat goes on
             self._end_learning(error)
 
-    def _warn(self) -> None:
-        rule = self.options.sampling
-        if not rule.lossless:
-            self.note(f"{type(rule).__name__} acceptance is lossy: it changes the answers.")
-
     def _warn_if_slow(self) -> None:
         """Say once that drafts cost more than they bring, when enough steps show it."""
         total = Statistics.of(self.total.steps)
@@ -237,27 +222,16 @@ class _Conversation:
         text = line.strip()
         if not text:
             return ChatAnswer()
-        name = text.split()[0]
-        argument = text.removeprefix(name).strip()
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.8)
         # a question may begin with a path, such as /usr/bin
-        if not line.startswith("/") or (argument and not near):
+        if not line.startswith("/") or len(text.split()) > 1:
             return self.answer(text)
-        try:  # mistakes in a command do not end the chat
-            if name not in COMMANDS:
-                hint = f"; did you mean {near[0]}?" if near else ";"
-                raise ValueError(
-                    f"{name} is not a command{hint} /help lists them. To send it, put a space "
-                    "before it."
-                )
-            run, parameter, _ = COMMANDS[name]
-            is_needed = parameter[:1].isalpha()  # optional ones are in brackets
-            if (argument and not parameter) or (is_needed and not argument):
-                raise ValueError(f"expected {name} {parameter or 'alone'}, got {text!r}")
-            return run(self, argument) or ChatAnswer()
-        except (ValueError, OSError) as error:
-            self.note(str(error))
+        if text not in COMMANDS:
+            self.note(
+                f"{text} is not a command; /help lists them. To send it, put a space before it."
+            )
             return ChatAnswer()
+        run, _ = COMMANDS[text]
+        return run(self) or ChatAnswer()
 
     def answer(self, question: str) -> ChatAnswer:
         """Stream the answer until its end or Ctrl-C, and remember it."""
@@ -285,11 +259,11 @@ class _Conversation:
         steps = answer.grow(generated, AnswerText(stream, clean=printable))
         with interruptible() as stopped, closing(Screen(self.console)) as screen, closing(steps):
             for _ in steps:
-                screen.show(answer.text, self._green(answer))
+                screen.show(answer.text, answer.accepted)
                 if stopped.is_set():
                     break
             steps.close()
-            screen.show(answer.text, self._green(answer))
+            screen.show(answer.text, answer.accepted)
         self.note(answer.summary(self.plain))
         self.history.add(question, answer.text)
         self.answers += 1
@@ -300,62 +274,25 @@ class _Conversation:
         self._learn(prompt, answer)
         return answer
 
-    def _green(self, answer: ChatAnswer) -> Sequence[bool]:
-        """The characters of an answer that are shown in green."""
-        return answer.accepted if self.options.show_accepted else [False] * len(answer.text)
-
-    def _use(self, rule: Acceptance) -> None:
-        rule.seed(self.options.seed)
-        self.options = replace(self.options, sampling=rule)
-
-    def _system(self, text: str) -> None:
-        if text:
-            self.history.instruct(text)
-        self.note(f"System prompt: {self.history.system or 'none'}")
-
-    def _reset(self, _: str) -> None:
+    def reset(self) -> None:
+        """Forget the conversation, but not the system prompt."""
         self.history.messages.clear()
         self.note("Conversation reset.")
 
-    def _regen(self, _: str) -> ChatAnswer:
+    def answer_again(self) -> ChatAnswer:
+        """Answer the last question again."""
         messages = self.history.messages
         if not messages:
-            raise ValueError("expected a question before this; none was answered, ask one")
+            self.note("expected a question before this; none was answered, ask one")
+            return ChatAnswer()
         self.history.messages = messages[:-2]
         answer = self.answer(messages[-2]["content"])
         if answer.finish == "refused":
             self.history.messages = messages
         return answer
 
-    def _set(self, text: str) -> None:
-        name, _, value = text.partition(" ")
-        if text:
-            self._change(name, _number(name, value))
-        rule = self.options.sampling
-        shown: dict[str, Any] = {"rule": type(rule).__name__.lower()}
-        shown |= {each.name: getattr(rule, each.name) for each in fields(rule) if each.repr}
-        shown |= {name: getattr(self.options, name) for name in LIMITS}
-        self.note(", ".join(f"{name} {value}" for name, value in shown.items()))
-
-    def _change(self, name: str, number: Any) -> None:
-        rule = self.options.sampling
-        if name in LIMITS:
-            self.options = replace(self.options, **{name: number})
-            self.history.max_new_tokens = self.options.max_new_tokens
-            self._use(rule)
-        elif name == "temperature" and number == 0:
-            self._use(Greedy())
-        elif name == "temperature" and isinstance(rule, Greedy):
-            self._use(Sampled(number))
-        elif name in {each.name for each in fields(rule) if each.repr}:
-            self._use(replace(rule, **{name: number}))
-        else:
-            current = type(rule).__name__.lower()
-            raise ValueError(
-                f"{name}: expected the rule sampled, got {current}; /set a temperature"
-            )
-
-    def _stats(self, _: str) -> None:
+    def show_statistics(self) -> None:
+        """Print what all answers took."""
         if not self.answers:
             self.note("No answers yet.")
             return
@@ -368,53 +305,22 @@ class _Conversation:
             f"{self.reused} of {self.prompt_tokens} prompt tokens reused"
         )
 
-    def _tint(self, _: str) -> None:
-        tint = not self.options.show_accepted
-        self.options = replace(self.options, show_accepted=tint)
-        self.note(LEGEND if tint else "Accepted draft tokens are not coloured.")
-
-    def _help(self, _: str) -> None:
-        for name, (_run, parameter, text) in COMMANDS.items():
-            usage = f"{name} {parameter}"
-            self.note(f"{usage:<20} {text}")
+    def help(self) -> None:
+        """Print the commands."""
+        for name, (_, text) in COMMANDS.items():
+            self.note(f"{name:<8} {text}")
         self.note(HINTS)
 
-    def _quit(self, _: str) -> None:
+    def quit(self) -> None:
+        """End the chat."""
         self.is_over = True
 
 
-COMMANDS: dict[str, tuple[Callable[[_Conversation, str], ChatAnswer | None], str, str]] = {
-    "/system": (
-        _Conversation._system,
-        "[TEXT]",
-        "show or set the system prompt; the conversation stays",
-    ),
-    "/reset": (_Conversation._reset, "", "forget the conversation"),
-    "/regen": (_Conversation._regen, "", "answer the last question again"),
-    "/set": (
-        _Conversation._set,
-        "[NAME VALUE]",
-        "temperature, top_p, top_k, max_new_tokens, seed; alone: show",
-    ),
-    "/stats": (_Conversation._stats, "", "statistics since the start"),
-    "/tint": (_Conversation._tint, "", "accepted draft tokens in green: on or off"),
-    "/help": (_Conversation._help, "", "this list"),
-    "/quit": (_Conversation._quit, "", "leave (or Ctrl-D)"),
+COMMANDS: dict[str, tuple[Callable[[_Conversation], ChatAnswer | None], str]] = {
+    "/reset": (_Conversation.reset, "forget the conversation"),
+    "/regen": (_Conversation.answer_again, "answer the last question again"),
+    "/stats": (_Conversation.show_statistics, "statistics since the start"),
+    "/help": (_Conversation.help, "this list"),
+    "/quit": (_Conversation.quit, "leave (or Ctrl-D)"),
 }
-"""What each does, its parameter, in brackets if it may be left out, and a line of help."""
-
-
-def _number(name: str, text: str) -> float:
-    """The value of a setting. Raises ValueError for no number; rules check theirs themselves."""
-    if name not in NUMBERS:
-        raise ValueError(f"/set: expected one of {', '.join(NUMBERS)}, got {name!r}")
-    try:
-        number = NUMBERS[name](text)
-    except (ValueError, OverflowError) as error:  # python's names no setting
-        kind = "a whole number" if NUMBERS[name] is int else "a number"
-        raise ValueError(f"{name}: expected {kind}, got {text.strip()!r}") from error
-    if name in LIMITS:
-        low, high = LIMITS[name]
-        if not low <= number <= high:
-            raise ValueError(f"{name}: expected {low} to {high}, got {number}")
-    return number
+"""What each does, and a line of help."""

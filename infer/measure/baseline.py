@@ -1,35 +1,26 @@
-"""transformers' own `generate`, as a candidate of a bench: alone, and with its own drafters."""
+"""transformers' own `generate`, as a candidate of a bench."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.draft_model import DraftModel
-from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import DrafterSource
 from draftheads.infer.rows import Step
-
-LOOKUP_TOKENS = 10
-"""prompt_lookup_num_tokens of transformers' own prompt lookup, as in its documentation."""
 
 
 class Baseline:
     """transformers' own `generate`: with its default cache the baseline of every speedup, and the
-    reference output. compile: with its static cache, and compiled. options: further arguments of
-    `generate`.
+    reference output. compile: with its static cache, and compiled.
     """
 
-    def __init__(self, target: Target, *, compile: bool = False, **options: Any) -> None:
+    def __init__(self, target: Target, *, compile: bool = False) -> None:
         self.target = target
         self.compile = compile
-        self.options = options
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
@@ -56,7 +47,8 @@ class Baseline:
             config.compile_config = CompileConfig(mode=None, fullgraph=False)
             config.compile_config._compile_all_devices = True  # the CPU, too
         width = max(map(len, prompts))
-        tokens, mask = [], []
+        tokens = []
+        mask = []
         for prompt in prompts:
             padding = width - len(prompt)
             tokens.append([config.pad_token_id] * padding + list(prompt))
@@ -65,7 +57,6 @@ class Baseline:
             torch.tensor(tokens, device=self.target.device),
             attention_mask=torch.tensor(mask, device=self.target.device),
             generation_config=config,
-            **self.options,
         )
         yield [self._step(row) for row in out_BT[:, width:].tolist()]
 
@@ -76,22 +67,6 @@ class Baseline:
                 tokens = tokens[:place]
                 break
         return Step(tokens, -1, None, 0.0, 0.0)
-
-
-def rivals(target: Target, drafts: Mapping[str, DrafterSource]) -> dict[str, Baseline]:
-    """transformers' own `generate` with n-grams and with draft models. It draws other tokens when
-    sampling and takes no batches.
-    """
-    entries = {}
-    for name, each in drafts.items():
-        options: dict[str, Any] = {}
-        if isinstance(each, NGram):
-            options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
-        elif isinstance(each, DraftModel):
-            options["assistant_model"] = each.model.model
-        if options:
-            entries[f"generate {name}"] = Baseline(target, **options)
-    return entries
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.race import (
     GENERATE,
     PLAIN,
-    RESAMPLES,
     BenchPrompt,
     Candidate,
     RaceOptions,
@@ -54,7 +54,7 @@ BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
 PROFILED_PROMPTS = 8
 """At most so many are decoded once more, for draft and verify times on an accelerator."""
 
-Entry = DrafterSource | tuple[DrafterSource, Tree] | Baseline
+Entry = DrafterSource | tuple[DrafterSource, Tree]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,6 @@ class BenchOptions(RaceOptions):
 
     max_new_tokens: int = 128
     nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
-    resamples: int = RESAMPLES  # of the bootstrap
     compile: bool = False  # every candidate once more, compiled
 
 
@@ -143,7 +142,7 @@ def bench(
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
-    heads: name -> head or other source of drafters, or (such, tree), or a baseline. prompts: token
+    heads: name -> head or other source of drafters, or (such, tree). prompts: token
     ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
     than max_new_tokens in the context gets what is left; one that fills the context is skipped.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
@@ -201,9 +200,6 @@ def _candidates(
     for name, entry in heads.items():
         if name in BASELINES:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
-        if isinstance(entry, Baseline):
-            yield Candidate(name, None, entry, options.sampling)
-            continue
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
@@ -320,9 +316,7 @@ def compared(
     ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
 ) -> tuple[float, list[float]]:
     """The ratio of tokens per second, and its interval."""
-    interval = speedup_interval(
-        ours_P2, baseline_P2, seed=options.seed, resamples=options.resamples
-    )
+    interval = speedup_interval(ours_P2, baseline_P2, seed=options.seed)
     return speed(ours_P2) / speed(baseline_P2), interval
 
 
@@ -334,7 +328,7 @@ def _divergence(
     if not differing:
         return None
     prompt, expected, got = differing[0]
-    token = parting(expected, got)
+    token = len(commonprefix([expected, got]))
     return Divergence(
         prompts=len(differing),
         prompt=prompt.number,
@@ -358,12 +352,6 @@ def differing_outputs(
         if outputs:
             differing.append((prompt, expected, outputs[0]))
     return differing
-
-
-def parting(expected: Sequence[int], got: Sequence[int]) -> int:
-    """Index of the first token that differs."""
-    pairs = enumerate(zip(expected, got, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(got)))
 
 
 def top2_margin(target: Target, tokens: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""What dtypes and draft nodes cost on this CPU, by a few matrix products at a target's shape before
+"""What dtypes cost on this CPU, by a few matrix products at a target's shape before
 it is loaded.
 
 Some CPUs multiply bfloat16 several times as fast as float32 and others more slowly, so no fixed
@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from draftheads.heads.cpu.linear import PackedWeight, can_pack, has_int8
+from draftheads.heads.cpu.linear import PackedWeight, can_pack
 from draftheads.heads.layers import project
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import NODES
@@ -23,57 +22,35 @@ from draftheads.infer.threads import fair_clock
 
 LARGEST = 1 << 25
 """Numbers that are multiplied: more than caches hold."""
-ROUNDS = 5
-"""At most so many."""
-SECONDS = 1.5
-"""No round begins that would end later than this."""
+ROUNDS = 3
+"""Of which the fastest counts."""
 FASTER = 1.1
 """How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
-INT8 = "int8"
-"""Name of the weights of `--bits 8`."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class DtypeTimes:
-    """Seconds of the products of one token and of a step with drafts, for each dtype that the
-    target may be loaded in: float32, and the checkpoint's own; and for "int8" (`--bits 8`).
-    """
+    """How fast products are in the two dtypes that a target may be loaded in."""
 
-    seconds: Mapping[str, tuple[float, float]]
-
-    @property
-    def own(self) -> str:
-        """The checkpoint's own dtype."""
-        return [dtype for dtype in self.seconds if dtype != INT8][-1]
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast the checkpoint's own dtype is."""
-        return self._faster(self.own, "float32")
+    own: str  # the checkpoint's own dtype
+    gain: float  # how many times as fast as float32 it is
 
     @property
     def dtype(self) -> str:
         """The dtype to load the target in."""
         return self.own if self.gain > FASTER else "float32"
 
-    def _faster(self, dtype: str, than: str) -> float:
-        return sum(self.seconds[than]) / sum(self.seconds[dtype])
-
     def __str__(self) -> str:
         if self.dtype == "float32":
-            line = (
+            return (
                 f"float32: {self.own} measured {self.gain:.1f}x as fast here; --dtype {self.own} "
                 "chooses it all the same"
             )
-        else:
-            line = (
-                f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
-                "for output that equals generate's token for token"
-            )
-        if INT8 in self.seconds:
-            line += f"; --bits 8 (int8 weights): {self._faster(INT8, self.dtype):.1f}x faster still"
-        return line
+        return (
+            f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
+            "for output that equals generate's token for token"
+        )
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -85,20 +62,14 @@ def own_dtype(config: PretrainedConfig) -> torch.dtype:
     return dtype if dtype in HALVES and not is_quantised else torch.float32
 
 
-def measured_pace(config: PretrainedConfig, nodes: int = NODES) -> DtypeTimes:
-    """Multiply 1 token and 1 + nodes, in turns and for at most two seconds."""
+def measured_pace(config: PretrainedConfig) -> DtypeTimes:
+    """Multiply 1 token and 1 + NODES, in turns, in float32 and in the checkpoint's own dtype."""
     text = config.get_text_config(decoder=True)
-    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own_dtype(config))}
-    if has_int8():
-        weights[torch.int8] = matrices(text, torch.int8)
-    best = dict.fromkeys(weights, (float("inf"), float("inf")))
-    began = perf_counter()
-    for number in range(ROUNDS):
-        if number and (perf_counter() - began) * (number + 1) / number > SECONDS:
-            break
-        for dtype, (plain, drafted) in pass_seconds(weights, nodes).items():
-            best[dtype] = min(best[dtype][0], plain), min(best[dtype][1], drafted)
-    return DtypeTimes({dtype_name(dtype): each for dtype, each in best.items()})
+    own = own_dtype(config)
+    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own)}
+    rounds = [pass_seconds(weights) for _ in range(ROUNDS)]
+    best = {dtype: min(seconds[dtype] for seconds in rounds) for dtype in weights}
+    return DtypeTimes(dtype_name(own), best[torch.float32] / best[own])
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:
@@ -112,8 +83,6 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | Pack
     inner = min(inner, LARGEST // (2 * width))
     layers = min(config.num_hidden_layers, LARGEST // (2 * width * inner))
     shapes = [(inner, width), (width, inner)] * layers
-    if dtype == torch.int8:
-        return [PackedWeight(torch.ones(shape), 8) for shape in shapes]
     if can_pack(torch.device("cpu"), dtype):
         return [PackedWeight(torch.ones(shape, dtype=dtype)) for shape in shapes]
     return [torch.ones(shape, dtype=dtype) for shape in shapes]
@@ -121,18 +90,19 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | Pack
 
 @torch.inference_mode()
 def pass_seconds(
-    weights: Mapping[torch.dtype, Sequence[Tensor | PackedWeight]], nodes: int
-) -> dict[torch.dtype, tuple[float, float]]:
-    """Seconds of all products in each dtype, of 1 token and of 1 + nodes."""
+    weights: Mapping[torch.dtype, Sequence[Tensor | PackedWeight]],
+) -> dict[torch.dtype, float]:
+    """Seconds of all products in each dtype, of 1 token and of a step with drafts."""
     clock = fair_clock(torch.device("cpu"))
-
-    def seconds(chosen: Sequence[Tensor | PackedWeight], tokens: int) -> float:
-        states = [torch.ones(tokens, weight.shape[1], dtype=weight.dtype) for weight in chosen]
+    seconds = {}
+    for dtype, chosen in weights.items():
+        states = [
+            torch.ones(tokens, weight.shape[1], dtype=dtype)
+            for tokens in (1, 1 + NODES)
+            for weight in chosen
+        ]
         began = clock()
-        for states_TD, weight in zip(states, chosen, strict=True):
+        for states_TD, weight in zip(states, [*chosen, *chosen], strict=True):
             project(states_TD, weight)
-        return clock() - began
-
-    return {
-        dtype: (seconds(chosen, 1), seconds(chosen, 1 + nodes)) for dtype, chosen in weights.items()
-    }
+        seconds[dtype] = clock() - began
+    return seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,10 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
 def write_markdown(report: BenchReport, path: Path) -> None:
     """Write the tables and all notes for a README or a model card, atomically."""
     tables = [grid.markdown() for grid in grids(report)]
-    said = notes(report)
-    listed = "\n".join(f"- {note}" for note in [*said.cautions, *said.legend, *said.details])
+    notes = [*cautions(report), *LEGEND.splitlines(), *details(report)]
+    listed = "\n".join(f"- {note}" for note in notes)
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [f"**{title(report)}**", said.verdict, *tables, listed]
+    parts = [f"**{title(report)}**", verdict(report), *tables, listed]
     write_text(path, "\n\n".join(parts) + "\n")
 
 
@@ -140,28 +139,29 @@ def fastest(report: BenchReport) -> list[Result]:
     return [max(results, key=lambda each: each.speedup) for results in families(report).values()]
 
 
-def print_report(
-    report: BenchReport, console: Console | None = None, *, explain: bool = False
-) -> None:
-    """Print the tables, and what was found. explain: all notes, not only a legend."""
-    said = notes(report)
-    rest = "\n".join(["", *said.details]) if explain else f" {MORE}"
-    last = "\n".join(said.legend) + rest
-    print_findings(title(report), grids(report), said, last, console)
+def print_report(report: BenchReport, console: Console | None = None) -> None:
+    """Print the tables, what was found, and what to know about it."""
+    found = verdict(report)
+    print_findings(title(report), grids(report), found, cautions(report), LEGEND, console)
 
 
 def print_findings(
-    heading: str, tables: Sequence[Grid], said: Notes, last: str, console: Console | None = None
+    heading: str,
+    tables: Sequence[Grid],
+    found: str,
+    notes: Sequence[str],
+    legend: str,
+    console: Console | None = None,
 ) -> None:
-    """Print tables under a heading, then what was found, what to know about it, and a last text."""
+    """Print tables under a heading, then what was found, what to know about it, and a legend."""
     console = console or SafeConsole()
     console.print(heading, style="italic", justify="center", markup=False, highlight=False)
     for grid in tables:
         grid.print(console, _style)
-    console.print(said.verdict, style="bold", markup=False, highlight=False)
-    for caution in said.cautions:
-        console.print(caution, style="yellow", markup=False, highlight=False)
-    console.print(last, style="dim", markup=False, highlight=False)
+    console.print(found, style="bold", markup=False, highlight=False)
+    for note in notes:
+        console.print(note, style="yellow", markup=False, highlight=False)
+    console.print(legend, style="dim", markup=False, highlight=False)
 
 
 def _style(row: Sequence[str]) -> str | None:
@@ -182,41 +182,27 @@ def _merit(result: Result) -> tuple[bool, float]:
     return result.lossless is not False, result.speedup
 
 
-@dataclass(frozen=True)
-class Notes:
-    """The text of a bench, from what everybody reads to what only --explain prints."""
-
-    verdict: str  # what was found, in a sentence
-    cautions: list[str]  # drafts slower than none, and why texts are not judged
-    legend: list[str]  # of the columns, in three lines
-    details: list[str]
+LEGEND = """τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.
+speedup: over generate. vs best: over the best undrafted.
+draft, verify: ms per step. *: the fastest."""
 
 
-LEGEND = [
-    "τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.",
-    "speedup: over generate. vs best: over the best undrafted.",
-    "draft, verify: ms per step. *: the fastest.",
-]
-MORE = "--explain: notes, machine, command."
-
-
-def notes(report: BenchReport) -> Notes:
-    """All that is said about a bench."""
-    reason = report.plain.lossless_reason
-    cautions = [*_too_slow(report), *([reason] if reason else [])]
+def details(report: BenchReport) -> list[str]:
+    """What only a file says: how figures are counted, and where they were measured."""
     settings = report.settings
-    details = [
+    lines = [
         "τ counts the target's own token, and no prefill. Speeds count the prompt. 95 %: the "
         f"interval of the speedup over {settings['prompts']} prompts.",
     ]
     if settings["compile"]:
-        details.append("A compiled step is one function, whose time is all under verify.")
-    if not reason:
-        details.append("lossless: generate's output, token for token.")
-    details += _exceptions(report)
-    details.append(f"machine: {machine_line(report.machine)}.")
-    details.append(f"command: {settings['command']}")
-    return Notes(verdict(report), cautions, LEGEND, details)
+        lines.append("A compiled step is one function, whose time is all under verify.")
+    if not report.plain.lossless_reason:
+        lines.append("lossless: generate's output, token for token.")
+    if settings["batch"] > 1:
+        lines.append("batches: each row is compared with generate of that prompt alone.")
+    lines.append(f"machine: {machine_line(report.machine)}.")
+    lines.append(f"command: {settings['command']}")
+    return lines
 
 
 def verdict(report: BenchReport) -> str:
@@ -229,7 +215,7 @@ def verdict(report: BenchReport) -> str:
     over_best = times(result.speedup_over_best, result.speedup_over_best_ci95)
     text = {
         True: "its text is the same, token for token",
-        False: "ITS TEXT DIFFERS (--explain says where)",
+        False: "ITS TEXT DIFFERS",
         None: "its text is not judged",
     }[result.lossless]
     if result.speedup_over_best <= 1:
@@ -256,8 +242,12 @@ def times(ratio: float, interval: list[float]) -> str:
     )
 
 
-def _too_slow(report: BenchReport) -> list[str]:
-    """A line for each head whose fastest tree is slower than this engine without drafts."""
+def cautions(report: BenchReport) -> list[str]:
+    """What a reader must know before the figures are believed: heads whose fastest tree is slower
+    than this engine without drafts, why texts are not judged, outputs that differ, and prompts that
+    were cut or left out.
+    """
+    settings = report.settings
     dtype = report.machine["dtype"]
     lines = []
     for result in fastest(report):
@@ -267,13 +257,8 @@ def _too_slow(report: BenchReport) -> list[str]:
             break_even = result.step_seconds / plain.step_seconds
             if line := too_slow(result.tokens_per_step, break_even, dtype):
                 lines.append(f"{result.name}: {line}")
-    return lines
-
-
-def _exceptions(report: BenchReport) -> list[str]:
-    """Outputs that differ, prompts that were cut or left out, and what batches are compared to."""
-    settings = report.settings
-    lines = []
+    if report.plain.lossless_reason:
+        lines.append(report.plain.lossless_reason)
     for result in (report.plain, *report.heads):
         if first := result.first_divergence:
             lines.append(
@@ -286,6 +271,4 @@ def _exceptions(report: BenchReport) -> list[str]:
             f"{settings['prompts_shortened']} prompts got fewer new tokens, for lack of context; "
             f"{settings['prompts_skipped']} prompts fill the context and were skipped."
         )
-    if settings["batch"] > 1:
-        lines.append("batches: each row is compared with generate of that prompt alone.")
     return lines

@@ -21,11 +21,8 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.drafting import Committed
 from draftheads.heads.target.model import Target
-from draftheads.heads.terminal import SafeConsole
-from draftheads.heads.tree import StaticTree, TokenTree, Tree
-from draftheads.infer.compiled import why_not
+from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.costs import (
     NONE,
     Costs,
@@ -35,7 +32,7 @@ from draftheads.infer.costs import (
     predict,
     search,
 )
-from draftheads.infer.engine import NoDraft, Speculator
+from draftheads.infer.engine import Speculator
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
@@ -50,7 +47,6 @@ from draftheads.infer.race import (
     speed,
     speedup_interval,
     steps_of,
-    timed,
 )
 from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
@@ -59,8 +55,6 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""
 COST_PROMPTS = 6
 """Prompts on which costs are measured."""
-CURVE_TOKENS = 12
-"""New tokens after each random text on which verification is timed without a head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +118,8 @@ def tune(
     candidates. Raises ValueError unless two prompts fit into the context.
     """
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    fit, held = fitting[::2], fitting[1::2]
+    fit = fitting[::2]
+    held = fitting[1::2]
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
     track = Track(target, head, options)
@@ -157,26 +152,10 @@ def winner(trials: Sequence[Trial]) -> Trial:
     return max([trials[0], *better], key=lambda each: each.measured)
 
 
-def verify_curve(target: Target, context: int, options: TuneOptions) -> dict[int, float]:
-    """Seconds of a verification for each number of draft nodes, 0 included, after random texts of
-    `context` tokens. Raises ValueError if they do not fit into the context of the target.
-    """
-    if not 0 < context <= target.context - CURVE_TOKENS:
-        raise ValueError(
-            f"expected texts of 1 to {target.context - CURVE_TOKENS} tokens for {target.name}, got "
-            f"{context}; use a context that fits"
-        )
-    generator = torch.Generator().manual_seed(options.seed)
-    shape = (options.repetitions, context)
-    prompts = torch.randint(target.vocab_size, shape, generator=generator).tolist()
-    fitting = fitting_prompts(target, prompts, CURVE_TOKENS)
-    return Track(target, None, options).costs(fitting).verify
-
-
 class Track:
-    """Where trees race. head: None for fillers instead of drafts."""
+    """Where trees race."""
 
-    def __init__(self, target: Target, head: DraftHead | None, options: TuneOptions) -> None:
+    def __init__(self, target: Target, head: DraftHead, options: TuneOptions) -> None:
         self.target = target
         self.head = head
         self.options = options
@@ -186,58 +165,34 @@ class Track:
         self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int
     ) -> dict[Tree, list[list[TimedRun]]]:
         """Time every tree on every prompt, in turns. A single thread is timed by its CPU seconds,
-        in which other processes hardly count.
+        in which other processes hardly count. Raises ValueError for steps that cannot be compiled.
         """
         options = self.options
-        self.engines = {tree: self.engines.get(tree) or self.engine(tree) for tree in trees}
+        self.engines = {
+            tree: self.engines.get(tree)
+            or Speculator(self.target, self.head, tree=tree, compile=options.compile)
+            for tree in trees
+        }
         candidates = {
             tree: Candidate(str(number), tree.nodes - 1, engine, options.sampling)
             for number, (tree, engine) in enumerate(self.engines.items())
         }
-        if options.compile:
-            self.compile([*candidates.values()], prompts[0])
         runs = race(
             [*candidates.values()],
             prompts,
             replace(options, repetitions=repetitions),
             fair_clock(self.target.device),
         )
-        return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
-
-    def compile(self, candidates: Sequence[Candidate], prompt: BenchPrompt) -> None:
-        """Decode once with each, and say how long it took. Raises ValueError if one is not compiled
-        after that.
-        """
-        console = SafeConsole(stderr=True)
-        console.print(
-            f"compiling {len(candidates)} trees; each takes up to a minute the first time, and "
-            "seconds if torch's cache has it",
-            style="dim",
-        )
-        for number, each in enumerate(candidates, start=1):
-            seconds = timed(each, [prompt])[0].seconds
-            console.print(f"  tree {number}: {each.nodes} nodes, {seconds:.0f} s", style="dim")
-        if not all(engine.compile for engine in self.engines.values()):
+        if options.compile and not all(engine.compile for engine in self.engines.values()):
             raise ValueError(
                 "expected steps that can be compiled, got those of the warning above; tune without "
                 "--compile"
             )
-
-    def engine(self, tree: Tree) -> Speculator:
-        """An engine that decodes with this tree."""
-        if self.head is None and isinstance(tree, StaticTree):
-            if self.options.compile and (fault := why_not(self.target)):
-                raise ValueError(
-                    f"expected steps that can be compiled, but {fault}; tune without --compile"
-                )
-            return Speculator(
-                self.target, Filler(self.target, tree), tree=tree, compile=self.options.compile
-            )
-        return Speculator(self.target, self.head, tree=tree, compile=self.options.compile)
+        return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
         """What steps cost, by those of fixed trees."""
-        depth = self.head.depth if self.head else max(SIZES).bit_length()
+        depth = self.head.depth
         if self.options.compile:  # few trees, so more often
             trees = few_cost_trees(depth, self.options.nodes)
             repetitions = self.options.repetitions
@@ -252,7 +207,6 @@ class Track:
         """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
         new token i.
         """
-        assert self.head is not None
         engine = Speculator(self.target, self.head)
         texts = []
         for each in prompts:
@@ -289,18 +243,6 @@ class Track:
             )
             results.append(result)
         return results
-
-
-class Filler(NoDraft):
-    """Drafts the newest token everywhere: the time of a verification depends on no token."""
-
-    def __init__(self, target: Target, tree: StaticTree) -> None:
-        self._topology = tree.topology(target.device)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        """A tree of the newest token."""
-        tokens_B1 = committed.last_tokens_B()[:, None]
-        return TokenTree(tokens_B1.repeat(1, self._topology.parents_BN.shape[1]), self._topology)
 
 
 def cost_trees(depth: int, nodes: int) -> list[StaticTree]:

@@ -355,7 +355,7 @@ def _become(call: Call, captured: dict[str, Path]) -> None:
         for number, path in enumerate(captured.values(), start=1):
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
         entrance, exit_ = os.pipe()
-        os.write(exit_, b"Hello\n/stats\n/set temperature -1\n/quit\n")
+        os.write(exit_, b"Hello\n/stats\n/set\n/quit\n")
         os.close(exit_)
         os.dup2(entrance, 0)
         os.chdir(call.folder)

@@ -35,7 +35,7 @@ COMMANDS = {
     "chat with a head that names it": "chat --head HEAD",
     "serve": "serve --target TARGET --port 0",
     "bench": "bench --target TARGET --head HEAD --prompts PROMPTS",
-    "tune": "tune --target TARGET",
+    "tune": "tune --target TARGET --head HEAD --prompts PROMPTS --dry-run",
     "doctor": "doctor --target TARGET --head HEAD --prompts PROMPTS",
     "distill": "distill --target TARGET --prompts PROMPTS --out out",
     "import-answers": "import-answers CONVERSATIONS --target TARGET --out out",

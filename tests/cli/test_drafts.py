@@ -34,7 +34,8 @@ def test_all_drafters_in_one_table(run, target, heads):
     sources = ["ngram", f"model:{target}", "early-exit:1", heads / "a+b", f"{heads}/medusa+ngram"]
     code, table, _ = run(
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 2],
-        *["--repetitions", 1, "--max-new-tokens", 12, "--nodes", 4, "--head", *sources],
+        *["--repetitions", 1, "--max-new-tokens", 12, "--nodes", 4],
+        *(word for source in sources for word in ("--head", source)),
         *["--json", heads / "bench.json"],
     )
     assert code == 0 and "generate" in table
@@ -42,20 +43,10 @@ def test_all_drafters_in_one_table(run, target, heads):
     assert all(row["lossless"] for row in rows)
     own = f"model:{target.name}"
     assert [(row["name"], row["nodes"]) for row in rows] == [
-        *[(f"{name}@4", 4) for name in ("ngram", own, "early-exit:1", "a+b", "medusa+ngram")],
-        *[(f"generate {name}", None) for name in ("ngram", own)],
+        (f"{name}@4", 4) for name in ("ngram", own, "early-exit:1", "a+b", "medusa+ngram")
     ]
     by_name = {row["name"]: row["tokens_per_step"] for row in rows}
     assert by_name[f"{own}@4"] > 1, "the target drafts for itself"
-
-
-@pytest.mark.slow
-def test_sampling_has_no_rivals_that_would_draw_other_tokens(run, target, heads):
-    code, table, _ = run(
-        *["bench", "--target", target, "--prompts", questions(heads), "--limit", 1],
-        *["--repetitions", 1, "--max-new-tokens", 4, "--head", "ngram", "--temperature", 1.0],
-    )
-    assert code == 0 and "ngram" in table and "generate ngram" not in table
 
 
 def test_a_chat_without_a_head(run, target, monkeypatch):

@@ -262,7 +262,7 @@ NEEDS = {
     "publish HEAD a/b --dry-run": None,
     "serve --target TARGET": "serve",
     "train RECIPE": "train",
-    "tune --target TARGET": "train",
+    "tune --head HEAD --prompts p.txt": "train",
 }
 """Commands, and what they need besides the core."""
 

@@ -23,9 +23,9 @@ def folder(tmp_path, target) -> Path:
     return save_head(make_head(MedusaHead, tiny, depth=2, nodes=6), tmp_path / "head", target=tiny)
 
 
-def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):
-    failed(run("tune"), "--target or --head", "got neither")
-    failed(run("tune", "--head", folder), "--prompts", "got none")
+def test_mistakes_cost_no_measurement(run, folder, tmp_path):
+    failed(run("tune", "--prompts", "me/p"), "Missing option '--head'")
+    failed(run("tune", "--head", folder), "Missing option '--prompts'")
     failed(run("tune", "--head", "me/heads", "--prompts", "me/p"), "--head: expected a head folder")
     other = tmp_path / "other"
     other.mkdir()
@@ -33,14 +33,11 @@ def test_mistakes_cost_no_measurement(run, target, folder, tmp_path):
     failed(
         run("tune", "--head", other, "--prompts", "me/prompts"), "own layout", "draftheads convert"
     )
-    failed(run("tune", "--target", target, "--context", 999), "got 999", "context that fits")
 
 
 @pytest.mark.slow
-def test_a_target_alone_and_then_its_head(run, target, folder, tmp_path):
+def test_the_tree_that_is_found_is_written(run, target, folder, tmp_path):
     """--dry-run leaves the folder as it is; without it, bench and chat decode with the tree."""
-    code, out, _ = run("tune", "--target", target, "--context", 16, *QUICK)
-    assert code == 0 and "τ for 2 times" in out
     before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     figures = tmp_path / "new" / "tune.json"
     command = ["tune", "--target", target, "--head", folder, "--prompts", questions(tmp_path, 12)]

@@ -24,7 +24,7 @@ from typed_commands import failed, questions
 
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.bench import BenchOptions, bench
-from draftheads.infer.measure.served import by_position, counts_of, foreign_tokens
+from draftheads.infer.measure.served import by_position, counts_of
 from draftheads.infer.serve.service import ServeOptions
 from draftheads.scripts.openings import opening_ids
 
@@ -150,7 +150,7 @@ def test_acceptance_is_what_the_engine_counted_for_the_timed_requests(
     assert figures["acceptance_by_depth"] == [accepted[place] / drafts for place in range(DRAFTED)]
     assert figures["tokens_per_step"] == 1 + accepted.total() / drafts
     assert figures["foreign_tokens"] == 0, "drafts beyond an answer's end are its own"
-    assert figures["same_text"] is True
+    assert figures["different_texts"] == 0
     assert figures["tokens"] == sum(len(a) for a in sent(engines[0], 14))
     low, high = figures["speedup_ci95"]
     ratio = figures["tokens_per_second"] / figures["plain_tokens_per_second"]
@@ -188,12 +188,12 @@ def test_so_many_requests_are_under_way(measured, engines, concurrency):
 def test_sampled_texts_are_not_compared(measured, engines):
     engines[0].change = lambda number, ids: [120, *ids[1:]]
     (code, out, _), figures = measured("--repetitions", 1, "--temperature", 0.8, "--top-p", 0.9)
-    assert code == 0 and figures["same_text"] is None and figures["first_difference"] is None
+    assert code == 0 and figures["different_texts"] is None
     assert {request["temperature"] for request in engines[0].server.asked} == {0.8}
     assert "n/a" in out and "temperature=0.8" in figures["settings"]["sampling"]
 
 
-def test_a_text_that_differs_is_counted_and_placed(measured, engines):
+def test_a_text_that_differs_is_counted(measured, engines):
     """Prompt 2 at token 4, and prompt 5 by an answer that ends earlier, in one repetition."""
     seen: Counter[int] = Counter()
 
@@ -208,16 +208,15 @@ def test_a_text_that_differs_is_counted_and_placed(measured, engines):
 
     engines[0].change = change
     (code, out, _), figures = measured("--repetitions", 2)
-    assert code == 0 and figures["same_text"] is False
-    assert figures["first_difference"] == {"prompts": 2, "prompt": 2, "token": 4}
+    assert code == 0 and figures["different_texts"] == 2
     said = " ".join(out.split())
     assert "NO" in out and "THE TEXT DIFFERS" in said
-    assert "differ in 2 prompts, first in prompt 2 at token 4" in said and "half precision" in said
+    assert "differ in 2 prompts" in said and "half precision" in said
 
 
 def test_without_the_plain_server_there_is_no_speedup(measured):
     (code, out, _), figures = measured("--repetitions", 1, plain=False)
-    assert code == 0 and figures["speedup"] is None and figures["same_text"] is None
+    assert code == 0 and figures["speedup"] is None and figures["different_texts"] is None
     assert figures["tokens_per_step"] > 1
     assert "speedup" not in out.split("Without")[0] and "Without --server-plain" in out
 
@@ -250,21 +249,13 @@ def test_other_peoples_requests_are_noticed(measured, engines):
     assert "+25 tokens beside" in " ".join(out.split())
 
 
-def test_drafts_that_do_not_fit_the_tokens_are_noticed():
-    growth = {"drafts": 10, "accepted": 13, "tokens": 20}
-    growth |= {"position 0": 6, "position 1": 4, "position 2": 3}
-    assert foreign_tokens(growth, tokens=20, answers=2) == 1  # at most 18 + 2 x 2 beyond the ends
-    assert foreign_tokens(growth, tokens=21, answers=2) == -1, "the engine missed one"
-    assert foreign_tokens({**growth, "accepted": 12}, 20, 2) == 0
-
-
 def test_an_engine_without_counters_is_said_in_a_line(measured, engines):
     for page in (b"", b"<html>hello</html>", b"llamacpp:tokens_predicted_total 5\n"):
         for engine in engines:
             engine.server.metrics, engine.show = page, lambda: None
         (code, out, _), figures = measured("--repetitions", 1)
         assert code == 0 and figures["tokens_per_step"] is None
-        assert figures["speedup"] > 0 and figures["same_text"] is True
+        assert figures["speedup"] > 0 and figures["different_texts"] == 0
         assert "counts no drafts in /metrics" in " ".join(out.split())
 
 
@@ -272,7 +263,7 @@ def test_answers_of_text_alone_are_tokenized_here(measured, engines):
     for engine in engines:
         engine.ids = False
     (_, out, _), figures = measured("--repetitions", 1)
-    assert figures["same_text"] is True and figures["foreign_tokens"] == 0
+    assert figures["different_texts"] == 0 and figures["foreign_tokens"] == 0
     assert figures["retokenized"] > 0 and "text alone" in out
 
 
@@ -317,9 +308,7 @@ DRAFTS = r"(?m)^(vllm:spec_decode_num_drafts_total\{.*\}) .*$"
 @pytest.mark.parametrize(
     ("pattern", "to", "line"),
     [
-        (DRAFTS, r"\1 many", "expected a number for vllm:spec_decode_num_drafts_total"),
-        (DRAFTS, r"\1 NaN", "got 'NaN'; start the server again"),
-        (DRAFTS, r"\1 -3", "got '-3'"),
+        (DRAFTS, r"\1 -3", "that grow and agree"),
         (DRAFTS, r"\1 0.0", "expected counters in its /metrics that grow and agree"),
         (r"(?m)^vllm:generation_tokens_total.*$", "", "that grow and agree"),
         (r"(?s).*", "", "that grow and agree"),
@@ -337,7 +326,7 @@ def test_servers_that_are_swapped(measured, engines, run, folder, tmp_path):
     first, second = engines[0].server.url, engines[1].server.url
     words = ["--target", folder, "--prompts", questions(tmp_path), "--repetitions", 1]
     answer = run("bench", "--server", second, "--server-plain", first, *words)
-    failed(answer, f"{second}/v1: expected a vLLM that verifies drafts", "--speculative-config")
+    failed(answer, f"{first}/v1: expected a server without drafts", "swap --server")
     engines[1].drafts = True
     answer, _ = measured("--repetitions", 1)
     failed(answer, f"{second}/v1: expected a server without drafts", "swap --server")
@@ -418,7 +407,7 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
         ("--head ngram", "--head: omit these with --server"),
         ("--tree 1,1 --nodes 4", "--nodes, --tree: omit these with --server, the server decodes"),
         ("--compile --batch 4 --dtype float32", "--batch, --compile, --dtype: omit"),
-        ("--card --explain", "--card, --explain: omit"),
+        ("--card", "--card: omit"),
         ("--lenience 2 --typical", "--lenience, --typical: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
         ("--markdown a.md", "--markdown: omit"),

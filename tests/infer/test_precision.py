@@ -38,12 +38,10 @@ def pace(monkeypatch):
     """Sets the seconds of each dtype; gives the dtypes that were measured."""
     asked: list[torch.dtype] = []
 
-    def of(float32: float, other: float, int8: float = 0.25) -> list[torch.dtype]:
-        def seconds(weights, nodes):
+    def of(float32: float, other: float) -> list[torch.dtype]:
+        def seconds(weights):
             asked.extend(weights)
-            totals = [float32, other, int8] if len(weights) == 3 else [float32, int8]
-            each = zip(weights, totals, strict=True)
-            return {dtype: (total / 4, 3 * total / 4) for dtype, total in each}
+            return dict(zip(weights, (float32, other), strict=False))
 
         monkeypatch.setattr(precision, "pass_seconds", seconds)
         return asked
@@ -73,10 +71,8 @@ def test_the_faster_dtype_is_chosen_and_named(pace, other, dtype, line):
     """What is hardly faster is not worth another rounding."""
     asked = pace(1.0, other)
     found = measured_pace(config())
-    assert (found.dtype, set(asked)) == (dtype, {torch.float32, torch.bfloat16, torch.int8})
+    assert (found.dtype, set(asked)) == (dtype, {torch.float32, torch.bfloat16})
     assert str(found).startswith(line) and "\n" not in str(found)
-    still = {BFLOAT16: other, "float32": 1.0}[dtype] / 0.25
-    assert str(found).endswith(f"; --bits 8 (int8 weights): {still:.1f}x faster still")
 
 
 def test_a_checkpoint_in_float32_or_quantised_has_no_choice():
@@ -84,15 +80,11 @@ def test_a_checkpoint_in_float32_or_quantised_has_no_choice():
     quantised.quantization_config = {"quant_method": "fp8"}
     for each in (config(torch.float32), config(None), quantised):
         assert own_dtype(each) == torch.float32
-        assert [*measured_pace(each).seconds] == ["float32", "int8"]
         assert measured_pace(each).dtype == "float32"
     assert own_dtype(config()) == torch.bfloat16
 
 
 def test_products_are_those_of_the_target_and_few():
-    """In both dtypes, of one token and of a step with drafts."""
-    found = precision.pass_seconds({torch.float32: matrices(config(), torch.float32)}, 8)
-    assert len(found[torch.float32]) == 2
     shapes = {tuple(weight.shape) for weight in matrices(config(), torch.bfloat16)}
     assert shapes == {(96, 64), (64, 96)}
     for width, inner in ((1024, 3072), (8192, 28672)):

@@ -151,7 +151,7 @@ def test_what_it_learned_is_saved_loaded_and_measured(made, run):
     assert isinstance(head, MatrixHead) and head.tree.draft_nodes <= 3
     losses = [line["loss"] for line in read_metrics(run) if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-    options = BenchOptions(max_new_tokens=12, resamples=2)
+    options = BenchOptions(max_new_tokens=12)
     result = bench(target, {"matrix": head}, some_prompts(4, 9, 97), options).result("matrix")
     assert result.lossless and len(result.acceptance_by_depth) == 1
 
