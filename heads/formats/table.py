@@ -30,7 +30,7 @@ FOREIGN = {
     r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
     r"Domino": "Domino, whose logits a GRU over the draft tokens corrects",
     r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
-    r"Gemma4(?!DSparkModel)": "Gemma 4's layers, which only our heads of DSpark have",
+    r"Gemma4": "Gemma 4's layers, which our heads do not have",
 }
 """Names of heads like EAGLE-3 and block heads -> what they are, and what we lack."""
 
@@ -76,8 +76,6 @@ WRITERS: dict[str, dict[str, Translates]] = {
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
 
-GEMMA4 = "Gemma 4's layers, for which engines need DeepSpec's own folder"
-"""Our layout lacks keys, and often the embeddings and lm_head, that engines read of such heads."""
 UNFOUND = "a target whose states the engine does not find"
 UNFOUND_BY_ALL = {
     "GPT2LMHeadModel",  # layers without a gated product
@@ -156,7 +154,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("openvino", "block"): [
-        GEMMA4,
         "slots or heads of DSpark",  # it is exported as a plain model
         "a learned mask vector",
         "an lm_head of its own",  # the exporter drops both without a word
@@ -182,7 +179,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("mlx", "block"): [
         UNTAKEN,
-        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         "sliding_window",  # the same keys for all slots
@@ -195,7 +191,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("vllm", "block"): [
         UNSHOWN,
-        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         RISING,
@@ -203,7 +198,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("sglang", "block"): [
         UNSHOWN,
-        GEMMA4,
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
         "embeddings of its own",
@@ -224,7 +218,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("gguf", "block"): [
         UNSHOWN,
-        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
@@ -232,7 +225,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("speculators", "block"): [
-        GEMMA4,
         "a learned mask vector",
         "sliding_window",  # trained there from the anchor, and served from the slot
         "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
@@ -286,7 +278,6 @@ def loss(to: str, stored: Stored) -> str | None:
         "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
-        GEMMA4: block_config.get("model_type") == "gemma4_text",
         "slots or heads of DSpark": block_config.get("architectures") != ["DFlashDraftModel"],
         "a learned mask vector": block_config.get("mask_token_id") is None,
         "gated or rnn conditioning": conditioning in ("gated", "rnn"),

@@ -249,7 +249,8 @@ FOREIGN = {
     "DominoDraftModel": ({"architectures": ["DominoDraftModel"]}, "Domino, whose logits a GRU"),
     "domino": ({"dflash_config": {"projector_type": "domino"}}, "Domino, whose logits a GRU"),
     "lilicorr": ({"dflash_config": {"projector_type": "lilicorr"}}, "LiLiCorr, whose logits"),
-    "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which only"),
+    "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which our"),
+    "Gemma4DSparkModel": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers, which our"),
 }
 
 
