@@ -111,14 +111,7 @@ def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
     return result
 
 
-def with_mtp(
-    source: str | Path,
-    out: Path,
-    target: Target | None,
-    *,
-    link: bool = False,
-    dtype: str = "auto",
-) -> Path:
+def with_mtp(source: str | Path, out: Path, target: Target | None, dtype: str = "auto") -> Path:
     """Write the target's checkpoint with the head of `source` as its MTP layer. dtype: as for
     `converted`.
 
@@ -142,7 +135,7 @@ def with_mtp(
     if not isinstance(head, MtpHead):
         raise ValueError(f"--to mtp: expected a head of kind mtp, got {head.kind}")
     head.load_state_dict(cast(stored.tensors, dtype), assign=True)  # not in the target's dtype
-    write_target(head, target, out, link=link)
+    write_target(head, target, out)
     return out
 
 

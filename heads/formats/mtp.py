@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,7 +19,6 @@ from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, in_model, places_of,
 from draftheads.heads.mtp.families import FAMILIES, Family, family_of
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import final_norm
 from draftheads.heads.target.skeleton import tensor_files
 
 NEW = "model-mtp.safetensors"
@@ -30,12 +27,12 @@ RENAMED = "model-target.safetensors"
 """A single file's new name: beside one of the old name, transformers reads no index."""
 
 
-def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False) -> None:
+def write_target(head: MtpHead, target: Target, out: Path) -> None:
     """Write the target's folder with this head as its MTP layer, in the place of the one that it
-    has, if any. Its tensors keep their dtype. link: files that stay are hard links.
+    has, if any. Its tensors keep their dtype.
 
-    Raises ValueError for a target that is quantised or whose layers no engine expects, for a head
-    that is not like them, and where links are not possible.
+    Raises ValueError for a target that is quantised or whose layers no engine expects, and for a
+    head that is not like them.
     """
     if target.quantisation:
         raise ValueError(
@@ -49,15 +46,6 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
     for name, tensor in revert_weight_conversion(model, inner).items():  # each expert alone, say
         stored[BLOCK + name.removeprefix(f"{prefix}.")] = tensor
     _check(head, target, family, places, stored)
-    if family.shares_norm:
-        weight_D = stored.pop("post_norm.weight")
-        own_D = final_norm(target.model).state_dict()["weight"]
-        if not torch.equal(weight_D.to(own_D), own_D):
-            raise ValueError(
-                f"target {target.name}: expected a head with this target's final norm, got "
-                "another; pass the target that it was trained on, or train one with "
-                "head.from=target"
-            )
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         theirs = places.get(name) or family.theirs(name, target.layers)
@@ -67,7 +55,7 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
     with staged(out) as folder:
         for path in source.iterdir():
             if path.is_file() and path.name not in by_file:
-                _copy(path.resolve(), folder / renames.get(path.name, path.name), link=link)
+                shutil.copyfile(path, folder / renames.get(path.name, path.name))
         for name, changed in by_file.items():
             old = load_file(source / name) if (source / name).exists() else {}
             place = folder / renames.get(name, name)
@@ -77,7 +65,6 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
             _write_index(folder, kept, added)
         config = read_json(source / CONFIG)
         config.get("text_config", config)[family.count] = 1
-        (folder / CONFIG).unlink()  # it may be a link
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -123,7 +110,6 @@ def _check(
     for what, expected, got in (
         ("model type", _model_type(wanted), _model_type(head)),
         ("state before embedding", wanted.design.states_first, head.design.states_first),
-        ("the model's norm after the layer", family.shares_norm, head.design.shares_norm),
     ):
         if expected != got:
             faults.append(f"{what}: {got}, not {expected}")
@@ -148,24 +134,10 @@ def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in head.layer_tensors().items()}
 
 
-def _copy(source: Path, place: Path, *, link: bool) -> None:
-    if not link:
-        shutil.copyfile(source, place)
-        return
-    try:
-        os.link(source, place)
-    except OSError as error:
-        raise ValueError(
-            f"--link: expected a disk on which {place.parent.parent} can link to {source}, got "
-            f"{error.strerror}; leave --link out, which copies"
-        ) from error
-
-
 def _write_index(folder: Path, kept: dict[str, str], added: dict[str, Tensor]) -> None:
     """The index of a checkpoint that got a file more. kept: the file of each older tensor."""
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     index: dict[str, Any] = read_json(path) if path.exists() else {"metadata": {}}
-    path.unlink(missing_ok=True)  # it may be a link
     index["weight_map"] = {**kept, **dict.fromkeys(added, NEW)}
     if size := index["metadata"].get("total_size"):
         index["metadata"]["total_size"] = size + sum(x.nbytes for x in added.values())

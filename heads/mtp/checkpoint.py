@@ -19,10 +19,10 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from draftheads.heads.mtp.families import FAMILIES, Family
 from draftheads.heads.mtp.head import MtpDesign, MtpHead
-from draftheads.heads.mtp.layer import LayerOrigin, empty_model, text_config
+from draftheads.heads.mtp.layer import empty_model, text_config
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import reading, stored_file
-from draftheads.heads.target.pretrained import decoder_layers, final_norm
+from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.heads.target.skeleton import tensor_files
 from draftheads.heads.tensors import check_finite
 from draftheads.heads.vocabulary import token_map
@@ -61,9 +61,6 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
                 f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
                 "one with its own, which is not supported; leave head.from out"
             )
-    if family.shares_norm:
-        norm = final_norm(target.model).state_dict()
-        tensors |= {f"post_norm.{name}": tensor.cpu() for name, tensor in norm.items()}
     head = _empty(target, family, tensors)
     head.load_state_dict(_converted(target, head, tensors))
     if tokens is not None:
@@ -103,7 +100,7 @@ def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, s
             return family, {ours[1]: name for name, ours in found if ours is not None}
     raise NoLayer(
         f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
-        "of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: head.kind=mtp without "
+        "of DeepSeek, Qwen, MiMo and transformers; train a new one: head.kind=mtp without "
         "head.from"
     )
 
@@ -134,9 +131,7 @@ def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict
 
 
 def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
-    names = set(names)
-    sparse = any(name.startswith(BLOCK) and ".experts." in name for name in names)
-    design = MtpDesign.of(target, family, LayerOrigin.of(target.model.config, sparse))
+    design = MtpDesign.of(target, family)
     states_first = getattr(target.config, "mtp_hidden_states_first", design.states_first)
     return MtpHead(replace(design, states_first=states_first, bias="eh_proj.bias" in names))
 

@@ -14,21 +14,14 @@ class Family:
 
     names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
     types: of models whose checkpoints engines expect to be written so. count: the key of
-    config.json that counts the layers. sparse: whether a new layer has experts (None: as the last
-    of the model's).
+    config.json that counts the layers.
     """
 
     names: tuple[tuple[str, str], ...]
     count: str
     types: tuple[str, ...] = ()
     states_first: bool = False
-    sparse: bool | None = None
     follows: bool = False  # numbers continue those of the model's layers
-
-    @property
-    def shares_norm(self) -> bool:
-        """Whether the model's final norm follows the layer, on the way to the lm_head alone."""
-        return "post_norm" not in dict(self.names)
 
     def ours(self, name: str, first: int) -> tuple[int, str] | None:
         """The number of the layer that a tensor belongs to, from 0, and our name for it."""
@@ -103,18 +96,6 @@ FAMILIES = [
         NEXTN,
         ("mimo",),
         states_first=True,
-    ),
-    # Ernie 4.5 (Ernie4_5_Model.forward of PaddlePaddle's code)
-    Family(
-        (
-            ("enorm", "model.mtp_emb_norm.{n}"),
-            ("hnorm", "model.mtp_hidden_norm.{n}"),
-            ("eh_proj", "model.mtp_linear_proj.{n}"),
-            ("mtp_block", "model.mtp_block.{n}"),
-        ),
-        NEXTN,
-        ("ernie4_5_moe",),
-        sparse=False,
     ),
 ]
 

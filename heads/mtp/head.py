@@ -3,8 +3,7 @@
 
 It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
 after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
-replaces the features that the target has not computed yet (in one family, the output before its
-norm). Layer, norms and RoPE are of the
+replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
 target's own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may
 get one.
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
 from draftheads.heads.layers import Angles, Memory, check_embeddings
-from draftheads.heads.mtp.families import FAMILIES, Family, family_of
+from draftheads.heads.mtp.families import Family, family_of
 from draftheads.heads.mtp.layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import decoder_layers, describe, final_norm
@@ -49,19 +48,13 @@ class MtpDesign:
     hidden_size: int
     vocab_size: int
     states_first: bool = False  # joined as [state; embedding], else as [embedding; state]
-    shares_norm: bool = False
-    """The norm after the layer is the target's final one, and only the lm_head reads its output:
-    the next step reads the layer's own. Else the layer has a norm of its own, for both.
-    """
     bias: bool = False  # of the projection
     token_map: Tensor | None = None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
-    def of(
-        cls, target: Target, family: Family | None = None, origin: LayerOrigin | None = None
-    ) -> Self:
-        """A layer for this target, as its family publishes them (None: as transformers), by default
-        like its last one with attention.
+    def of(cls, target: Target, family: Family | None = None) -> Self:
+        """A layer for this target, as its family publishes them (None: as transformers), like its
+        last one with attention.
 
         Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
         """
@@ -72,13 +65,11 @@ class MtpDesign:
                 f"{describe(target.model)} has RoPE that changes with the length of the text, "
                 f"which a draft head's cache does not support; {INSTEAD}"
             )
-        family = family or FAMILIES[0]
         return cls(
-            origin or LayerOrigin.of(target.model.config, family.sparse),
+            LayerOrigin.of(target.model.config),
             target.hidden_size,
             target.vocab_size,
-            states_first=family.states_first,
-            shares_norm=family.shares_norm,
+            states_first=family is not None and family.states_first,
         )
 
     def config(self) -> dict[str, Any]:
@@ -90,7 +81,6 @@ class MtpDesign:
             "vocab_size": words,
             "draft_vocab_size": words if ids_v is None else len(ids_v),
             "mtp_hidden_states_first": self.states_first,
-            "mtp_shared_norm": self.shares_norm,
             "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
         }
 
@@ -108,7 +98,6 @@ class MtpDesign:
             width,
             words,
             states_first=bool(config.get("mtp_hidden_states_first")),
-            shares_norm=bool(config.get("mtp_shared_norm")),
             bias="eh_proj.bias" in tensors,
             token_map=ids_v,
         )
@@ -142,7 +131,7 @@ class MtpHead(AutoregressiveHead):
         self.enorm, self.hnorm = parts.norm(), parts.norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=design.bias)
         self.mtp_block = parts.layer().eval()
-        self.post_norm = parts.norm().requires_grad_(not design.shares_norm)
+        self.post_norm = parts.norm()
 
     @classmethod
     def create(
@@ -215,10 +204,11 @@ class MtpHead(AutoregressiveHead):
             inputs.reverse()
         hidden_BQD = self.eh_proj(torch.cat(inputs, dim=-1)).to(dtype)
         hidden_BQD = run_layer(self.mtp_block, hidden_BQD, self.layer_rope, angles, memories)
-        return hidden_BQD if self.design.shares_norm else self._normed(hidden_BQD)
+        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)
+        return normed_BQD
 
     def states(self, hidden_BQH: Tensor) -> Tensor:
-        return self._normed(hidden_BQH) if self.design.shares_norm else hidden_BQH
+        return hidden_BQH
 
     def unembed_weight(self, target: Target) -> Tensor:
         return self._shared_rows.of(target, self.token_map)
@@ -226,10 +216,6 @@ class MtpHead(AutoregressiveHead):
     def layer_tensors(self) -> dict[str, Tensor]:
         """Its weights without the draft vocabulary, which engines do not know."""
         return {name: x for name, x in self.state_dict().items() if name != "token_map"}
-
-    def _normed(self, hidden_BQD: Tensor) -> Tensor:
-        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)
-        return normed_BQD
 
     def config(self) -> dict[str, Any]:
         """config.json in our own layout, with the target's text config."""

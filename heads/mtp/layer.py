@@ -76,9 +76,9 @@ class LayerOrigin:
     number: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig, sparse: bool | None = None) -> LayerOrigin:
+    def of(cls, config: PretrainedConfig) -> LayerOrigin:
         """The layer like which a model predicts further tokens: by its own word, or its last one
-        with attention. sparse: the last one with experts (True) or without (False).
+        with attention.
 
         Raises ValueError for a model without such a layer.
         """
@@ -89,14 +89,10 @@ class LayerOrigin:
         types = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
         for number in reversed(range(len(layers))):
             is_attention = types[number] in ("full_attention", "sliding_attention")
-            modules = dict(layers[number].named_modules())
-            has_experts = any(name.endswith("experts") for name in modules)
-            is_plain = not any(map(is_mixer, modules.values()))  # it keeps no states
-            if is_attention and is_plain and sparse in (None, has_experts):
+            if is_attention and not any(map(is_mixer, layers[number].modules())):  # no states
                 return cls(_as_json(text), number)
-        what = {None: "", True: " and experts", False: " and no experts"}[sparse]
         raise ValueError(
-            f"{text.model_type}: expected a layer with full or sliding attention{what}, found none "
+            f"{text.model_type}: expected a layer with full or sliding attention, found none "
             f"among {len(layers)}; {INSTEAD}"
         )
 
