@@ -43,8 +43,6 @@ deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 
 llama4 grok2-community gemma unknown other
 """
 """Licence identifiers of the Hub (its documentation's page "Licenses")."""
-OURS = {CONFIG: r'^ *"draftheads": \{', CARD: r"^library_name: draftheads$"}
-"""Files -> the line by which draftheads marks them."""
 
 
 @dataclass(frozen=True)
@@ -261,10 +259,9 @@ def check_repository(
 
 
 def _is_of_heads(api: HfApi, there: ModelInfo) -> bool:
-    """Whether draftheads wrote its config.json, or, if it has none, its card."""
-    for name, line in OURS.items():
-        if name in _files(there):
-            file = Path(api.hf_hub_download(there.id, name, revision=there.sha))
-            text = file.read_text(encoding="utf-8", errors="replace")
-            return bool(re.search(line, text, re.MULTILINE))
-    return False
+    """Whether draftheads wrote its config.json."""
+    if CONFIG not in _files(there):
+        return False
+    file = Path(api.hf_hub_download(there.id, CONFIG, revision=there.sha))
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return bool(re.search(r'^ *"draftheads": \{', text, re.MULTILINE))

@@ -17,11 +17,8 @@ from torch import Tensor
 
 from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.eagle import (
-    BLOCK,
-    CONFIDENCE,
     LAYER,
     LEFT_OUT,
-    MARKOV,
     NO,
     ONE,
     complete_maps,
@@ -56,6 +53,22 @@ DESIGN: dict[str, tuple[Any, ...]] = {
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
 COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
 """Keys that ours have, too."""
+KEPT = (
+    "block_size",
+    "draft_vocab_size",
+    "mask_token_id",
+    "num_target_layers",
+    "dtype",
+    "sample_from_anchor",
+)
+"""Keys that speculators and we have at the top level."""
+DSPARK = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+"""The same, of DSpark alone."""
 ALIGNED = 8
 """Rank of a Markov head of zeros, whose rows are then as long as kernels like them."""
 
@@ -223,11 +236,11 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     stored = to_engine(stored, target)
     ours = flat(stored.config)
     kind = "dflash" if ours["architectures"] == ["DFlashDraftModel"] else "dspark"
-    more = (*MARKOV, *CONFIDENCE) if kind == "dspark" else ()
+    more = DSPARK if kind == "dspark" else ()
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
         **speculators_config(ours, kind, chain(ours)),
-        **{key: ours[key] for key in (*BLOCK, "sample_from_anchor", *more)},
+        **{key: ours[key] for key in (*KEPT, *more)},
         "aux_hidden_state_layer_ids": list(feature_layers(ours["target_layer_ids"])),
         "sliding_window_non_causal": True,  # vLLM takes it for all layers
         "target_hidden_size": None,

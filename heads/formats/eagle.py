@@ -25,6 +25,7 @@ from draftheads.heads.formats.stored import (
     renamed,
     target_name,
 )
+from draftheads.heads.layers import KEYS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.vocabulary import t2d
@@ -80,14 +81,11 @@ LEFT_OVER = ("num_attention_heads", "rms_norm_eps", "vocab_size")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 KEPT = ("draft_vocab_size", AUX_LAYERS, "draftheads", *SWITCHES)
 """Keys that speculators and we have at the top level."""
-BLOCK = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
-"""Keys that speculators and we have at the top level of block heads."""
-MARKOV = ("markov_rank", "markov_head_type")
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
-OUTSIDE = {*KEPT, *BLOCK, *MARKOV, *CONFIDENCE, "architectures", "eagle_config", "dflash_config"}
-OUTSIDE |= {"num_aux_hidden_states", "target_hidden_size", "sample_from_anchor", "is_causal"}
-OUTSIDE |= {"target_layer_ids", "has_own_lm_head", "has_embed_tokens"}
-"""Our keys that do not describe the layers, of both kinds."""
+OF_LAYERS = f"""
+{" ".join(KEYS.values())} model_type num_hidden_layers vocab_size layer_types hidden_act
+attention_bias rope_theta rope_scaling sliding_window use_sliding_window tie_word_embeddings
+""".split()
+"""Our keys that describe the layers, of both kinds."""
 
 
 def from_eagle(stored: Stored, target: Target | None) -> Stored:
@@ -346,7 +344,7 @@ def speculators_config(
     if name is None:
         raise ValueError("exporting to speculators needs the target model; pass --target")
     facts = HeadFacts(config["draftheads"])
-    layer = {key: value for key, value in config.items() if key not in OUTSIDE}
+    layer = {key: value for key, value in config.items() if key in OF_LAYERS}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": chain or max(1, facts.tree.depth),

@@ -6,13 +6,12 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from draftheads.heads.files import CONFIG, read_json, staged, write_text
 from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
@@ -21,15 +20,10 @@ from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.skeleton import tensor_files
 
-NEW = "model-mtp.safetensors"
-"""The file of a layer that the checkpoint did not have."""
-RENAMED = "model-target.safetensors"
-"""A single file's new name: beside one of the old name, transformers reads no index."""
-
 
 def write_target(head: MtpHead, target: Target, out: Path) -> None:
     """Write the target's folder with this head as its MTP layer, in the place of the one that it
-    has, if any. Its tensors keep their dtype.
+    has, else in its last file. Its tensors keep their dtype.
 
     Raises ValueError for a target that is quantised or whose layers no engine expects, and for a
     head that is not like them.
@@ -46,23 +40,22 @@ def write_target(head: MtpHead, target: Target, out: Path) -> None:
     for name, tensor in revert_weight_conversion(model, inner).items():  # each expert alone, say
         stored[BLOCK + name.removeprefix(f"{prefix}.")] = tensor
     _check(head, target, family, places, stored)
+    last = max(files.values())
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         theirs = places.get(name) or family.theirs(name, target.layers)
-        by_file.setdefault(files.get(theirs, NEW), {})[theirs] = tensor.cpu().contiguous()
-    added = by_file.get(NEW, {})
-    renames = {SAFE_WEIGHTS_NAME: RENAMED} if added else {}
+        file = files.setdefault(theirs, last)
+        by_file.setdefault(file, {})[theirs] = tensor.cpu().contiguous()
     with staged(out) as folder:
         for path in source.iterdir():
             if path.is_file() and path.name not in by_file:
-                shutil.copyfile(path, folder / renames.get(path.name, path.name))
-        for name, changed in by_file.items():
-            old = load_file(source / name) if (source / name).exists() else {}
-            place = folder / renames.get(name, name)
-            save_file(old | changed, place, metadata={"format": "pt"})
-        if added:
-            kept = {name: renames.get(file, file) for name, file in files.items()}
-            _write_index(folder, kept, added)
+                shutil.copyfile(path, folder / path.name)
+        for file, changed in by_file.items():
+            tensors = load_file(source / file) | changed
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.exists():
+            write_text(index, json.dumps({"metadata": {}, "weight_map": files}, indent=2) + "\n")
         config = read_json(source / CONFIG)
         config.get("text_config", config)[family.count] = 1
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
@@ -132,13 +125,3 @@ def _model_type(head: MtpHead) -> str:
 
 def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in head.layer_tensors().items()}
-
-
-def _write_index(folder: Path, kept: dict[str, str], added: dict[str, Tensor]) -> None:
-    """The index of a checkpoint that got a file more. kept: the file of each older tensor."""
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
-    index: dict[str, Any] = read_json(path) if path.exists() else {"metadata": {}}
-    index["weight_map"] = {**kept, **dict.fromkeys(added, NEW)}
-    if size := index["metadata"].get("total_size"):
-        index["metadata"]["total_size"] = size + sum(x.nbytes for x in added.values())
-    write_text(path, json.dumps(index, indent=2) + "\n")

@@ -93,43 +93,12 @@ UNFOUND_TARGETS = {
 for EAGLE-3 at the first token, with a line about a missing port.
 """
 
-UNSHOWN = "a hybrid target whose layers the engine does not show to drafters"
-UNTAKEN = "a hybrid target whose states the engine cannot take back"
-LFM2 = {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}
-OTHER_HYBRIDS = {
-    "BambaForCausalLM",
-    "FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "Lfm3ForCausalLM",
-    "OlmoHybridForCausalLM",
-    "Zamba2ForCausalLM",
-    "ZambaForCausalLM",
-}
-"""Hybrids with which none of these engines drafts."""
-KIMI = "KimiLinearForCausalLM"
-UNSERVED_HYBRIDS = {
-    ("vllm", "eagle3"): {*OTHER_HYBRIDS, *LFM2},
-    ("vllm", "block"): {*OTHER_HYBRIDS, *LFM2},
-    ("sglang", "eagle3"): {*OTHER_HYBRIDS, *LFM2, KIMI, "NemotronHForCausalLM"},
-    ("sglang", "block"): OTHER_HYBRIDS,
-    ("gguf", "eagle3"): {*OTHER_HYBRIDS, KIMI},
-    ("gguf", "block"): {*OTHER_HYBRIDS, KIMI},
-    ("mlx", "eagle3"): {*OTHER_HYBRIDS, KIMI, "Qwen3NextForCausalLM"},
-    ("mlx", "block"): {*OTHER_HYBRIDS, KIMI, "Qwen3NextForCausalLM"},
-}
-"""Read in vLLM 0.32 (SupportsEagle3), SGLang 0.5.23 (set_eagle3_layers_to_capture and
-set_dflash_layers_to_capture), llama.cpp b11434 (t_layer_inp) and mlx-vlm 0.7.10
-(rollback_speculative_cache). All four stop where these are missing.
-"""
-
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
     ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
     ("sglang", "eagle"): ["sliding_window"],
-    ("vllm", "eagle3"): [UNSHOWN, RISING, "the last state as a feature"],
+    ("vllm", "eagle3"): [RISING, "the last state as a feature"],
     ("sglang", "eagle3"): [
-        UNSHOWN,
         "norms of queries and keys",  # it would pass over their weights without a word
         "norm_before_residual",
         "more than one layer",
@@ -164,7 +133,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "eagle3"): [
-        UNTAKEN,
         "norms of queries and keys",
         "fc_norm",
         "norm_output",  # of these three, the keys are passed over without a word
@@ -178,7 +146,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "block"): [
-        UNTAKEN,
         "a learned mask vector",
         "gated or rnn conditioning",
         "sliding_window",  # the same keys for all slots
@@ -190,14 +157,12 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("vllm", "block"): [
-        UNSHOWN,
         "a learned mask vector",
         "gated or rnn conditioning",
         RISING,
         "the last state as a feature",
     ],
     ("sglang", "block"): [
-        UNSHOWN,
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
         "embeddings of its own",
@@ -206,7 +171,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "eagle3"): [
-        UNSHOWN,
         "norms of queries and keys",
         "more than one layer",
         "sliding_window",
@@ -217,7 +181,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "block"): [
-        UNSHOWN,
         "a learned mask vector",
         "gated or rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
@@ -272,8 +235,6 @@ def loss(to: str, stored: Stored) -> str | None:
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
         UNFOUND: architecture in UNFOUND_TARGETS.get(kind, ()),
-        UNSHOWN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
-        UNTAKEN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
