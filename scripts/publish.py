@@ -137,9 +137,6 @@ def _card(folder: HeadFolder, public: dict[str, Any], repo_id: str, licence: str
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path}: expected metadata in YAML first ({reason})") from error
-    missing = [key for key in ("library_name", "pipeline_tag", "tags") if not card.data.get(key)]
-    if missing:
-        raise ValueError(f"{path}: its metadata lacks {', '.join(missing)}")
     if licence is not None:
         card.data["license"] = licence
     check_licence(card.data.get("license"), path)

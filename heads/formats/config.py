@@ -30,7 +30,7 @@ KEYS: list[tuple[Any, str]] = [
     (Count | None, "original_max_position_embeddings"),
     (Nodes | None, "draft_nodes depth top_k num_target_layers"),
     (Slots | None, "block_size"),
-    (Rank | None, "mask_token_id markov_rank max_window_layers"),
+    (Rank | None, "mask_token_id markov_rank"),
     (Count | None, "swa_window_size"),
     (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
     (Positive | None, "beta_fast beta_slow attention_factor"),

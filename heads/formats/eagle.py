@@ -217,15 +217,11 @@ def is_windowed(config: dict[str, Any]) -> bool:
     """
     kinds, uses = config.get("layer_types"), config.get("use_sliding_window")
     if kinds is None and uses and config.get("sliding_window"):
-        first = config.get("max_window_layers")
-        layers = config.get("num_hidden_layers") or 1
-        if first is None:
-            raise ValueError(
-                f"expected layer_types in config.json, got use_sliding_window without them; add "
-                f'"layer_types": ["sliding_attention"] for layers with the window of '
-                f'{config["sliding_window"]}, ["full_attention"] for others'
-            )
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+        raise ValueError(
+            f"expected layer_types in config.json, got use_sliding_window without them; add "
+            f'"layer_types": ["sliding_attention"] for layers with the window of '
+            f'{config["sliding_window"]}, ["full_attention"] for others'
+        )
     kinds = kinds or ["full_attention"]
     if len(set(kinds)) > 1:
         raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")

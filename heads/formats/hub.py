@@ -242,7 +242,6 @@ class HeadFolder:
             if target is not None:
                 check_target(head, target, stored.facts)
             stored.check(head.state_dict())
-            stored.check_finite()
             if stored.facts.has_tree:
                 head.tree = stored.facts.tree
                 head.check_tree(head.tree)

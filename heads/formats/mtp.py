@@ -19,6 +19,7 @@ from draftheads.heads.mtp.families import FAMILIES, Family, family_of
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.skeleton import tensor_files
+from draftheads.heads.tensors import differences
 
 
 def write_target(head: MtpHead, target: Target, out: Path) -> None:
@@ -105,11 +106,8 @@ def _check(
         ("state before embedding", wanted.design.states_first, head.design.states_first),
     ):
         if expected != got:
-            faults.append(f"{what}: {got}, not {expected}")
-    theirs, mine = _shapes(wanted), _shapes(head)
-    for name in sorted(theirs.keys() | mine.keys()):
-        if theirs.get(name) != mine.get(name):
-            faults.append(f"{name}: {mine.get(name)}, not {theirs.get(name)}")
+            faults.append(f"{what}: expected {expected}, got {got}")
+    faults += differences(wanted.layer_tensors(), head.layer_tensors())
     old = {name for name in places if not name.startswith(("lm_head.", "embed_tokens."))}
     faults += [f"{name}: in the checkpoint alone" for name in sorted(old - stored.keys())]
     if faults:
@@ -121,7 +119,3 @@ def _check(
 
 def _model_type(head: MtpHead) -> str:
     return str(head.design.origin.config["model_type"])
-
-
-def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in head.layer_tensors().items()}

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -21,10 +20,9 @@ from draftheads.heads.mtp.families import FAMILIES, Family
 from draftheads.heads.mtp.head import MtpDesign, MtpHead
 from draftheads.heads.mtp.layer import empty_model, text_config
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.placement import reading, stored_file
 from draftheads.heads.target.pretrained import decoder_layers
-from draftheads.heads.target.skeleton import tensor_files
-from draftheads.heads.tensors import check_finite
+from draftheads.heads.target.skeleton import stored_tensors, tensor_files
+from draftheads.heads.tensors import check_finite, differences
 from draftheads.heads.vocabulary import token_map
 
 NATIVE = "target"
@@ -46,7 +44,7 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
     """
     files = tensor_files(str(target.name), target.revision)
     family, places = places_of(files, target)
-    tensors = _read(target, files, places)
+    tensors = stored_tensors(str(target.name), target.revision, files, places)
     check_finite(str(target.name), tensors.items())
     shared = {
         "embed_tokens.weight": target.model.get_input_embeddings().weight,
@@ -105,31 +103,6 @@ def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, s
     )
 
 
-def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict[str, Tensor]:
-    path, tensors = str(target.name), dict[str, Tensor]()
-    by_file: dict[str, list[str]] = {}
-    for name, theirs in places.items():
-        by_file.setdefault(files[theirs], []).append(name)
-    for file, names in by_file.items():
-        with reading(path, target.revision):
-            place = stored_file(path, file, target.revision)
-        if place is None:
-            raise ValueError(
-                f"target {path}: expected {file}, which has its MTP layer, found none; "
-                "download it again"
-            )
-        with reading(path, target.revision), safe_open(place, framework="pt") as stored:
-            for name in names:
-                tensors[name] = stored.get_tensor(places[name])
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.itemsize < 2 or "weight_scale" in name:
-            raise ValueError(
-                f"target {target.name}: expected its MTP layer in floating point of 16 or 32 bits, "
-                f"got {places[name]} quantised; use a checkpoint that does not quantise it"
-            )
-    return tensors
-
-
 def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
     design = MtpDesign.of(target, family)
     states_first = getattr(target.config, "mtp_hidden_states_first", design.states_first)
@@ -153,14 +126,8 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
     unexpected = sorted({*info.unexpected_keys, *mismatched, *info.conversion_errors})
     block = model.get_submodule(prefix).state_dict()
     result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
-    wanted = head.state_dict()
-    faults = [f"{name} is missing" for name in sorted(wanted.keys() - result.keys())]
-    faults += [f"{name} is unexpected" for name in sorted(result.keys() - wanted.keys())]
+    faults = differences(head.state_dict(), result)
     faults += [f"{name} is unexpected" for name in unexpected]
-    for name in sorted(wanted.keys() & result.keys()):
-        expected, got = tuple(wanted[name].shape), tuple(result[name].shape)
-        if expected != got:
-            faults.append(f"{name} has shape {got}, not {expected}")
     if faults:
         raise ValueError(
             f"target {target.name}: expected a whole MTP layer in its checkpoint, but "

@@ -344,16 +344,16 @@ def other(name, change):
 HEAD = "model.layers.3.shared_head.head.weight"
 FAULTS = {
     "none": (without(r"layers\.3\."), "found none of the layouts"),
-    "partial": (without(r"layers\.3\.enorm"), "enorm.weight is missing"),
-    "no attention": (without(r"layers\.3\.self_attn\.o"), "self_attn.o_proj.weight is missing"),
+    "partial": (without(r"layers\.3\.enorm"), "enorm.weight: expected numbers (32,), got none"),
+    "no attention": (without(r"layers\.3\.self_attn\.o"), "self_attn.o_proj.weight: expected"),
     "several": (second, "expected one MTP layer, got 2"),
     "wide": (
         other("model.layers.3.eh_proj.weight", lambda x: x[:, :-1].contiguous()),
-        "has shape (32, 63)",
+        "got numbers (32, 63)",
     ),
     "fp8": (
         other("model.layers.3.eh_proj.weight", lambda x: x.to(torch.float8_e4m3fn)),
-        "got model.layers.3.eh_proj.weight quantised",
+        "expected model.layers.3.eh_proj.weight in floating point of 16",
     ),
     "own lm_head": (other(HEAD, lambda x: x + 1), "one with its own, which is not supported"),
     "not finite": (other(HEAD, lambda x: x / 0), "expected finite numbers"),
