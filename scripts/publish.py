@@ -22,10 +22,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.hf_api import ModelInfo
 
 from draftheads.arguments import HUB_ID
-from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.card import HERE, REMOTE_CODE, is_hub_id, render_card
-from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
-from draftheads.heads.formats.stored import Stored
+from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, open_head, stored_head
 from draftheads.heads.formats.table import as_ours
 from draftheads.heads.target import adapter
 from draftheads.scripts.public import is_local, public_config, public_facts, without_private
@@ -90,9 +88,10 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
         for name in [CONFIG, WEIGHTS, CARD, *(adapter.FILES if has_adapter else ())]
     }
     head, stored = folder.read()
-    card = _card(folder, ours(head, stored, public_facts(folder.facts.json)), repo_id, licence)
+    public = stored_head(head, stored.tensors, public_facts(folder.facts.json))
+    card = _card(folder, as_ours(public, None).config, repo_id, licence)
     facts = public_config(folder.facts.json)
-    texts = {CONFIG: ours(head, stored, facts)}
+    texts = {CONFIG: as_ours(stored_head(head, stored.tensors, facts), None).config}
     if has_adapter:
         settings = adapter.read_settings(folder.path / adapter.FOLDER)
         texts[adapter.FILES[0]] = settings | {"base_model_name_or_path": facts["target"]["name"]}
@@ -114,12 +113,6 @@ def own_file(path: Path, root: Path) -> Path:
     if not real.is_file():
         raise FileNotFoundError(f"{path}: expected a file, found none; save or convert the head")
     return path
-
-
-def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a head in our own layout with these facts, and nothing else."""
-    dtype = next(each.dtype for each in stored.tensors.values() if each.is_floating_point())
-    return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None).config
 
 
 def _card(folder: HeadFolder, public: dict[str, Any], repo_id: str, licence: str | None) -> str:
@@ -157,7 +150,8 @@ def check_licence(licence: Any, place: Path) -> None:
 
 def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
     """What readers will miss."""
-    target, lora = folder.facts.target.name, folder.facts.target.lora
+    target = folder.facts.target.name
+    lora = folder.facts.target.lora
     if is_local(lora):
         yield f"the target's LoRA is not on the Hub ({lora}): others cannot load it"
     if not is_hub_id(target):
@@ -181,7 +175,8 @@ def publish(
     public one without `public`; PermissionError if the Hub refuses access, ConnectionError if it
     cannot be reached.
     """
-    api, repo_id = HfApi(), upload.repo_id
+    api = HfApi()
+    repo_id = upload.repo_id
     try:
         there = _repository(api, repo_id, revision)
         if there is not None:

@@ -157,7 +157,8 @@ def _is_silent(tensors: dict[str, Tensor]) -> bool:
 
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:
-    said, kind = config.get("sample_from_anchor"), config.get("markov_head_type")
+    said = config.get("sample_from_anchor")
+    kind = config.get("markov_head_type")
     said = config.get("query_zero_predicts_next") if said is None else said  # vLLM's name
     if said is None and config.get("speculators_model_type") == "dspark":
         raise ValueError(

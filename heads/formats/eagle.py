@@ -215,7 +215,8 @@ def is_windowed(config: dict[str, Any]) -> bool:
     """Whether all layers have the window; sliding_window alone may be left over. Raises ValueError
     where config.json does not say it of each layer, or says it of some.
     """
-    kinds, uses = config.get("layer_types"), config.get("use_sliding_window")
+    kinds = config.get("layer_types")
+    uses = config.get("use_sliding_window")
     if kinds is None and uses and config.get("sliding_window"):
         raise ValueError(
             f"expected layer_types in config.json, got use_sliding_window without them; add "
@@ -268,7 +269,8 @@ def complete_maps(
     tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
 ) -> tuple[int, Tensor]:
     """Leave both maps of a draft vocabulary or none; returns V and the target ids (v,)."""
-    offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+    offsets_v = integers(tensors, "d2t")
+    known_V = integers(tensors, "t2d")
     vocab_size = _vocab_size(config, target) if known_V is None else len(known_V)
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)

@@ -74,12 +74,12 @@ class MtpDesign:
 
     def config(self) -> dict[str, Any]:
         """Keys of config.json."""
-        words, ids_v = self.vocab_size, self.token_map
+        ids_v = self.token_map
         return {
             "model_type": "mtp",
             "hidden_size": self.hidden_size,
-            "vocab_size": words,
-            "draft_vocab_size": words if ids_v is None else len(ids_v),
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.vocab_size if ids_v is None else len(ids_v),
             "mtp_hidden_states_first": self.states_first,
             "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
         }
@@ -149,20 +149,9 @@ class MtpHead(AutoregressiveHead):
         design = MtpDesign.of(target, family_of(target.config.model_type))
         head = cls(replace(design, token_map=token_map(vocabulary, target.vocab_size)))
         head.train_with(choices or MtpChoices())
-        head._copy_layer(target)
-        head.check_layer(target)
-        return head
-
-    def limit_to(self, ids_v: Tensor | None) -> None:
-        """Draft only tokens of these ids, which rise; None: all."""
-        self.design = replace(self.design, token_map=ids_v)
-        self.token_map = ids_v
-        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
-
-    @torch.no_grad()
-    def _copy_layer(self, target: Target) -> None:
-        layer = decoder_layers(target.model)[self.design.origin.number]
-        theirs, mine = layer.state_dict(), self.mtp_block.state_dict()
+        layer = decoder_layers(target.model)[design.origin.number]
+        theirs = layer.state_dict()
+        mine = head.mtp_block.state_dict()
         is_whole = theirs.keys() == mine.keys() and all(
             tensor.shape == mine[name].shape
             and type(tensor) is Tensor
@@ -174,9 +163,17 @@ class MtpHead(AutoregressiveHead):
                 f"{describe(target.model)}: expected a last layer whose weights can be copied, got "
                 "one that is quantised, divided or not in memory; load the target whole"
             )
-        self.mtp_block.load_state_dict(theirs)
-        self.post_norm.load_state_dict(final_norm(target.model).state_dict())
-        self.eh_proj.weight.copy_(torch.eye(self.hidden_size).repeat(1, 2))
+        head.mtp_block.load_state_dict(theirs)
+        head.post_norm.load_state_dict(final_norm(target.model).state_dict())
+        head.eh_proj.weight.data.copy_(torch.eye(head.hidden_size).repeat(1, 2))
+        head.check_layer(target)
+        return head
+
+    def limit_to(self, ids_v: Tensor | None) -> None:
+        """Draft only tokens of these ids, which rise; None: all."""
+        self.design = replace(self.design, token_map=ids_v)
+        self.token_map = ids_v
+        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
 
     def check_layer(self, target: Target) -> None:
         """Raise ValueError for a layer that does not work with a draft head's memory."""

@@ -100,7 +100,8 @@ class LayerOrigin:
         """Its modules, with new weights. Raises ValueError for a config that makes none."""
         try:
             model = empty_model(text_config(self.config))
-            kind, norm = type(decoder_layers(model)[self.number]), final_norm(model)
+            kind = type(decoder_layers(model)[self.number])
+            norm = final_norm(model)
         except Exception as error:  # whatever transformers raises for damaged values
             reason = " ".join(str(error).split())
             raise ValueError(
@@ -251,7 +252,8 @@ class TrialMemory:
 
 def why_not_runnable(layer: nn.Module, width: int, rope: LayerRope) -> str | None:
     """Why a layer does not work with a head's memory, by a trial; None if it does."""
-    parameter, memory = next(layer.parameters()), TrialMemory()
+    parameter = next(layer.parameters())
+    memory = TrialMemory()
     hidden_1QD = torch.zeros(1, 2, width, device=parameter.device, dtype=parameter.dtype)
     try:
         angles = rope(torch.tensor([[1, 2]], device=parameter.device))
