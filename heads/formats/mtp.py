@@ -100,10 +100,12 @@ def _check(
     replaces all but the copies of the target's own.
     """
     wanted = shape_in(target, family, places or head.layer_tensors())
+    its = wanted.design
+    mine = head.design
     faults = []
     for what, expected, got in (
-        ("model type", _model_type(wanted), _model_type(head)),
-        ("state before embedding", wanted.design.states_first, head.design.states_first),
+        ("model type", its.origin.config["model_type"], mine.origin.config["model_type"]),
+        ("state before embedding", its.states_first, mine.states_first),
     ):
         if expected != got:
             faults.append(f"{what}: expected {expected}, got {got}")
@@ -115,7 +117,3 @@ def _check(
             f"target {target.name}: expected a head like the MTP layer of its family, got "
             f"{'; '.join(faults[:3])}; train one with head.from=target"
         )
-
-
-def _model_type(head: MtpHead) -> str:
-    return str(head.design.origin.config["model_type"])
