@@ -40,7 +40,7 @@ def write_target(head: MtpHead, target: Target, out: Path) -> None:
     model, prefix, inner, stored = in_model(head, head.layer_tensors())
     for name, tensor in revert_weight_conversion(model, inner).items():  # each expert alone, say
         stored[BLOCK + name.removeprefix(f"{prefix}.")] = tensor
-    _check(head, target, family, places, stored)
+    _check(head, target, places, stored)
     last = max(files.values())
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
@@ -90,16 +90,12 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
 
 
 def _check(
-    head: MtpHead,
-    target: Target,
-    family: Family,
-    places: dict[str, str],
-    stored: dict[str, Tensor],
+    head: MtpHead, target: Target, places: dict[str, str], stored: dict[str, Tensor]
 ) -> None:
     """Raise ValueError unless engines read a layer of this head's shape in this place, which
     replaces all but the copies of the target's own.
     """
-    wanted = shape_in(target, family, places or head.layer_tensors())
+    wanted = shape_in(target, places or head.layer_tensors())
     its = wanted.design
     mine = head.design
     faults = []

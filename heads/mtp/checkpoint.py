@@ -43,7 +43,7 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
     with one that is quantised or has an lm_head or embeddings of its own.
     """
     files = tensor_files(str(target.name), target.revision)
-    family, places = places_of(files, target)
+    _, places = places_of(files, target)
     tensors = stored_tensors(str(target.name), target.revision, files, places)
     check_finite(str(target.name), tensors.items())
     shared = {
@@ -59,7 +59,7 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
                 f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
                 "one with its own, which is not supported; leave head.from out"
             )
-    head = _empty(target, family, tensors)
+    head = _empty(target, tensors)
     head.load_state_dict(_converted(target, head, tensors))
     if tokens is not None:
         first = range(min(tokens, target.vocab_size))
@@ -72,13 +72,14 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
 def native_shape(target: Target) -> MtpHead:
     """The same on the meta device. Raises ValueError as far as names and shapes show."""
     files = tensor_files(str(target.name), target.revision)
-    return shape_in(target, *places_of(files, target))
+    _, places = places_of(files, target)
+    return shape_in(target, places)
 
 
-def shape_in(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
+def shape_in(target: Target, names: Iterable[str]) -> MtpHead:
     """A head on the meta device, as it is read from these tensors, which have our names."""
     with torch.device("meta"):
-        return _empty(target, family, names)
+        return _empty(target, names)
 
 
 def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
@@ -98,14 +99,14 @@ def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, s
             return family, {ours[1]: name for name, ours in found if ours is not None}
     raise NoLayer(
         f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
-        "of DeepSeek, Qwen, MiMo and transformers; train a new one: head.kind=mtp without "
+        "of DeepSeek, Qwen and transformers; train a new one: head.kind=mtp without "
         "head.from"
     )
 
 
-def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
-    design = MtpDesign.of(target, family)
-    states_first = getattr(target.config, "mtp_hidden_states_first", design.states_first)
+def _empty(target: Target, names: Iterable[str]) -> MtpHead:
+    states_first = getattr(target.config, "mtp_hidden_states_first", False)
+    design = MtpDesign.of(target)
     return MtpHead(replace(design, states_first=states_first, bias="eh_proj.bias" in names))
 
 

@@ -20,7 +20,6 @@ class Family:
     names: tuple[tuple[str, str], ...]
     count: str
     types: tuple[str, ...] = ()
-    states_first: bool = False
     follows: bool = False  # numbers continue those of the model's layers
 
     def ours(self, name: str, first: int) -> tuple[int, str] | None:
@@ -42,12 +41,6 @@ class Family:
         raise AssertionError(name)
 
 
-def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names in numbered layers, whose other tensors are the decoder layer's."""
-    inner = [(mine, f"{layers}.{{n}}.{theirs}") for mine, theirs in names]
-    return (*inner, ("mtp_block", f"{layers}.{{n}}"))
-
-
 NEXTN = "num_nextn_predict_layers"
 QWEN = (
     ("eh_proj", "mtp.fc"),
@@ -59,9 +52,12 @@ QWEN = (
 FAMILIES = [
     # transformers' MtpModel
     Family(
-        tuple(
-            (name, f"mtp.layers.{{n}}.{name}")
-            for name in ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block")
+        (
+            ("enorm", "mtp.layers.{n}.enorm"),
+            ("hnorm", "mtp.layers.{n}.hnorm"),
+            ("eh_proj", "mtp.layers.{n}.eh_proj"),
+            ("post_norm", "mtp.layers.{n}.post_norm"),
+            ("mtp_block", "mtp.layers.{n}.mtp_block"),
         ),
         "num_mtp_layers",
     ),
@@ -71,31 +67,18 @@ FAMILIES = [
     Family(QWEN, "mtp_num_hidden_layers", ("qwen3_5_text", "qwen3_5_moe_text")),
     # DeepSeek, GLM, Step
     Family(
-        _in_layers(
-            "model.layers",
-            ("enorm", "enorm"),
-            ("hnorm", "hnorm"),
-            ("eh_proj", "eh_proj"),
-            ("post_norm", "shared_head.norm"),
-            ("lm_head", "shared_head.head"),
-            ("embed_tokens", "embed_tokens"),
+        (
+            ("enorm", "model.layers.{n}.enorm"),
+            ("hnorm", "model.layers.{n}.hnorm"),
+            ("eh_proj", "model.layers.{n}.eh_proj"),
+            ("post_norm", "model.layers.{n}.shared_head.norm"),
+            ("lm_head", "model.layers.{n}.shared_head.head"),
+            ("embed_tokens", "model.layers.{n}.embed_tokens"),
+            ("mtp_block", "model.layers.{n}"),
         ),
         NEXTN,
         ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         follows=True,
-    ),
-    # MiMo
-    Family(
-        _in_layers(
-            "model.mtp_layers",
-            ("enorm", "token_layernorm"),
-            ("hnorm", "hidden_layernorm"),
-            ("eh_proj", "input_proj"),
-            ("post_norm", "final_layernorm"),
-        ),
-        NEXTN,
-        ("mimo",),
-        states_first=True,
     ),
 ]
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
 from draftheads.heads.layers import Angles, Memory, check_embeddings
-from draftheads.heads.mtp.families import Family, family_of
 from draftheads.heads.mtp.layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import decoder_layers, describe, final_norm
@@ -52,9 +51,8 @@ class MtpDesign:
     token_map: Tensor | None = None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
-    def of(cls, target: Target, family: Family | None = None) -> Self:
-        """A layer for this target, as its family publishes them (None: as transformers), like its
-        last one with attention.
+    def of(cls, target: Target) -> Self:
+        """A layer for this target, like its last one with attention.
 
         Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
         """
@@ -65,12 +63,8 @@ class MtpDesign:
                 f"{describe(target.model)} has RoPE that changes with the length of the text, "
                 f"which a draft head's cache does not support; {INSTEAD}"
             )
-        return cls(
-            LayerOrigin.of(target.model.config),
-            target.hidden_size,
-            target.vocab_size,
-            states_first=family is not None and family.states_first,
-        )
+        origin = LayerOrigin.of(target.model.config)
+        return cls(origin, target.hidden_size, target.vocab_size)
 
     def config(self) -> dict[str, Any]:
         """Keys of config.json."""
@@ -146,7 +140,7 @@ class MtpHead(AutoregressiveHead):
         Raises ValueError for a target without such a layer, and for one whose layers are quantised
         or not in memory.
         """
-        design = MtpDesign.of(target, family_of(target.config.model_type))
+        design = MtpDesign.of(target)
         head = cls(replace(design, token_map=token_map(vocabulary, target.vocab_size)))
         head.train_with(choices or MtpChoices())
         layer = decoder_layers(target.model)[design.origin.number]

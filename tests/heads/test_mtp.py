@@ -424,7 +424,7 @@ def test_a_head_is_put_back_into_its_checkpoint(family, tmp_path):
     assert_same(native_head(target).state_dict(), truth)
 
 
-UNLISTED = ("mimo", "transformers")
+UNLISTED = ("states-first", "transformers")
 """Families that are written here as types of which no engine expects an MTP layer."""
 COUNTS = {
     "deepseek-v3": "num_nextn_predict_layers",
@@ -539,7 +539,7 @@ def test_transformers_drafts_what_we_draft_from_the_folder(name, tmp_path, monke
 
 
 def test_the_command_that_puts_it_back(run, tmp_path):
-    write_mtp_target(tmp_path / "target", "mimo")
+    write_mtp_target(tmp_path / "target", "states-first")
     target = load_mtp_target(tmp_path / "target")
     save_head(native_head(target).bfloat16(), tmp_path / "head", target=target)
     save_head(make_head(MedusaHead, target), tmp_path / "medusa", target=target)
@@ -549,7 +549,7 @@ def test_the_command_that_puts_it_back(run, tmp_path):
     code, said, _ = run("convert", tmp_path / "head", tmp_path / "out", *out)
     assert code == 0 and str(tmp_path / "out") in said
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    layer = {tensors[n].dtype for n in tensors if "mtp_layers" in n}
+    layer = {tensors[n].dtype for n in tensors if "mtp.layers" in n}
     assert layer == {torch.bfloat16}  # as the head was saved, though the target is in float32
     failed(run("convert", tmp_path / "head", tmp_path / "out", *out), "out already exists")
     (tmp_path / "head" / "adapter").mkdir()

@@ -53,13 +53,6 @@ QWEN = {
     r"^post_norm": "mtp.norm",
     r"^mtp_block\.": "mtp.layers.0.",
 }
-MIMO = {
-    r"^enorm": "model.mtp_layers.0.token_layernorm",
-    r"^hnorm": "model.mtp_layers.0.hidden_layernorm",
-    r"^eh_proj": "model.mtp_layers.0.input_proj",
-    r"^post_norm": "model.mtp_layers.0.final_layernorm",
-    r"^mtp_block\.": "model.mtp_layers.0.",
-}
 TRANSFORMERS = {r"^(?=enorm|hnorm|eh_proj|post_norm|mtp_block)": "mtp.layers.0."}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
@@ -68,7 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
     "qwen3-next": ("qwen3_next", HYBRIDS["qwen3-next"][1], QWEN, -1),
     "qwen3.5": ("qwen3_5_text", HYBRIDS["qwen3.5"][1], QWEN, -1),
     "qwen3.5-moe": ("qwen3_5_moe_text", HYBRIDS["qwen3.5-moe"][1], QWEN, -1),
-    "mimo": ("qwen2", _COMMON, MIMO, -1),
+    "states-first": ("qwen2", {**_COMMON, "mtp_hidden_states_first": True}, TRANSFORMERS, -1),
     "transformers": ("qwen3", {**_COMMON, "head_dim": 16}, TRANSFORMERS, -1),
 }
 """Name -> model type, config, our names -> the checkpoint's, and the layer that its MTP is like."""
