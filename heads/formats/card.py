@@ -5,6 +5,7 @@ transformers decodes with the folder.
 from __future__ import annotations
 
 import re
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,6 @@ accepted.
 HERE = "THIS_FOLDER_OR_REPO"
 """Placeholder for the head in commands, until it is published."""
 MEASURED = ("nodes", "tokens_per_step", "speedup", "speedup_ci95", "lossless", "machine")
-INSTALL = "pip install ./draftheads  # a clone of its repository; no package registry has it"
-"""How to install this project: never by its name alone, which anybody could take in a registry."""
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")
 ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True)
@@ -88,7 +87,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
         quantised=facts.target.quantisation,
         adapter=_two_columns(flat(facts.adapter or {})),
-        install=INSTALL,
+        install=install_command(),
         engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
         window=config.get("sliding_window"),
@@ -168,6 +167,16 @@ def is_hub_id(name: Any) -> bool:
     )
 
 
+def install_command() -> str:
+    """How to install this project: from its repository if the package names one, else from a
+    clone. Never by its name alone, which is in no registry.
+    """
+    urls = dict(each.split(", ", 1) for each in metadata("draftheads").get_all("Project-URL") or ())
+    if "Repository" in urls:
+        return f"pip install git+{urls['Repository']}"
+    return "pip install ./draftheads  # a clone of its repository; no package registry has it"
+
+
 GENERATE = '''"""Decode with these draft heads, on the model that they were trained for:
 
 model.generate(**inputs, custom_generate="user/heads", trust_remote_code=True)
@@ -189,8 +198,8 @@ def generate(inputs=None, *, model, **arguments):
 # draftheads`, and run whatever somebody publishes under that name.
 
 REMOTE_CODE = {
-    "custom_generate/generate.py": GENERATE.replace("{install}", INSTALL),
-    "custom_generate/requirements.txt": f"# draftheads: {INSTALL}\n",
+    "custom_generate/generate.py": GENERATE.replace("{install}", install_command()),
+    "custom_generate/requirements.txt": f"# draftheads: {install_command()}\n",
 }
 """Path in a head folder -> text."""
 

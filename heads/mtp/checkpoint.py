@@ -1,7 +1,7 @@
 """The MTP head that a target's own checkpoint contains, read by name.
 
 transformers does not load these tensors with the model. Where a family keeps them is a list
-(`mtp_families`); how it keeps the layer itself (each expert alone, say) is the model's, so
+(`families`); how it keeps the layer itself (each expert alone, say) is the model's, so
 transformers converts it.
 """
 

@@ -4,7 +4,7 @@
 It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
 after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
 replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
-target's own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may
+target's own classes. Many models are published with such a layer (`checkpoint`); any other may
 get one.
 
 Legend: B batch, Q queries, D width of target and head.

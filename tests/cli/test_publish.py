@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
 from trained_heads import trained
 
-from draftheads.heads.formats.card import render_card
+from draftheads.heads.formats.card import install_command, render_card
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
 from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
@@ -759,7 +760,7 @@ def test_the_dtype_of_a_target_is_that_of_its_checkpoint(tmp_path):
     assert (target.saved_dtype, target.dtype) == ("bfloat16", torch.float32)
 
 
-def test_no_registry_is_asked_for_a_package_of_our_name(folder):
+def test_no_registry_is_asked_for_a_package_of_our_name(folder, monkeypatch):
     texts = [
         path.read_text() for path in folder.rglob("*") if path.suffix in (".md", ".py", ".txt")
     ]
@@ -770,6 +771,10 @@ def test_no_registry_is_asked_for_a_package_of_our_name(folder):
     requirements = (folder / "custom_generate" / "requirements.txt").read_text().splitlines()
     assert all(line.startswith("#") for line in requirements), "or transformers would look for it"
     assert "pip install ./draftheads" in (folder / "README.md").read_text()
+    metadata = Message()
+    metadata["Project-URL"] = "Repository, https://example.org/us/draftheads"
+    monkeypatch.setattr("draftheads.heads.formats.card.metadata", lambda _: metadata)
+    assert install_command() == "pip install git+https://example.org/us/draftheads"
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -46,7 +46,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.card import INSTALL
+from draftheads.heads.formats.card import install_command
 from draftheads.heads.formats.hub import HEADS, save_head
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.target.model import Target
@@ -623,6 +623,6 @@ def test_without_draftheads_the_error_says_where_to_get_it(saved, tmp_path):
         [sys.executable, "-c", WITHOUT, str(saved)], capture_output=True, text=True, env=environment
     )
     said = done.stdout.strip()
-    assert said == f"these heads need draftheads: {INSTALL}", done.stderr
+    assert said == f"these heads need draftheads: {install_command()}", done.stderr
     assert "pip install draftheads" not in said, "which would get whatever has that name"
     assert "\n" not in said
