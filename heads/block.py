@@ -16,12 +16,10 @@ logits alone, so it is grown along a tree without another pass (w1, w2: tables o
     rnn       logits + w2 tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
               s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
 
-The layers are Qwen3's or, in heads that DeepSpec published for Gemma 4, Gemma 4's with full
-attention. Such a head scales its own embeddings by the root of their width, and caps the logits of
-its lm_head before conditioning adds to them.
+The layers are Qwen3's.
 
 Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names of tensors are those
-of DeepSpec's checkpoints. Gemma 4: deepspec/modeling/dspark/gemma4/modeling.py.
+of DeepSpec's checkpoints.
 
 Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
 C newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
@@ -33,8 +31,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -51,12 +48,9 @@ from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
-    GEMMA4_ROPES,
-    STATIC_ROPES,
     Angles,
     Cached,
     DecoderLayer,
-    Gemma4Layer,
     LayerShape,
     Memory,
     RMSNorm,
@@ -67,9 +61,7 @@ from draftheads.heads.layers import (
 )
 from draftheads.heads.losses import (
     RANKS,
-    Capped,
     LowRank,
-    capped,
     chunked_ranks,
     linear_cross_entropy,
 )
@@ -181,7 +173,6 @@ class BlockDesign:
     draft_vocab_size: int
     own_lm_head: bool
     own_embeddings: bool
-    softcap: float | None = None  # of the logits of lm_head
 
     @classmethod
     def of(cls, target: Target, choices: BlockChoices, ids_v: Tensor | None) -> BlockDesign:
@@ -323,8 +314,8 @@ class BlockHead(Vocabulary, DraftHead):
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.eps)
-        new = Gemma4Layer if shape.gemma4 else partial(DecoderLayer, qk_norm=True)
-        self.layers = nn.ModuleList(new(shape) for _ in range(design.layers))
+        layers = (DecoderLayer(shape, qk_norm=True) for _ in range(design.layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(width, shape.eps)
         if design.mask_token is None:
             self.mask_embedding = nn.Parameter(torch.zeros(width))
@@ -387,8 +378,6 @@ class BlockHead(Vocabulary, DraftHead):
     @property
     def architecture(self) -> str:  # type: ignore[override]
         design = self.design
-        if design.shape.gemma4:
-            return "Gemma4DSparkModel"
         is_dspark = design.sample_from_anchor or design.conditioning or design.confidence
         return "Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"
 
@@ -403,8 +392,6 @@ class BlockHead(Vocabulary, DraftHead):
         """The lm_head weight (v, D)."""
         if self.design.own_lm_head:
             return self.lm_head.weight
-        if self.design.shape.gemma4:  # what follows the weight is the head's own
-            return target.lm_head_weight()
         return target.unembed_weight()
 
     def config(self) -> dict[str, Any]:
@@ -415,11 +402,9 @@ class BlockHead(Vocabulary, DraftHead):
             "mask_token_id": design.mask_token,
             "target_layer_ids": layer_ids(self.feature_layers),
         }
-        layers = {"model_type": "qwen3", **design.shape.config()}
-        if design.shape.gemma4:
-            layers |= {"model_type": "gemma4_text", "final_logit_softcapping": design.softcap}
         return {
-            **layers,
+            "model_type": "qwen3",
+            **design.shape.config(),
             "num_hidden_layers": design.layers,
             "num_target_layers": design.target_layers,
             "vocab_size": self.vocab_size,
@@ -451,8 +436,6 @@ class BlockHead(Vocabulary, DraftHead):
         )
         vocab_size, target_layers = needed(config, "vocab_size", "num_target_layers")
         shape = LayerShape.read(config)
-        if config.get("model_type") == "gemma4_text":
-            shape = replace(shape, gemma4=True, k_eq_v=bool(config.get("attention_k_eq_v")))
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
             rank = matrix(tensors, "markov_head.markov_w1.weight").shape[1]
@@ -466,7 +449,7 @@ class BlockHead(Vocabulary, DraftHead):
         words, vocab_size = cls.sizes_in(tensors) or (vocab_size, vocab_size)
         design = BlockDesign(
             shape,
-            rope=Rope.read(config, shape.head_dim, GEMMA4_ROPES if shape.gemma4 else STATIC_ROPES),
+            rope=Rope.read(config, shape.head_dim),
             vocab_size=vocab_size,
             target_layers=target_layers,
             layers=max(1, count_of(tensors, r"layers\.(\d+)\.")),
@@ -481,7 +464,6 @@ class BlockHead(Vocabulary, DraftHead):
             draft_vocab_size=words,
             own_lm_head="lm_head.weight" in tensors,
             own_embeddings="embed_tokens.weight" in tensors,
-            softcap=config.get("final_logit_softcapping") or None,
         )
         return cls(design)
 
@@ -496,8 +478,6 @@ class BlockHead(Vocabulary, DraftHead):
         if not self.design.own_embeddings:
             return target.embed(tokens)
         embedded: Tensor = self.embed_tokens(tokens)
-        if self.design.shape.gemma4:  # in the dtype of the weight, as Gemma 4 rounds it
-            embedded = embedded * embedded.new_full((), math.sqrt(self.hidden_size))
         return embedded
 
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
@@ -648,7 +628,7 @@ class BlockHead(Vocabulary, DraftHead):
 
     def _factors(
         self, batch: Batch, blocks: Blocks, target: Target, rows_R: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, LowRank | Capped | None]:
+    ) -> tuple[Tensor, Tensor, Tensor, LowRank | None]:
         """Arguments of `linear_cross_entropy`. rows_R: of all slots (M K); None: all of them."""
         if rows_R is None:
             rows_R = torch.arange(blocks.real_MK.numel(), device=blocks.real_MK.device)
@@ -661,11 +641,9 @@ class BlockHead(Vocabulary, DraftHead):
                 codes_MKr.flatten(0, 1).index_select(0, rows_R),
                 self.markov_head.markov_w2.weight,
             )
-        cap = self.design.softcap
         weight_vD = self.unembed_weight(target)
-        added = plus if cap is None else Capped(cap, plus)
         states_RD = blocks.states_MKD.flatten(0, 1).index_select(0, rows_R)
-        return states_RD, weight_vD, labels_MK.flatten()[rows_R], added
+        return states_RD, weight_vD, labels_MK.flatten()[rows_R], plus
 
 
 class Entries:
@@ -679,8 +657,7 @@ class Entries:
         self.layers = len(attentions)
         groups = self.first.shape.kv_heads
         weights = [attention.k_proj.weight for attention in attentions]
-        if not self.first.shape.k_eq_v:
-            weights += [attention.v_proj.weight for attention in attentions]
+        weights += [attention.v_proj.weight for attention in attentions]
         self.weight_ED = operand(pack_like(weights[0], torch.cat(weights)))
         self.scale_G1W = torch.cat([a.k_norm.weight.expand(groups, 1, -1) for a in attentions])
 
@@ -689,9 +666,8 @@ class Entries:
         kv = project(x_BTD, self.weight_ED)
         kv = kv.view(*kv.shape[:2], -1, self.first.shape.head_dim).transpose(1, 2)
         heads = len(self.scale_G1W)
-        k, v = kv[:, :heads], kv[:, -heads:]  # the same, if the layers' keys are their values
-        k = self.first.turned(k, self.scale_G1W, angles)
-        v = self.first.values(v)
+        k = self.first.turned(kv[:, :heads], self.scale_G1W, angles)
+        v = kv[:, heads:]
         return list(zip(k.chunk(self.layers, dim=1), v.chunk(self.layers, dim=1), strict=True))
 
 
@@ -778,8 +754,6 @@ class BlockDrafter(TreeDrafter):
         """Give the builder the logits of one level after another, until the tree is complete."""
         head, builder = self.head, self.builder
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
-        if head.design.softcap is not None:
-            base_BKv = capped(base_BKv, head.design.softcap)
         conditioning = head.markov_head
         parts_BKX = states_BKD
         if conditioning is not None:

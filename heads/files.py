@@ -40,7 +40,7 @@ def staged(folder: Path) -> Iterator[Path]:
         with naming(folder):
             yield staging
         for path in staging.rglob("*"):
-            if path.is_file() and path.stat().st_nlink == 1:  # others are links to older files
+            if path.is_file():
                 path.chmod(mode)  # safetensors writes 0600, which no other user could serve
                 with path.open("r+b") as file:  # Windows flushes no other
                     os.fsync(file.fileno())

@@ -42,10 +42,6 @@ KEYS = {
 """The fields of `LayerShape` by their names in a Llama config."""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """RoPE scalings whose angles do not depend on the length of the text."""
-GEMMA4_ROPES = (*STATIC_ROPES, "proportional")
-"""With that of Gemma 4, which turns the first pairs of each head and leaves the others."""
-GELU = "gelu_pytorch_tanh"
-"""The activation of Gemma 4's layers, by its name in config.json."""
 
 
 class Cached(Generic[T]):
@@ -185,9 +181,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of a decoder layer. context: the target's, which serving engines need. gemma4: it is a
-    `Gemma4Layer`, whose keys are its values too if k_eq_v.
-    """
+    """Sizes of a decoder layer. context: the target's, which serving engines need."""
 
     hidden_size: int
     heads: int
@@ -196,8 +190,6 @@ class LayerShape:
     intermediate_size: int
     eps: float
     context: int
-    gemma4: bool = False
-    k_eq_v: bool = False
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.head_dim) < 1 or (
@@ -239,38 +231,29 @@ class LayerShape:
 
     def config(self) -> dict[str, Any]:
         sizes = {key: getattr(self, name) for name, key in KEYS.items()}
-        kind: dict[str, Any] = {"hidden_act": "silu"}
-        if self.gemma4:
-            kind = {"hidden_activation": GELU, "attention_k_eq_v": self.k_eq_v}
-        return {**sizes, **kind, "attention_bias": False}
+        return {**sizes, "hidden_act": "silu", "attention_bias": False}
 
 
 class Rope:
     """Rotary position embedding. Not a module: its angles stay float32 when the head is cast.
 
     theta: base. scaling: `rope_scaling` of a config, or None. Raises ValueError for a scaling that
-    is not one of `kinds` or lacks keys.
+    is not one of `STATIC_ROPES` or lacks keys.
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        theta: float,
-        scaling: dict[str, Any] | None,
-        kinds: Sequence[str] = STATIC_ROPES,
-    ) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: dict[str, Any] | None) -> None:
         # a second base in the scaling would be read by engines before ours
         own = {key: value for key, value in (scaling or {}).items() if key != "rope_theta"}
         self.theta = float(theta)
         self.scaling = own or None
         given = {key: value for key, value in own.items() if value is not None}
         kind = given.pop("type", None) or given.get("rope_type", "default")
-        if kind not in kinds:
+        if kind not in STATIC_ROPES:
             raise ValueError(
-                f"rope_scaling {kind!r}: expected one of {', '.join(kinds)}; others change "
+                f"rope_scaling {kind!r}: expected one of {', '.join(STATIC_ROPES)}; others change "
                 "with the length of the text, which a draft head's cache does not support"
             )
-        if kind != "proportional" and given.get("partial_rotary_factor", 1) != 1:
+        if given.get("partial_rotary_factor", 1) != 1:
             raise ValueError(
                 f"rope_scaling {own}: expected RoPE that turns whole heads, got a "
                 "partial_rotary_factor; remove it"
@@ -305,9 +288,7 @@ class Rope:
         return cls(head_dim, theta or parameters.get("rope_theta") or 10000.0, scaling)
 
     @classmethod
-    def read(
-        cls, config: dict[str, Any], head_dim: int, kinds: Sequence[str] = STATIC_ROPES
-    ) -> Rope:
+    def read(cls, config: dict[str, Any], head_dim: int) -> Rope:
         """The RoPE in a head's config.json, with the precedence of transformers: a base among the
         parameters, which may be those of a type of layers, is before one beside them.
         """
@@ -316,7 +297,7 @@ class Rope:
         given = given.get(kind) or given
         theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
         is_plain = (given.get("rope_type") or given.get("type") or "default") == "default"
-        return cls(head_dim, theta, None if is_plain else given, kinds)
+        return cls(head_dim, theta, None if is_plain else given)
 
     def __call__(self, positions_BQ: Tensor) -> Angles:
         if self.frequencies.device != positions_BQ.device:
@@ -344,8 +325,7 @@ class RMSNorm(nn.RMSNorm, Stateless):
 class Attention(nn.Module):
     """Grouped-query attention; its input may be wider than its output.
 
-    qk_norm: the queries and keys of each head are normed, as in Qwen3. Gemma 4 norms its values,
-    too, without a scale, and does not divide its scores by the root of the head width.
+    qk_norm: the queries and keys of each head are normed, as in Qwen3.
     """
 
     def __init__(self, shape: LayerShape, in_width: int, *, qk_norm: bool = False) -> None:
@@ -354,8 +334,7 @@ class Attention(nn.Module):
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q_proj = nn.Linear(in_width, wide, bias=False)
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
-        if not shape.k_eq_v:
-            self.v_proj = nn.Linear(in_width, narrow, bias=False)
+        self.v_proj = nn.Linear(in_width, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
         self.qk_norm = qk_norm
         if qk_norm:
@@ -369,26 +348,19 @@ class Attention(nn.Module):
         qkv_BQE, scale = self._projected(x_BQE)
         qkv = qkv_BQE.view(*qkv_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
         qk = self.turned(qkv[:, :turned], scale, angles)
-        v_BGQW = self.values(qkv[:, -self.shape.kv_heads :])
-        out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], v_BGQW)
+        out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
 
     def _projected(self, x_BQE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values; the norms of all query and key heads. The last are the values:
-        if these are the keys, there are no others.
-        """
-        layers = [self.q_proj, self.k_proj]
-        if not self.shape.k_eq_v:
-            layers.append(self.v_proj)
+        """Queries, keys and values; the norms of all query and key heads."""
+        layers = [self.q_proj, self.k_proj, self.v_proj]
         weights = [layer.weight for layer in layers]
         norms = [self.q_norm.weight, self.k_norm.weight] if self.qk_norm else []
 
         def scale() -> Tensor | None:
             heads = (self.shape.heads, self.shape.kv_heads)
             each = [norm_W.expand(n, 1, -1) for norm_W, n in zip(norms, heads, strict=bool(norms))]
-            if self.shape.gemma4:  # memories divide the scores by the same root
-                each[0] = each[0].float() * math.sqrt(self.shape.head_dim)
             return torch.cat(each) if each else None
 
         if self.training or torch.is_grad_enabled():
@@ -400,12 +372,6 @@ class Attention(nn.Module):
         )
         return project(x_BQE, stacked), norm_H1W
 
-    def values(self, x_BGQW: Tensor) -> Tensor:
-        """Values of these products: their norm in Gemma 4's layer, else themselves."""
-        if not self.shape.gemma4:
-            return x_BGQW
-        return F.rms_norm(x_BGQW, x_BGQW.shape[-1:], eps=self.shape.eps)
-
     def turned(self, x_BHQW: Tensor, scale_H1W: Tensor | None, angles: Angles) -> Tensor:
         """Queries or keys, normed and scaled if there is a scale, with their RoPE."""
         normed = x_BHQW
@@ -415,18 +381,16 @@ class Attention(nn.Module):
 
 
 class GatedMlp(Stateless):
-    """SwiGLU: W_down (SiLU(W_gate x) * W_up x); with GELU, approximated by tanh, in Gemma 4."""
+    """SwiGLU: W_down (SiLU(W_gate x) * W_up x)."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-        self.gelu = shape.gemma4
 
     def forward(self, x_BQD: Tensor) -> Tensor:
-        gate_BQI = self.gate_proj(x_BQD)
-        gate_BQI = F.gelu(gate_BQI, approximate="tanh") if self.gelu else F.silu(gate_BQI)
+        gate_BQI = F.silu(self.gate_proj(x_BQD))
         out_BQD: Tensor = self.down_proj(gate_BQI * self.up_proj(x_BQD))
         return out_BQD
 
@@ -452,33 +416,6 @@ class DecoderLayer(nn.Module):
         hidden_BQD = hidden_BQD + self.self_attn(x, angles, memory)
         out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
         return out_BQD
-
-
-class Gemma4Layer(nn.Module):
-    """Gemma 4's layer: a norm before and after both attention and MLP, and a fixed scalar at the
-    end.
-
-    Source: Gemma4TextDecoderLayer of transformers 5.23, as in a layer with full attention.
-    """
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        width, eps = shape.hidden_size, shape.eps
-        self.self_attn = Attention(shape, width, qk_norm=True)
-        self.mlp = GatedMlp(shape)
-        self.input_layernorm = RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.pre_feedforward_layernorm = RMSNorm(width, eps)
-        self.post_feedforward_layernorm = RMSNorm(width, eps)
-        self.layer_scalar: Tensor
-        self.register_buffer("layer_scalar", torch.ones(1))
-
-    def forward(self, hidden_BQD: Tensor, angles: Angles, memory: Memory) -> Tensor:
-        read_BQD = self.self_attn(self.input_layernorm(hidden_BQD), angles, memory)
-        hidden_BQD = hidden_BQD + self.post_attention_layernorm(read_BQD)
-        moved_BQD = self.mlp(self.pre_feedforward_layernorm(hidden_BQD))
-        hidden_BQD = hidden_BQD + self.post_feedforward_layernorm(moved_BQD)
-        return hidden_BQD * self.layer_scalar
 
 
 class FusingLayer(nn.Module):

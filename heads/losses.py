@@ -37,13 +37,6 @@ LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to the logits."""
 
 
-class Capped(NamedTuple):
-    """The logits are cap * tanh(logits / cap), before `plus` is added (Gemma)."""
-
-    cap: float
-    plus: LowRank | None
-
-
 Objective = Literal["ce", "kl", "dspark"]
 """ce: cross-entropy. kl: ce less the entropy of p, which has the same gradient. dspark: 0.1 of the
 cross-entropy with the true token and 0.9 of |p - q| = 2 (1 - sum min(p, q)).
@@ -133,7 +126,7 @@ def linear_cross_entropy(
     hidden_RD: Tensor,
     weight_vD: Tensor,
     labels_R: Tensor,
-    plus: LowRank | Capped | None = None,
+    plus: LowRank | None = None,
     *,
     weights_R: Tensor | None = None,
     teacher: Teacher | None = None,
@@ -148,32 +141,24 @@ def linear_cross_entropy(
     """
     if weights_R is None:
         weights_R = hidden_RD.new_ones((), dtype=torch.float32).expand(len(labels_R))
-    cap, plus = plus if isinstance(plus, Capped) else (None, plus)
     factors = (hidden_RD, weight_vD, *(plus or ()))
     result: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        labels_R, weights_R, teacher, cap, *factors
+        labels_R, weights_R, teacher, *factors
     )
     return result
 
 
 def chunked_ranks(
-    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | Capped | None = None
+    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | None = None
 ) -> Tensor:
     """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
-    cap, plus = plus if isinstance(plus, Capped) else (None, plus)
     factors = (hidden_RD, weight_vD, *(plus or ()))
     ranks = [labels_R[:0]]
     for part in _chunks(hidden_RD, len(weight_vD)):
         products = _products(factors, part)
         for piece in _pieces(products[0]):
-            logits_Pv, _ = _logits(products, piece, cap)
-            ranks.append(_ranks(logits_Pv, labels_R[part][piece]))
+            ranks.append(_ranks(_logits(products, piece), labels_R[part][piece]))
     return torch.cat(ranks)
-
-
-def capped(logits: Tensor, cap: float) -> Tensor:
-    """Gemma's soft cap: logits between -cap and cap."""
-    return cap * torch.tanh(logits / cap)
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -187,14 +172,13 @@ class _LinearLoss(torch.autograd.Function):
         labels_R: Tensor,
         weights_R: Tensor,
         teacher: Teacher | None,
-        cap: float | None,
         *factors: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         hidden_RD, weight_vD = factors[:2]
         new = torch.empty_like if len(hidden_RD) else torch.zeros_like  # the first chunk fills it
         gradients = [
             new(factor) if wanted else None
-            for factor, wanted in zip(factors, ctx.needs_input_grad[4:], strict=True)
+            for factor, wanted in zip(factors, ctx.needs_input_grad[3:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
         ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
@@ -204,7 +188,7 @@ class _LinearLoss(torch.autograd.Function):
             chunk = None if teacher is None else TeacherChunk(teacher, part, hidden_RD.device)
             weights = []
             for piece in _pieces(products[0]):
-                logits_Pv, slope_Pv = _logits(products, piece, cap)
+                logits_Pv = _logits(products, piece)
                 labels_P = labels_R[part][piece]
                 ranks.append(_ranks(logits_Pv, labels_P))
                 scored = (
@@ -215,11 +199,8 @@ class _LinearLoss(torch.autograd.Function):
                 accepted.append(scored.accepted_P)
                 weights_P = weights_R[part][piece] * scored.known_P
                 loss += _dot(scored.loss_P, weights_P)
-                grad_Pv = scored.grad_Pv  # gradients take the place of the products
-                for more_Cv in products[1:]:
-                    more_Cv[piece] = grad_Pv
-                # the second product is added to what is capped
-                products[0][piece] = grad_Pv if slope_Pv is None else grad_Pv * slope_Pv
+                for product_Cv in products:  # gradients take their place
+                    product_Cv[piece] = scored.grad_Pv
                 weights.append(weights_P)
             _add_gradients(gradients, factors, products, torch.cat(weights), part)
         ctx.save_for_backward(*gradients)
@@ -232,7 +213,7 @@ class _LinearLoss(torch.autograd.Function):
         scaled = [
             grad if grad is None else grad * scale.to(grad.dtype) for grad in ctx.saved_tensors
         ]
-        return None, None, None, None, *scaled
+        return None, None, None, *scaled
 
 
 def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
@@ -255,19 +236,12 @@ def _products(factors: Sequence[Tensor], part: slice) -> list[Tensor]:
     ]
 
 
-def _logits(
-    products: list[Tensor], piece: slice, cap: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """float32 (P, v): the sum of the products. If the first one is capped, also the derivative of
-    its cap. In float32, the logits are those of the first product, in place.
-    """
-    logits_Pv, slope_Pv = products[0][piece].float(), None
-    if cap is not None:
-        logits_Pv = capped(logits_Pv, cap)
-        slope_Pv = 1 - (logits_Pv / cap).square()
+def _logits(products: list[Tensor], piece: slice) -> Tensor:
+    """float32 (P, v): the sum of the products. In float32, those of the first product, in place."""
+    logits_Pv = products[0][piece].float()
     for more_Cv in products[1:]:
         logits_Pv += more_Cv[piece]
-    return logits_Pv, slope_Pv
+    return logits_Pv
 
 
 def _add_gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,24 @@ def check_finite(file: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> Non
                     f"{file}: expected finite numbers, got others in {name}; get the head again, "
                     "or an earlier checkpoint of its training"
                 )
+
+
+def differences(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> list[str]:
+    """What tensors are missing, unexpected or of other shapes or kinds, by name."""
+    faults = []
+    for name in sorted(expected.keys() | got.keys()):
+        wanted = _form(expected.get(name))
+        found = _form(got.get(name))
+        if wanted != found:
+            faults.append(f"{name}: expected {wanted}, got {found}")
+    return faults
+
+
+def _form(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "none"
+    kind = "numbers" if tensor.is_floating_point() else "integers"
+    return f"{kind} {tuple(tensor.shape)}"
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

@@ -48,7 +48,8 @@ class Vocabulary:
     @staticmethod
     def sizes_in(tensors: dict[str, Tensor]) -> tuple[int, int] | None:
         """v and V of stored tensors; None without maps. Raises ValueError where they disagree."""
-        offsets_v, mask_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+        offsets_v = integers(tensors, "d2t")
+        mask_V = integers(tensors, "t2d")
         if offsets_v is None or mask_V is None:  # if one is missing, loading fails
             return None
         ids_v = offsets_v + torch.arange(len(offsets_v), device=offsets_v.device)

@@ -15,14 +15,14 @@ from draftheads.heads.formats.hub import (
     CARD,
     FORMAT,
     about_target,
-    head_config,
     open_head,
     save_head,
+    stored_head,
     tree_facts,
 )
 from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.mtp import write_target
-from draftheads.heads.formats.stored import Stored, named
+from draftheads.heads.formats.stored import named
 from draftheads.heads.formats.table import written
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
@@ -65,25 +65,24 @@ def converted(
         "target": origin,
         "feature_layers": list(head.feature_layers),
     }
-    tensors = {name: tensor.contiguous() for name, tensor in cast(stored.tensors, dtype).items()}
-    dtypes = [each.dtype for each in tensors.values() if each.is_floating_point()]
     public = public_config(facts)
     # other programs look for a target on this machine by its path, in a key of their own
-    ours = head_config(head, dtypes[0], public if to == "draftheads" else facts)
+    known = public if to == "draftheads" else facts
+    ours = stored_head(head, cast(stored.tensors, dtype), known)
     with named(folder.path):
         if folder.facts.adapter:
             raise ValueError(
                 "this head was trained with an adapter, which no other layout has; `draftheads "
                 "merge` writes the adapted target and its heads first"
             )
-        theirs = written(Stored(ours, tensors), to, target)
+        theirs = written(ours, to, target)
         if to == "gguf":
             if target_file is None:
                 raise ValueError("--to gguf needs --target FILE, the target that llama.cpp loads")
             write_gguf(theirs, target_file, out)
             return out
     theirs.config["draftheads"] = {key: public[key] for key in theirs.config["draftheads"]}
-    card = render_card({**ours, "draftheads": public_facts(facts)}, to)
+    card = render_card({**ours.config, "draftheads": public_facts(facts)}, to)
     with staged(out) as staging:
         theirs.save(staging)
         (staging / CARD).write_text(card + "\n")
@@ -111,14 +110,7 @@ def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
     return result
 
 
-def with_mtp(
-    source: str | Path,
-    out: Path,
-    target: Target | None,
-    *,
-    link: bool = False,
-    dtype: str = "auto",
-) -> Path:
+def with_mtp(source: str | Path, out: Path, target: Target | None, dtype: str = "auto") -> Path:
     """Write the target's checkpoint with the head of `source` as its MTP layer. dtype: as for
     `converted`.
 
@@ -142,7 +134,7 @@ def with_mtp(
     if not isinstance(head, MtpHead):
         raise ValueError(f"--to mtp: expected a head of kind mtp, got {head.kind}")
     head.load_state_dict(cast(stored.tensors, dtype), assign=True)  # not in the target's dtype
-    write_target(head, target, out, link=link)
+    write_target(head, target, out)
     return out
 
 
@@ -159,7 +151,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | Non
             "nothing to merge"
         )
     check_new(out)
-    name, revision = (target, None) if target else folder.target
+    name, revision = folder.target if target is None else (target, None)
     if dtype == "auto":
         own = read_config(name, revision).get_text_config(decoder=True)
         dtype = dtype_name(own.dtype or torch.float32)

@@ -22,10 +22,8 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]
 from huggingface_hub.hf_api import ModelInfo
 
 from draftheads.arguments import HUB_ID
-from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.card import HERE, REMOTE_CODE, is_hub_id, render_card
-from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, head_config, open_head
-from draftheads.heads.formats.stored import Stored
+from draftheads.heads.formats.hub import CARD, CONFIG, WEIGHTS, HeadFolder, open_head, stored_head
 from draftheads.heads.formats.table import as_ours
 from draftheads.heads.target import adapter
 from draftheads.scripts.public import is_local, public_config, public_facts, without_private
@@ -43,8 +41,6 @@ deepfloyd-if-license fair-noncommercial-research-license llama2 llama3 llama3.1 
 llama4 grok2-community gemma unknown other
 """
 """Licence identifiers of the Hub (its documentation's page "Licenses")."""
-OURS = {CONFIG: r'^ *"draftheads": \{', CARD: r"^library_name: draftheads$"}
-"""Files -> the line by which draftheads marks them."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +88,10 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
         for name in [CONFIG, WEIGHTS, CARD, *(adapter.FILES if has_adapter else ())]
     }
     head, stored = folder.read()
-    card = _card(folder, ours(head, stored, public_facts(folder.facts.json)), repo_id, licence)
+    public = stored_head(head, stored.tensors, public_facts(folder.facts.json))
+    card = _card(folder, as_ours(public, None).config, repo_id, licence)
     facts = public_config(folder.facts.json)
-    texts = {CONFIG: ours(head, stored, facts)}
+    texts = {CONFIG: as_ours(stored_head(head, stored.tensors, facts), None).config}
     if has_adapter:
         settings = adapter.read_settings(folder.path / adapter.FOLDER)
         texts[adapter.FILES[0]] = settings | {"base_model_name_or_path": facts["target"]["name"]}
@@ -118,12 +115,6 @@ def own_file(path: Path, root: Path) -> Path:
     return path
 
 
-def ours(head: DraftHead, stored: Stored, facts: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a head in our own layout with these facts, and nothing else."""
-    dtype = next(each.dtype for each in stored.tensors.values() if each.is_floating_point())
-    return as_ours(Stored(head_config(head, dtype, facts), stored.tensors), None).config
-
-
 def _card(folder: HeadFolder, public: dict[str, Any], repo_id: str, licence: str | None) -> str:
     """The folder's card with the repository's name in its commands: rendered again, or, if the user
     has edited it, with private texts replaced.
@@ -139,9 +130,6 @@ def _card(folder: HeadFolder, public: dict[str, Any], repo_id: str, licence: str
     except (ValueError, TypeError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path}: expected metadata in YAML first ({reason})") from error
-    missing = [key for key in ("library_name", "pipeline_tag", "tags") if not card.data.get(key)]
-    if missing:
-        raise ValueError(f"{path}: its metadata lacks {', '.join(missing)}")
     if licence is not None:
         card.data["license"] = licence
     check_licence(card.data.get("license"), path)
@@ -162,7 +150,8 @@ def check_licence(licence: Any, place: Path) -> None:
 
 def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
     """What readers will miss."""
-    target, lora = folder.facts.target.name, folder.facts.target.lora
+    target = folder.facts.target.name
+    lora = folder.facts.target.lora
     if is_local(lora):
         yield f"the target's LoRA is not on the Hub ({lora}): others cannot load it"
     if not is_hub_id(target):
@@ -186,7 +175,8 @@ def publish(
     public one without `public`; PermissionError if the Hub refuses access, ConnectionError if it
     cannot be reached.
     """
-    api, repo_id = HfApi(), upload.repo_id
+    api = HfApi()
+    repo_id = upload.repo_id
     try:
         there = _repository(api, repo_id, revision)
         if there is not None:
@@ -261,10 +251,9 @@ def check_repository(
 
 
 def _is_of_heads(api: HfApi, there: ModelInfo) -> bool:
-    """Whether draftheads wrote its config.json, or, if it has none, its card."""
-    for name, line in OURS.items():
-        if name in _files(there):
-            file = Path(api.hf_hub_download(there.id, name, revision=there.sha))
-            text = file.read_text(encoding="utf-8", errors="replace")
-            return bool(re.search(line, text, re.MULTILINE))
-    return False
+    """Whether draftheads wrote its config.json."""
+    if CONFIG not in _files(there):
+        return False
+    file = Path(api.hf_hub_download(there.id, CONFIG, revision=there.sha))
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return bool(re.search(r'^ *"draftheads": \{', text, re.MULTILINE))

@@ -47,7 +47,6 @@ def convert(
     lora: Lora = None,
     dtype: Annotated[Dtypes, Option(help="of the written head; auto: as it is")] = "auto",
     device: Device = None,
-    link: Annotated[bool, Option("--link", help="for mtp: hard links for files that stay")] = False,
 ) -> None:
     """Convert a head to or from the layout of vLLM, SGLang, llama.cpp and others, bit by bit.
 
@@ -68,7 +67,7 @@ def convert(
         place = Place(dtype, device, lora=lora)
         loaded = load_target(target, place, template_args=prepared())
     if to == "mtp":
-        say(with_mtp(source, out, loaded, link=link, dtype=dtype))
+        say(with_mtp(source, out, loaded, dtype))
         say_next("chat", "--target", out, "--head", "mtp")
         return
     say(converted(source, out, to, loaded, dtype=dtype))

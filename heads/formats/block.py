@@ -3,14 +3,12 @@ llama.cpp, which differ by the place of keys, and of the speculators library.
 
 Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: deepspec/modeling/dspark of deepseek-ai/DeepSpec; dflash/model.py of z-lab/dflash;
-for Gemma 4's layers its gemma4/modeling.py and gemma4/config.py, and gemma4_dspark.py of vLLM;
 qwen3_dspark.py and qwen3_dflash.py of vLLM 0.33; models/dspark.py and models/dflash.py of SGLang
 0.5.23; models/dspark and models/dflash of speculators 0.9; conversion/qwen.py of llama.cpp.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -19,11 +17,8 @@ from torch import Tensor
 
 from draftheads.heads.block import feature_layers, layer_ids
 from draftheads.heads.formats.eagle import (
-    BLOCK,
-    CONFIDENCE,
     LAYER,
     LEFT_OUT,
-    MARKOV,
     NO,
     ONE,
     complete_maps,
@@ -35,14 +30,11 @@ from draftheads.heads.formats.eagle import (
     with_sections,
 )
 from draftheads.heads.formats.stored import Stored, check_values, renamed, target_name
-from draftheads.heads.layers import GELU
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, needed, require
 
-KNOWN = re.compile(
-    r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft|Gemma4DSpark)Model|(DSpark|DFlash)Speculator"
-)
-"""Architectures of heads with Qwen3's layers, and one with Gemma 4's."""
+KNOWN = re.compile(r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
+"""Architectures of heads with Qwen3's layers."""
 ONE_AND_N = re.compile(r"DFlash(DraftModel|Speculator)")
 """Those whose anchor's slot does not predict, unless config.json says otherwise."""
 DESIGN: dict[str, tuple[Any, ...]] = {
@@ -59,20 +51,24 @@ DESIGN: dict[str, tuple[Any, ...]] = {
     "output_multiplier": ONE,
 }
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
-GEMMA4_ALONE = ("partial_rotary_factor", "final_logit_softcapping")
-"""Keys that heads with Gemma 4's layers may have with any value."""
-GEMMA4: dict[str, tuple[Any, ...]] = {
-    **{key: values for key, values in DESIGN.items() if key not in GEMMA4_ALONE},
-    "model_type": (None, "gemma4_text", "gemma4_unified_text"),
-    "hidden_act": (None, GELU),
-    "hidden_activation": (None, GELU),
-    "rope_scaling": (None,),
-    "enable_moe_block": NO,
-    "hidden_size_per_layer_input": (None, 0),
-}
-"""As `DESIGN`, for heads with Gemma 4's layers."""
 COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
 """Keys that ours have, too."""
+KEPT = (
+    "block_size",
+    "draft_vocab_size",
+    "mask_token_id",
+    "num_target_layers",
+    "dtype",
+    "sample_from_anchor",
+)
+"""Keys that speculators and we have at the top level."""
+DSPARK = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
+"""The same, of DSpark alone."""
 ALIGNED = 8
 """Rank of a Markov head of zeros, whose rows are then as long as kernels like them."""
 
@@ -102,14 +98,11 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
             raise ValueError(
                 f"expected a DSpark or DFlash head with Qwen3's layers, got {architecture}"
             )
-    is_gemma4 = "Gemma4DSparkModel" in (config.get("architectures") or [])
     whole = with_sections(config)
-    check_values(whole, GEMMA4 if is_gemma4 else DESIGN)
+    check_values(whole, DESIGN)
     needed(whole, "rope_theta", "mask_token_id", "block_size", "target_layer_ids")
     vocab_size, _ = complete_maps(tensors, config, target)
-    if is_gemma4:
-        _check_gemma4(config, tensors)
-    _drop_copies(tensors, target, is_gemma4)
+    _drop_copies(tensors, target)
     if "confidence_head.proj.weight" in tensors:
         zero_1 = tensors["confidence_head.proj.weight"].new_zeros(1)
         tensors.setdefault("confidence_head.proj.bias", zero_1)
@@ -128,25 +121,7 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         "sliding_window": _window(config),
         "draftheads": facts,
     }
-    if is_gemma4:
-        ours |= {key: config.get(key) for key in ("attention_k_eq_v", "final_logit_softcapping")}
-        ours["model_type"] = "gemma4_text"
     return Stored(ours, tensors)
-
-
-def _check_gemma4(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for a head with Gemma 4's layers that is not as DeepSpec makes them: all
-    layers have full attention, whatever the target's have, and both matrices are in the file.
-    """
-    if _window(config) is not None:
-        raise ValueError(
-            "expected layer_types: full_attention, the only ones of DeepSpec's Gemma 4 layers; got "
-            "sliding_attention"
-        )
-    [rope] = needed(config.get("rope_parameters") or {}, "full_attention")
-    needed(rope, "rope_theta")
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        matrix(tensors, name)
 
 
 def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -156,7 +131,7 @@ def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return layer_sizes(tensors, len(norm_W))
 
 
-def _drop_copies(tensors: dict[str, Tensor], target: Target | None, is_gemma4: bool) -> None:
+def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
     """Drop what is the target's, unless the target scales its embeddings otherwise."""
     if "d2t" in tensors:
         matrix(tensors, "lm_head.weight")  # of the draft vocabulary, which the target's is not
@@ -169,9 +144,8 @@ def _drop_copies(tensors: dict[str, Tensor], target: Target | None, is_gemma4: b
             ours_VD = matrix(tensors, name)
             is_same = is_copy(ours_VD, theirs_VD)
             if is_same and "embed" in name:  # by the first few tokens
-                scale = math.sqrt(ours_VD.shape[1]) if is_gemma4 else 1.0
                 tokens = torch.arange(min(len(ours_VD), 8), device=target.device)
-                is_same = is_copy(scale * ours_VD[:8], target.embed(tokens).cpu())
+                is_same = is_copy(ours_VD[:8], target.embed(tokens).cpu())
             if is_same:
                 del tensors[name]
 
@@ -183,7 +157,8 @@ def _is_silent(tensors: dict[str, Tensor]) -> bool:
 
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:
-    said, kind = config.get("sample_from_anchor"), config.get("markov_head_type")
+    said = config.get("sample_from_anchor")
+    kind = config.get("markov_head_type")
     said = config.get("query_zero_predicts_next") if said is None else said  # vLLM's name
     if said is None and config.get("speculators_model_type") == "dspark":
         raise ValueError(
@@ -262,11 +237,11 @@ def to_speculators(stored: Stored, target: Target | None) -> Stored:
     stored = to_engine(stored, target)
     ours = flat(stored.config)
     kind = "dflash" if ours["architectures"] == ["DFlashDraftModel"] else "dspark"
-    more = (*MARKOV, *CONFIDENCE) if kind == "dspark" else ()
+    more = DSPARK if kind == "dspark" else ()
     config = {
         "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
         **speculators_config(ours, kind, chain(ours)),
-        **{key: ours[key] for key in (*BLOCK, "sample_from_anchor", *more)},
+        **{key: ours[key] for key in (*KEPT, *more)},
         "aux_hidden_state_layer_ids": list(feature_layers(ours["target_layer_ids"])),
         "sliding_window_non_causal": True,  # vLLM takes it for all layers
         "target_hidden_size": None,

@@ -23,7 +23,6 @@ from draftheads.heads.formats.table import WRITERS, loss
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.mtp.families import family_of
 from draftheads.heads.tables import flat, markdown_table
-from draftheads.heads.tree import DynamicTree
 from draftheads.recipes import packaged
 
 ENGINES = {
@@ -61,10 +60,6 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     training = dict(facts.training)
     recipe = training.pop("recipe", None)
     source = flat(training).get("data.prompts.source")
-    shape = {key: value for key, value in config.items() if not isinstance(value, dict | list)}
-    shape = {key: value for key, value in shape.items() if not key.startswith("speculators_")}
-    growth = "rebuilt at each step" if isinstance(tree, DynamicTree) else "fixed"
-    shape["tree"] = f"{tree.draft_nodes} draft nodes, {tree.depth} deep, {growth}"
     lora = facts.target.lora
     bases = [name.partition("@")[0] for name in (target, lora) if name]
     on_hub = bool(target) and all(map(is_hub_id, bases))
@@ -101,7 +96,6 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         in_target=layer is not None and family_of(layer["config"]["model_type"]) is not None,
         outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
-        shape=_two_columns(shape),
         training=_two_columns(flat(training)),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
         measured=markdown_table(

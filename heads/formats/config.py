@@ -19,9 +19,7 @@ Nodes = Annotated[int, Field(gt=0, lt=1 << 12)]
 Slots = Annotated[int, Field(gt=1, le=64)]
 Layer = Annotated[int, Field(ge=-1, lt=1 << 16)]
 Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
-Part = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Cap = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 LAYER_IDS = "target_layer_ids aux_hidden_state_layer_ids"
 
@@ -32,17 +30,15 @@ KEYS: list[tuple[Any, str]] = [
     (Count | None, "original_max_position_embeddings"),
     (Nodes | None, "draft_nodes depth top_k num_target_layers"),
     (Slots | None, "block_size"),
-    (Rank | None, "mask_token_id markov_rank max_window_layers"),
+    (Rank | None, "mask_token_id markov_rank"),
     (Count | None, "swa_window_size"),
     (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
     (Positive | None, "beta_fast beta_slow attention_factor"),
-    (Part | None, "partial_rotary_factor"),
-    (Cap | None, "final_logit_softcapping"),
     (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
     (bool | None, "return_hidden_post_norm use_sliding_window query_zero_predicts_next"),
     (bool | None, "norm_embeddings sample_from_anchor sliding_window_non_causal is_causal causal"),
     (bool | None, "enable_confidence_head confidence_head_with_markov use_swa"),
-    (bool | None, "has_own_lm_head has_embed_tokens attention_k_eq_v"),
+    (bool | None, "has_own_lm_head has_embed_tokens"),
     (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
     (str | None, "kind name name_or_path revision lora fingerprint architecture"),
     (dict[str, Any] | None, "rope_scaling rope_parameters transformer_layer_config adapter"),

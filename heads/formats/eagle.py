@@ -25,6 +25,7 @@ from draftheads.heads.formats.stored import (
     renamed,
     target_name,
 )
+from draftheads.heads.layers import KEYS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import integers, matrix, needed, require
 from draftheads.heads.vocabulary import t2d
@@ -80,14 +81,11 @@ LEFT_OVER = ("num_attention_heads", "rms_norm_eps", "vocab_size")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 KEPT = ("draft_vocab_size", AUX_LAYERS, "draftheads", *SWITCHES)
 """Keys that speculators and we have at the top level."""
-BLOCK = ("block_size", "draft_vocab_size", "mask_token_id", "num_target_layers", "dtype")
-"""Keys that speculators and we have at the top level of block heads."""
-MARKOV = ("markov_rank", "markov_head_type")
-CONFIDENCE = ("enable_confidence_head", "confidence_head_with_markov")
-OUTSIDE = {*KEPT, *BLOCK, *MARKOV, *CONFIDENCE, "architectures", "eagle_config", "dflash_config"}
-OUTSIDE |= {"num_aux_hidden_states", "target_hidden_size", "sample_from_anchor", "is_causal"}
-OUTSIDE |= {"target_layer_ids", "has_own_lm_head", "has_embed_tokens"}
-"""Our keys that do not describe the layers, of both kinds."""
+OF_LAYERS = f"""
+{" ".join(KEYS.values())} model_type num_hidden_layers vocab_size layer_types hidden_act
+attention_bias rope_theta rope_scaling sliding_window use_sliding_window tie_word_embeddings
+""".split()
+"""Our keys that describe the layers, of both kinds."""
 
 
 def from_eagle(stored: Stored, target: Target | None) -> Stored:
@@ -217,17 +215,14 @@ def is_windowed(config: dict[str, Any]) -> bool:
     """Whether all layers have the window; sliding_window alone may be left over. Raises ValueError
     where config.json does not say it of each layer, or says it of some.
     """
-    kinds, uses = config.get("layer_types"), config.get("use_sliding_window")
+    kinds = config.get("layer_types")
+    uses = config.get("use_sliding_window")
     if kinds is None and uses and config.get("sliding_window"):
-        first = config.get("max_window_layers")
-        layers = config.get("num_hidden_layers") or 1
-        if first is None:
-            raise ValueError(
-                f"expected layer_types in config.json, got use_sliding_window without them; add "
-                f'"layer_types": ["sliding_attention"] for layers with the window of '
-                f'{config["sliding_window"]}, ["full_attention"] for others'
-            )
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+        raise ValueError(
+            f"expected layer_types in config.json, got use_sliding_window without them; add "
+            f'"layer_types": ["sliding_attention"] for layers with the window of '
+            f'{config["sliding_window"]}, ["full_attention"] for others'
+        )
     kinds = kinds or ["full_attention"]
     if len(set(kinds)) > 1:
         raise ValueError(f"expected layers that all have a window or all have none, got {kinds}")
@@ -274,7 +269,8 @@ def complete_maps(
     tensors: dict[str, Tensor], config: dict[str, Any], target: Target | None
 ) -> tuple[int, Tensor]:
     """Leave both maps of a draft vocabulary or none; returns V and the target ids (v,)."""
-    offsets_v, known_V = integers(tensors, "d2t"), integers(tensors, "t2d")
+    offsets_v = integers(tensors, "d2t")
+    known_V = integers(tensors, "t2d")
     vocab_size = _vocab_size(config, target) if known_V is None else len(known_V)
     for name in ("d2t", "t2d"):
         tensors.pop(name, None)
@@ -346,7 +342,7 @@ def speculators_config(
     if name is None:
         raise ValueError("exporting to speculators needs the target model; pass --target")
     facts = HeadFacts(config["draftheads"])
-    layer = {key: value for key, value in config.items() if key not in OUTSIDE}
+    layer = {key: value for key, value in config.items() if key in OF_LAYERS}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": chain or max(1, facts.tree.depth),

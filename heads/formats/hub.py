@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftheads.arguments import head_folder
 from draftheads.heads.base import DraftHead
@@ -97,10 +98,9 @@ def write_head(
         "training": training or {},
         "measured": measured or [],
     }
-    config = head_config(head, next(head.parameters()).dtype, facts)
-    tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
-    as_ours(Stored(config, tensors), target).save(folder)
-    (folder / CARD).write_text(render_card(config) + "\n")
+    stored = stored_head(head, head.state_dict(), facts)
+    as_ours(stored, target).save(folder)
+    (folder / CARD).write_text(render_card(stored.config) + "\n")
     write_remote_code(folder)
     if target.adapter:
         target.adapter.save(folder / ADAPTER, target.name)
@@ -113,14 +113,16 @@ def tree_facts(tree: Tree) -> dict[str, Any]:
     return {"tree": tree.to_json(), "tree_order": [list(path) for path in tree.order]}
 
 
-def head_config(head: DraftHead, dtype: torch.dtype, facts: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a head folder in our own layout."""
-    return {
+def stored_head(head: DraftHead, tensors: Mapping[str, Tensor], facts: dict[str, Any]) -> Stored:
+    """A head with these tensors in our own layout."""
+    dtype = next(each.dtype for each in tensors.values() if each.is_floating_point())
+    config = {
         "architectures": [head.architecture],
         **head.config(),
         "dtype": dtype_name(dtype),
         "draftheads": facts,
     }
+    return Stored(config, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def refusals(head: DraftHead, target: Target) -> str:
@@ -242,7 +244,6 @@ class HeadFolder:
             if target is not None:
                 check_target(head, target, stored.facts)
             stored.check(head.state_dict())
-            stored.check_finite()
             if stored.facts.has_tree:
                 head.tree = stored.facts.tree
                 head.check_tree(head.tree)

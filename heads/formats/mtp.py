@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from draftheads.heads.files import CONFIG, read_json, staged, write_text
 from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
 from draftheads.heads.mtp.families import FAMILIES, Family, family_of
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import final_norm
 from draftheads.heads.target.skeleton import tensor_files
-
-NEW = "model-mtp.safetensors"
-"""The file of a layer that the checkpoint did not have."""
-RENAMED = "model-target.safetensors"
-"""A single file's new name: beside one of the old name, transformers reads no index."""
+from draftheads.heads.tensors import differences
 
 
-def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False) -> None:
+def write_target(head: MtpHead, target: Target, out: Path) -> None:
     """Write the target's folder with this head as its MTP layer, in the place of the one that it
-    has, if any. Its tensors keep their dtype. link: files that stay are hard links.
+    has, else in its last file. Its tensors keep their dtype.
 
-    Raises ValueError for a target that is quantised or whose layers no engine expects, for a head
-    that is not like them, and where links are not possible.
+    Raises ValueError for a target that is quantised or whose layers no engine expects, and for a
+    head that is not like them.
     """
     if target.quantisation:
         raise ValueError(
@@ -48,36 +40,25 @@ def write_target(head: MtpHead, target: Target, out: Path, *, link: bool = False
     model, prefix, inner, stored = in_model(head, head.layer_tensors())
     for name, tensor in revert_weight_conversion(model, inner).items():  # each expert alone, say
         stored[BLOCK + name.removeprefix(f"{prefix}.")] = tensor
-    _check(head, target, family, places, stored)
-    if family.shares_norm:
-        weight_D = stored.pop("post_norm.weight")
-        own_D = final_norm(target.model).state_dict()["weight"]
-        if not torch.equal(weight_D.to(own_D), own_D):
-            raise ValueError(
-                f"target {target.name}: expected a head with this target's final norm, got "
-                "another; pass the target that it was trained on, or train one with "
-                "head.from=target"
-            )
+    _check(head, target, places, stored)
+    last = max(files.values())
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
         theirs = places.get(name) or family.theirs(name, target.layers)
-        by_file.setdefault(files.get(theirs, NEW), {})[theirs] = tensor.cpu().contiguous()
-    added = by_file.get(NEW, {})
-    renames = {SAFE_WEIGHTS_NAME: RENAMED} if added else {}
+        file = files.setdefault(theirs, last)
+        by_file.setdefault(file, {})[theirs] = tensor.cpu().contiguous()
     with staged(out) as folder:
         for path in source.iterdir():
             if path.is_file() and path.name not in by_file:
-                _copy(path.resolve(), folder / renames.get(path.name, path.name), link=link)
-        for name, changed in by_file.items():
-            old = load_file(source / name) if (source / name).exists() else {}
-            place = folder / renames.get(name, name)
-            save_file(old | changed, place, metadata={"format": "pt"})
-        if added:
-            kept = {name: renames.get(file, file) for name, file in files.items()}
-            _write_index(folder, kept, added)
+                shutil.copyfile(path, folder / path.name)
+        for file, changed in by_file.items():
+            tensors = load_file(source / file) | changed
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        index = folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.exists():
+            write_text(index, json.dumps({"metadata": {}, "weight_map": files}, indent=2) + "\n")
         config = read_json(source / CONFIG)
         config.get("text_config", config)[family.count] = 1
-        (folder / CONFIG).unlink()  # it may be a link
         write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -109,28 +90,22 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
 
 
 def _check(
-    head: MtpHead,
-    target: Target,
-    family: Family,
-    places: dict[str, str],
-    stored: dict[str, Tensor],
+    head: MtpHead, target: Target, places: dict[str, str], stored: dict[str, Tensor]
 ) -> None:
     """Raise ValueError unless engines read a layer of this head's shape in this place, which
     replaces all but the copies of the target's own.
     """
-    wanted = shape_in(target, family, places or head.layer_tensors())
+    wanted = shape_in(target, places or head.layer_tensors())
+    its = wanted.design
+    mine = head.design
     faults = []
     for what, expected, got in (
-        ("model type", _model_type(wanted), _model_type(head)),
-        ("state before embedding", wanted.design.states_first, head.design.states_first),
-        ("the model's norm after the layer", family.shares_norm, head.design.shares_norm),
+        ("model type", its.origin.config["model_type"], mine.origin.config["model_type"]),
+        ("state before embedding", its.states_first, mine.states_first),
     ):
         if expected != got:
-            faults.append(f"{what}: {got}, not {expected}")
-    theirs, mine = _shapes(wanted), _shapes(head)
-    for name in sorted(theirs.keys() | mine.keys()):
-        if theirs.get(name) != mine.get(name):
-            faults.append(f"{name}: {mine.get(name)}, not {theirs.get(name)}")
+            faults.append(f"{what}: expected {expected}, got {got}")
+    faults += differences(wanted.layer_tensors(), head.layer_tensors())
     old = {name for name in places if not name.startswith(("lm_head.", "embed_tokens."))}
     faults += [f"{name}: in the checkpoint alone" for name in sorted(old - stored.keys())]
     if faults:
@@ -138,35 +113,3 @@ def _check(
             f"target {target.name}: expected a head like the MTP layer of its family, got "
             f"{'; '.join(faults[:3])}; train one with head.from=target"
         )
-
-
-def _model_type(head: MtpHead) -> str:
-    return str(head.design.origin.config["model_type"])
-
-
-def _shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in head.layer_tensors().items()}
-
-
-def _copy(source: Path, place: Path, *, link: bool) -> None:
-    if not link:
-        shutil.copyfile(source, place)
-        return
-    try:
-        os.link(source, place)
-    except OSError as error:
-        raise ValueError(
-            f"--link: expected a disk on which {place.parent.parent} can link to {source}, got "
-            f"{error.strerror}; leave --link out, which copies"
-        ) from error
-
-
-def _write_index(folder: Path, kept: dict[str, str], added: dict[str, Tensor]) -> None:
-    """The index of a checkpoint that got a file more. kept: the file of each older tensor."""
-    path = folder / SAFE_WEIGHTS_INDEX_NAME
-    index: dict[str, Any] = read_json(path) if path.exists() else {"metadata": {}}
-    path.unlink(missing_ok=True)  # it may be a link
-    index["weight_map"] = {**kept, **dict.fromkeys(added, NEW)}
-    if size := index["metadata"].get("total_size"):
-        index["metadata"]["total_size"] = size + sum(x.nbytes for x in added.values())
-    write_text(path, json.dumps(index, indent=2) + "\n")

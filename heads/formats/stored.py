@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftheads.heads.files import CONFIG, read_json
 from draftheads.heads.formats.facts import HeadFacts
-from draftheads.heads.tensors import _damaged, check_finite, opened
+from draftheads.heads.tensors import _damaged, check_finite, differences, opened
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 
@@ -50,34 +50,20 @@ class Stored:
         return HeadFacts(self.config.get("draftheads") or {})
 
     def check(self, expected: dict[str, Tensor]) -> None:
-        """Raise ValueError for tensors that are missing, unexpected or of other shapes or kinds."""
-        faults = []
-        for name in sorted(expected.keys() | self.tensors.keys()):
-            wanted = _form(expected.get(name))
-            got = _form(self.tensors.get(name))
-            if wanted != got:
-                faults.append(f"{name}: expected {wanted}, got {got}")
-        if faults:
+        """Raise ValueError for tensors that are missing, unexpected, of other shapes or kinds, or
+        with numbers that are not finite.
+        """
+        if faults := differences(expected, self.tensors):
             raise ValueError(
                 f"{self.file} does not match its head: {'; '.join(faults[:3])}; was it made for "
                 "another target?"
             )
-
-    def check_finite(self) -> None:
-        """Raise ValueError for a tensor with numbers that are not finite."""
         check_finite(self.file, self.tensors.items())
 
     def save(self, folder: Path) -> None:
         """Write config.json and tensors into an existing folder."""
         save_file(self.tensors, folder / self.file, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
-
-
-def _form(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "none"
-    kind = "numbers" if tensor.is_floating_point() else "integers"
-    return f"{kind} {tuple(tensor.shape)}"
 
 
 @contextmanager

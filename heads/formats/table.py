@@ -30,7 +30,7 @@ FOREIGN = {
     r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
     r"Domino": "Domino, whose logits a GRU over the draft tokens corrects",
     r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
-    r"Gemma4(?!DSparkModel)": "Gemma 4's layers, which only our heads of DSpark have",
+    r"Gemma4": "Gemma 4's layers, which our heads do not have",
 }
 """Names of heads like EAGLE-3 and block heads -> what they are, and what we lack."""
 
@@ -76,8 +76,6 @@ WRITERS: dict[str, dict[str, Translates]] = {
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
 
-GEMMA4 = "Gemma 4's layers, for which engines need DeepSpec's own folder"
-"""Our layout lacks keys, and often the embeddings and lm_head, that engines read of such heads."""
 UNFOUND = "a target whose states the engine does not find"
 UNFOUND_BY_ALL = {
     "GPT2LMHeadModel",  # layers without a gated product
@@ -95,43 +93,12 @@ UNFOUND_TARGETS = {
 for EAGLE-3 at the first token, with a line about a missing port.
 """
 
-UNSHOWN = "a hybrid target whose layers the engine does not show to drafters"
-UNTAKEN = "a hybrid target whose states the engine cannot take back"
-LFM2 = {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}
-OTHER_HYBRIDS = {
-    "BambaForCausalLM",
-    "FalconH1ForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "Lfm3ForCausalLM",
-    "OlmoHybridForCausalLM",
-    "Zamba2ForCausalLM",
-    "ZambaForCausalLM",
-}
-"""Hybrids with which none of these engines drafts."""
-KIMI = "KimiLinearForCausalLM"
-UNSERVED_HYBRIDS = {
-    ("vllm", "eagle3"): {*OTHER_HYBRIDS, *LFM2},
-    ("vllm", "block"): {*OTHER_HYBRIDS, *LFM2},
-    ("sglang", "eagle3"): {*OTHER_HYBRIDS, *LFM2, KIMI, "NemotronHForCausalLM"},
-    ("sglang", "block"): OTHER_HYBRIDS,
-    ("gguf", "eagle3"): {*OTHER_HYBRIDS, KIMI},
-    ("gguf", "block"): {*OTHER_HYBRIDS, KIMI},
-    ("mlx", "eagle3"): {*OTHER_HYBRIDS, KIMI, "Qwen3NextForCausalLM"},
-    ("mlx", "block"): {*OTHER_HYBRIDS, KIMI, "Qwen3NextForCausalLM"},
-}
-"""Read in vLLM 0.32 (SupportsEagle3), SGLang 0.5.23 (set_eagle3_layers_to_capture and
-set_dflash_layers_to_capture), llama.cpp b11434 (t_layer_inp) and mlx-vlm 0.7.10
-(rollback_speculative_cache). All four stop where these are missing.
-"""
-
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
     ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
     ("sglang", "eagle"): ["sliding_window"],
-    ("vllm", "eagle3"): [UNSHOWN, RISING, "the last state as a feature"],
+    ("vllm", "eagle3"): [RISING, "the last state as a feature"],
     ("sglang", "eagle3"): [
-        UNSHOWN,
         "norms of queries and keys",  # it would pass over their weights without a word
         "norm_before_residual",
         "more than one layer",
@@ -156,7 +123,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("openvino", "block"): [
-        GEMMA4,
         "slots or heads of DSpark",  # it is exported as a plain model
         "a learned mask vector",
         "an lm_head of its own",  # the exporter drops both without a word
@@ -167,7 +133,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "eagle3"): [
-        UNTAKEN,
         "norms of queries and keys",
         "fc_norm",
         "norm_output",  # of these three, the keys are passed over without a word
@@ -181,8 +146,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("mlx", "block"): [
-        UNTAKEN,
-        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         "sliding_window",  # the same keys for all slots
@@ -194,16 +157,12 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("vllm", "block"): [
-        UNSHOWN,
-        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         RISING,
         "the last state as a feature",
     ],
     ("sglang", "block"): [
-        UNSHOWN,
-        GEMMA4,
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
         "embeddings of its own",
@@ -212,7 +171,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "eagle3"): [
-        UNSHOWN,
         "norms of queries and keys",
         "more than one layer",
         "sliding_window",
@@ -223,8 +181,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "block"): [
-        UNSHOWN,
-        GEMMA4,
         "a learned mask vector",
         "gated or rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
@@ -232,7 +188,6 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("speculators", "block"): [
-        GEMMA4,
         "a learned mask vector",
         "sliding_window",  # trained there from the anchor, and served from the slot
         "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
@@ -280,13 +235,10 @@ def loss(to: str, stored: Stored) -> str | None:
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
         UNFOUND: architecture in UNFOUND_TARGETS.get(kind, ()),
-        UNSHOWN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
-        UNTAKEN: architecture in UNSERVED_HYBRIDS.get((to, kind), ()),
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
-        GEMMA4: block_config.get("model_type") == "gemma4_text",
         "slots or heads of DSpark": block_config.get("architectures") != ["DFlashDraftModel"],
         "a learned mask vector": block_config.get("mask_token_id") is None,
         "gated or rnn conditioning": conditioning in ("gated", "rnn"),

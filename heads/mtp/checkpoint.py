@@ -1,7 +1,7 @@
 """The MTP head that a target's own checkpoint contains, read by name.
 
 transformers does not load these tensors with the model. Where a family keeps them is a list
-(`mtp_families`); how it keeps the layer itself (each expert alone, say) is the model's, so
+(`families`); how it keeps the layer itself (each expert alone, say) is the model's, so
 transformers converts it.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -19,12 +18,11 @@ from transformers.modeling_utils import LoadStateDictConfig, PreTrainedModel
 
 from draftheads.heads.mtp.families import FAMILIES, Family
 from draftheads.heads.mtp.head import MtpDesign, MtpHead
-from draftheads.heads.mtp.layer import LayerOrigin, empty_model, text_config
+from draftheads.heads.mtp.layer import empty_model, text_config
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.placement import reading, stored_file
-from draftheads.heads.target.pretrained import decoder_layers, final_norm
-from draftheads.heads.target.skeleton import tensor_files
-from draftheads.heads.tensors import check_finite
+from draftheads.heads.target.pretrained import decoder_layers
+from draftheads.heads.target.skeleton import stored_tensors, tensor_files
+from draftheads.heads.tensors import check_finite, differences
 from draftheads.heads.vocabulary import token_map
 
 NATIVE = "target"
@@ -45,8 +43,8 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
     with one that is quantised or has an lm_head or embeddings of its own.
     """
     files = tensor_files(str(target.name), target.revision)
-    family, places = places_of(files, target)
-    tensors = _read(target, files, places)
+    _, places = places_of(files, target)
+    tensors = stored_tensors(str(target.name), target.revision, files, places)
     check_finite(str(target.name), tensors.items())
     shared = {
         "embed_tokens.weight": target.model.get_input_embeddings().weight,
@@ -61,10 +59,7 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
                 f"target {target.name}: expected an MTP layer that shares the model's {name}, got "
                 "one with its own, which is not supported; leave head.from out"
             )
-    if family.shares_norm:
-        norm = final_norm(target.model).state_dict()
-        tensors |= {f"post_norm.{name}": tensor.cpu() for name, tensor in norm.items()}
-    head = _empty(target, family, tensors)
+    head = _empty(target, tensors)
     head.load_state_dict(_converted(target, head, tensors))
     if tokens is not None:
         first = range(min(tokens, target.vocab_size))
@@ -77,13 +72,14 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
 def native_shape(target: Target) -> MtpHead:
     """The same on the meta device. Raises ValueError as far as names and shapes show."""
     files = tensor_files(str(target.name), target.revision)
-    return shape_in(target, *places_of(files, target))
+    _, places = places_of(files, target)
+    return shape_in(target, places)
 
 
-def shape_in(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
+def shape_in(target: Target, names: Iterable[str]) -> MtpHead:
     """A head on the meta device, as it is read from these tensors, which have our names."""
     with torch.device("meta"):
-        return _empty(target, family, names)
+        return _empty(target, names)
 
 
 def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
@@ -103,41 +99,14 @@ def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, s
             return family, {ours[1]: name for name, ours in found if ours is not None}
     raise NoLayer(
         f"target {target.name}: expected an MTP layer in its checkpoint, found none of the layouts "
-        "of DeepSeek, Qwen, MiMo, Ernie and transformers; train a new one: head.kind=mtp without "
+        "of DeepSeek, Qwen and transformers; train a new one: head.kind=mtp without "
         "head.from"
     )
 
 
-def _read(target: Target, files: dict[str, str], places: dict[str, str]) -> dict[str, Tensor]:
-    path, tensors = str(target.name), dict[str, Tensor]()
-    by_file: dict[str, list[str]] = {}
-    for name, theirs in places.items():
-        by_file.setdefault(files[theirs], []).append(name)
-    for file, names in by_file.items():
-        with reading(path, target.revision):
-            place = stored_file(path, file, target.revision)
-        if place is None:
-            raise ValueError(
-                f"target {path}: expected {file}, which has its MTP layer, found none; "
-                "download it again"
-            )
-        with reading(path, target.revision), safe_open(place, framework="pt") as stored:
-            for name in names:
-                tensors[name] = stored.get_tensor(places[name])
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or tensor.itemsize < 2 or "weight_scale" in name:
-            raise ValueError(
-                f"target {target.name}: expected its MTP layer in floating point of 16 or 32 bits, "
-                f"got {places[name]} quantised; use a checkpoint that does not quantise it"
-            )
-    return tensors
-
-
-def _empty(target: Target, family: Family, names: Iterable[str]) -> MtpHead:
-    names = set(names)
-    sparse = any(name.startswith(BLOCK) and ".experts." in name for name in names)
-    design = MtpDesign.of(target, family, LayerOrigin.of(target.model.config, sparse))
-    states_first = getattr(target.config, "mtp_hidden_states_first", design.states_first)
+def _empty(target: Target, names: Iterable[str]) -> MtpHead:
+    states_first = getattr(target.config, "mtp_hidden_states_first", False)
+    design = MtpDesign.of(target)
     return MtpHead(replace(design, states_first=states_first, bias="eh_proj.bias" in names))
 
 
@@ -158,14 +127,8 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
     unexpected = sorted({*info.unexpected_keys, *mismatched, *info.conversion_errors})
     block = model.get_submodule(prefix).state_dict()
     result |= {BLOCK + name: tensor for name, tensor in block.items() if not tensor.is_meta}
-    wanted = head.state_dict()
-    faults = [f"{name} is missing" for name in sorted(wanted.keys() - result.keys())]
-    faults += [f"{name} is unexpected" for name in sorted(result.keys() - wanted.keys())]
+    faults = differences(head.state_dict(), result)
     faults += [f"{name} is unexpected" for name in unexpected]
-    for name in sorted(wanted.keys() & result.keys()):
-        expected, got = tuple(wanted[name].shape), tuple(result[name].shape)
-        if expected != got:
-            faults.append(f"{name} has shape {got}, not {expected}")
     if faults:
         raise ValueError(
             f"target {target.name}: expected a whole MTP layer in its checkpoint, but "

@@ -14,21 +14,13 @@ class Family:
 
     names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
     types: of models whose checkpoints engines expect to be written so. count: the key of
-    config.json that counts the layers. sparse: whether a new layer has experts (None: as the last
-    of the model's).
+    config.json that counts the layers.
     """
 
     names: tuple[tuple[str, str], ...]
     count: str
     types: tuple[str, ...] = ()
-    states_first: bool = False
-    sparse: bool | None = None
     follows: bool = False  # numbers continue those of the model's layers
-
-    @property
-    def shares_norm(self) -> bool:
-        """Whether the model's final norm follows the layer, on the way to the lm_head alone."""
-        return "post_norm" not in dict(self.names)
 
     def ours(self, name: str, first: int) -> tuple[int, str] | None:
         """The number of the layer that a tensor belongs to, from 0, and our name for it."""
@@ -49,12 +41,6 @@ class Family:
         raise AssertionError(name)
 
 
-def _in_layers(layers: str, *names: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """Names in numbered layers, whose other tensors are the decoder layer's."""
-    inner = [(mine, f"{layers}.{{n}}.{theirs}") for mine, theirs in names]
-    return (*inner, ("mtp_block", f"{layers}.{{n}}"))
-
-
 NEXTN = "num_nextn_predict_layers"
 QWEN = (
     ("eh_proj", "mtp.fc"),
@@ -66,9 +52,12 @@ QWEN = (
 FAMILIES = [
     # transformers' MtpModel
     Family(
-        tuple(
-            (name, f"mtp.layers.{{n}}.{name}")
-            for name in ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block")
+        (
+            ("enorm", "mtp.layers.{n}.enorm"),
+            ("hnorm", "mtp.layers.{n}.hnorm"),
+            ("eh_proj", "mtp.layers.{n}.eh_proj"),
+            ("post_norm", "mtp.layers.{n}.post_norm"),
+            ("mtp_block", "mtp.layers.{n}.mtp_block"),
         ),
         "num_mtp_layers",
     ),
@@ -78,43 +67,18 @@ FAMILIES = [
     Family(QWEN, "mtp_num_hidden_layers", ("qwen3_5_text", "qwen3_5_moe_text")),
     # DeepSeek, GLM, Step
     Family(
-        _in_layers(
-            "model.layers",
-            ("enorm", "enorm"),
-            ("hnorm", "hnorm"),
-            ("eh_proj", "eh_proj"),
-            ("post_norm", "shared_head.norm"),
-            ("lm_head", "shared_head.head"),
-            ("embed_tokens", "embed_tokens"),
+        (
+            ("enorm", "model.layers.{n}.enorm"),
+            ("hnorm", "model.layers.{n}.hnorm"),
+            ("eh_proj", "model.layers.{n}.eh_proj"),
+            ("post_norm", "model.layers.{n}.shared_head.norm"),
+            ("lm_head", "model.layers.{n}.shared_head.head"),
+            ("embed_tokens", "model.layers.{n}.embed_tokens"),
+            ("mtp_block", "model.layers.{n}"),
         ),
         NEXTN,
         ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         follows=True,
-    ),
-    # MiMo
-    Family(
-        _in_layers(
-            "model.mtp_layers",
-            ("enorm", "token_layernorm"),
-            ("hnorm", "hidden_layernorm"),
-            ("eh_proj", "input_proj"),
-            ("post_norm", "final_layernorm"),
-        ),
-        NEXTN,
-        ("mimo",),
-        states_first=True,
-    ),
-    # Ernie 4.5 (Ernie4_5_Model.forward of PaddlePaddle's code)
-    Family(
-        (
-            ("enorm", "model.mtp_emb_norm.{n}"),
-            ("hnorm", "model.mtp_hidden_norm.{n}"),
-            ("eh_proj", "model.mtp_linear_proj.{n}"),
-            ("mtp_block", "model.mtp_block.{n}"),
-        ),
-        NEXTN,
-        ("ernie4_5_moe",),
-        sparse=False,
     ),
 ]
 

@@ -3,9 +3,8 @@
 
 It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
 after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
-replaces the features that the target has not computed yet (in one family, the output before its
-norm). Layer, norms and RoPE are of the
-target's own classes. Many models are published with such a layer (`mtp_checkpoint`); any other may
+replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
+target's own classes. Many models are published with such a layer (`checkpoint`); any other may
 get one.
 
 Legend: B batch, Q queries, D width of target and head.
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 
 from draftheads.heads.eagle import AutoregressiveHead, UnrolledChoices
 from draftheads.heads.layers import Angles, Memory, check_embeddings
-from draftheads.heads.mtp.families import FAMILIES, Family, family_of
 from draftheads.heads.mtp.layer import INSTEAD, LayerOrigin, run_layer, why_not_runnable
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import decoder_layers, describe, final_norm
@@ -49,19 +47,12 @@ class MtpDesign:
     hidden_size: int
     vocab_size: int
     states_first: bool = False  # joined as [state; embedding], else as [embedding; state]
-    shares_norm: bool = False
-    """The norm after the layer is the target's final one, and only the lm_head reads its output:
-    the next step reads the layer's own. Else the layer has a norm of its own, for both.
-    """
     bias: bool = False  # of the projection
     token_map: Tensor | None = None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
-    def of(
-        cls, target: Target, family: Family | None = None, origin: LayerOrigin | None = None
-    ) -> Self:
-        """A layer for this target, as its family publishes them (None: as transformers), by default
-        like its last one with attention.
+    def of(cls, target: Target) -> Self:
+        """A layer for this target, like its last one with attention.
 
         Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
         """
@@ -72,25 +63,18 @@ class MtpDesign:
                 f"{describe(target.model)} has RoPE that changes with the length of the text, "
                 f"which a draft head's cache does not support; {INSTEAD}"
             )
-        family = family or FAMILIES[0]
-        return cls(
-            origin or LayerOrigin.of(target.model.config, family.sparse),
-            target.hidden_size,
-            target.vocab_size,
-            states_first=family.states_first,
-            shares_norm=family.shares_norm,
-        )
+        origin = LayerOrigin.of(target.model.config)
+        return cls(origin, target.hidden_size, target.vocab_size)
 
     def config(self) -> dict[str, Any]:
         """Keys of config.json."""
-        words, ids_v = self.vocab_size, self.token_map
+        ids_v = self.token_map
         return {
             "model_type": "mtp",
             "hidden_size": self.hidden_size,
-            "vocab_size": words,
-            "draft_vocab_size": words if ids_v is None else len(ids_v),
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.vocab_size if ids_v is None else len(ids_v),
             "mtp_hidden_states_first": self.states_first,
-            "mtp_shared_norm": self.shares_norm,
             "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
         }
 
@@ -108,7 +92,6 @@ class MtpDesign:
             width,
             words,
             states_first=bool(config.get("mtp_hidden_states_first")),
-            shares_norm=bool(config.get("mtp_shared_norm")),
             bias="eh_proj.bias" in tensors,
             token_map=ids_v,
         )
@@ -142,7 +125,7 @@ class MtpHead(AutoregressiveHead):
         self.enorm, self.hnorm = parts.norm(), parts.norm()
         self.eh_proj = nn.Linear(2 * width, width, bias=design.bias)
         self.mtp_block = parts.layer().eval()
-        self.post_norm = parts.norm().requires_grad_(not design.shares_norm)
+        self.post_norm = parts.norm()
 
     @classmethod
     def create(
@@ -157,23 +140,12 @@ class MtpHead(AutoregressiveHead):
         Raises ValueError for a target without such a layer, and for one whose layers are quantised
         or not in memory.
         """
-        design = MtpDesign.of(target, family_of(target.config.model_type))
+        design = MtpDesign.of(target)
         head = cls(replace(design, token_map=token_map(vocabulary, target.vocab_size)))
         head.train_with(choices or MtpChoices())
-        head._copy_layer(target)
-        head.check_layer(target)
-        return head
-
-    def limit_to(self, ids_v: Tensor | None) -> None:
-        """Draft only tokens of these ids, which rise; None: all."""
-        self.design = replace(self.design, token_map=ids_v)
-        self.token_map = ids_v
-        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
-
-    @torch.no_grad()
-    def _copy_layer(self, target: Target) -> None:
-        layer = decoder_layers(target.model)[self.design.origin.number]
-        theirs, mine = layer.state_dict(), self.mtp_block.state_dict()
+        layer = decoder_layers(target.model)[design.origin.number]
+        theirs = layer.state_dict()
+        mine = head.mtp_block.state_dict()
         is_whole = theirs.keys() == mine.keys() and all(
             tensor.shape == mine[name].shape
             and type(tensor) is Tensor
@@ -185,9 +157,17 @@ class MtpHead(AutoregressiveHead):
                 f"{describe(target.model)}: expected a last layer whose weights can be copied, got "
                 "one that is quantised, divided or not in memory; load the target whole"
             )
-        self.mtp_block.load_state_dict(theirs)
-        self.post_norm.load_state_dict(final_norm(target.model).state_dict())
-        self.eh_proj.weight.copy_(torch.eye(self.hidden_size).repeat(1, 2))
+        head.mtp_block.load_state_dict(theirs)
+        head.post_norm.load_state_dict(final_norm(target.model).state_dict())
+        head.eh_proj.weight.data.copy_(torch.eye(head.hidden_size).repeat(1, 2))
+        head.check_layer(target)
+        return head
+
+    def limit_to(self, ids_v: Tensor | None) -> None:
+        """Draft only tokens of these ids, which rise; None: all."""
+        self.design = replace(self.design, token_map=ids_v)
+        self.token_map = ids_v
+        self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
 
     def check_layer(self, target: Target) -> None:
         """Raise ValueError for a layer that does not work with a draft head's memory."""
@@ -215,10 +195,11 @@ class MtpHead(AutoregressiveHead):
             inputs.reverse()
         hidden_BQD = self.eh_proj(torch.cat(inputs, dim=-1)).to(dtype)
         hidden_BQD = run_layer(self.mtp_block, hidden_BQD, self.layer_rope, angles, memories)
-        return hidden_BQD if self.design.shares_norm else self._normed(hidden_BQD)
+        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)
+        return normed_BQD
 
     def states(self, hidden_BQH: Tensor) -> Tensor:
-        return self._normed(hidden_BQH) if self.design.shares_norm else hidden_BQH
+        return hidden_BQH
 
     def unembed_weight(self, target: Target) -> Tensor:
         return self._shared_rows.of(target, self.token_map)
@@ -226,10 +207,6 @@ class MtpHead(AutoregressiveHead):
     def layer_tensors(self) -> dict[str, Tensor]:
         """Its weights without the draft vocabulary, which engines do not know."""
         return {name: x for name, x in self.state_dict().items() if name != "token_map"}
-
-    def _normed(self, hidden_BQD: Tensor) -> Tensor:
-        normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)
-        return normed_BQD
 
     def config(self) -> dict[str, Any]:
         """config.json in our own layout, with the target's text config."""

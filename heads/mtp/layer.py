@@ -76,9 +76,9 @@ class LayerOrigin:
     number: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig, sparse: bool | None = None) -> LayerOrigin:
+    def of(cls, config: PretrainedConfig) -> LayerOrigin:
         """The layer like which a model predicts further tokens: by its own word, or its last one
-        with attention. sparse: the last one with experts (True) or without (False).
+        with attention.
 
         Raises ValueError for a model without such a layer.
         """
@@ -89,14 +89,10 @@ class LayerOrigin:
         types = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
         for number in reversed(range(len(layers))):
             is_attention = types[number] in ("full_attention", "sliding_attention")
-            modules = dict(layers[number].named_modules())
-            has_experts = any(name.endswith("experts") for name in modules)
-            is_plain = not any(map(is_mixer, modules.values()))  # it keeps no states
-            if is_attention and is_plain and sparse in (None, has_experts):
+            if is_attention and not any(map(is_mixer, layers[number].modules())):  # no states
                 return cls(_as_json(text), number)
-        what = {None: "", True: " and experts", False: " and no experts"}[sparse]
         raise ValueError(
-            f"{text.model_type}: expected a layer with full or sliding attention{what}, found none "
+            f"{text.model_type}: expected a layer with full or sliding attention, found none "
             f"among {len(layers)}; {INSTEAD}"
         )
 
@@ -104,7 +100,8 @@ class LayerOrigin:
         """Its modules, with new weights. Raises ValueError for a config that makes none."""
         try:
             model = empty_model(text_config(self.config))
-            kind, norm = type(decoder_layers(model)[self.number]), final_norm(model)
+            kind = type(decoder_layers(model)[self.number])
+            norm = final_norm(model)
         except Exception as error:  # whatever transformers raises for damaged values
             reason = " ".join(str(error).split())
             raise ValueError(
@@ -255,7 +252,8 @@ class TrialMemory:
 
 def why_not_runnable(layer: nn.Module, width: int, rope: LayerRope) -> str | None:
     """Why a layer does not work with a head's memory, by a trial; None if it does."""
-    parameter, memory = next(layer.parameters()), TrialMemory()
+    parameter = next(layer.parameters())
+    memory = TrialMemory()
     hidden_1QD = torch.zeros(1, 2, width, device=parameter.device, dtype=parameter.dtype)
     try:
         angles = rope(torch.tensor([[1, 2]], device=parameter.device))

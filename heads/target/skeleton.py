@@ -71,26 +71,40 @@ def read_tensors(
     the config says.
     """
     files = tensor_files(path, revision)
-    tensors = {}
-    for name, like in wanted.items():
-        theirs = checkpoint_name(name, files, path)
-        with reading(path, revision):
-            place = stored_file(path, files[theirs], revision)
-            assert place is not None
-            with safe_open(place, framework="pt") as file:
-                tensor = file.get_tensor(theirs)
-        scale = theirs.removesuffix("weight") + "weight_scale"
-        if not tensor.is_floating_point() or tensor.itemsize < 2 or scale in files:
+    places = {name: checkpoint_name(name, files, path) for name in wanted}
+    tensors = stored_tensors(path, revision, files, places)
+    for name, tensor in tensors.items():
+        if tensor.shape != wanted[name].shape:
             raise ValueError(
-                f"target {path}: expected {theirs} in floating point, which heads read, got it "
-                "quantised; use a checkpoint that does not quantise it"
-            )
-        if tensor.shape != like.shape:
-            raise ValueError(
-                f"target {path}: expected {theirs} of shape {tuple(like.shape)}, got "
+                f"target {path}: expected {places[name]} of shape {tuple(wanted[name].shape)}, got "
                 f"{tuple(tensor.shape)}; download it again, or fix its config.json"
             )
-        tensors[name] = tensor
+    return tensors
+
+
+def stored_tensors(
+    path: str, revision: str | None, files: Mapping[str, str], places: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Tensors of a checkpoint by our names. files: of `tensor_files`; places: name there of each.
+    Raises ValueError for quantised ones, and where a file is missing.
+    """
+    tensors = {}
+    for file in {files[theirs] for theirs in places.values()}:
+        with reading(path, revision):
+            place = stored_file(path, file, revision)
+        if place is None:
+            raise ValueError(f"target {path}: expected {file}, found none; download it again")
+        with reading(path, revision), safe_open(place, framework="pt") as stored:
+            for name, theirs in places.items():
+                if files[theirs] == file:
+                    tensors[name] = stored.get_tensor(theirs)
+    for name, tensor in tensors.items():
+        scales = {f"{places[name]}_scale", f"{places[name]}_scale_inv"}
+        if not tensor.is_floating_point() or tensor.itemsize < 2 or scales & files.keys():
+            raise ValueError(
+                f"target {path}: expected {places[name]} in floating point of 16 or 32 bits, got "
+                "it quantised; use a checkpoint that does not quantise it"
+            )
     return tensors
 
 

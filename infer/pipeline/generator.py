@@ -286,7 +286,8 @@ class TextGenerator:
             )
         if rule is None:
             temperature = options.get("temperature", 0.0)
-            top_p, top_k = options.get("top_p", 1.0), options.get("top_k", 0)
+            top_p = options.get("top_p", 1.0)
+            top_k = options.get("top_k", 0)
             if not self.engine.compile:
                 return seeded(temperature, top_p, top_k, limit)
             rule = Sampled(temperature, top_p, top_k) if temperature else Greedy()

@@ -157,7 +157,8 @@ def load_parts(
     from draftheads.infer.drafters.named import load_drafts, named_drafts
 
     drafts = named_drafts(head) if head else None
-    name, revision = target, None
+    name = target
+    revision = None
     if drafts is not None and not target:
         name, revision = drafts.target
         place = place.recorded(drafts.folders[0])

@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("packed")
     sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "vocab_size": END + 1}
     for name, layers in (("small", 1), ("target", 2)):
-        write_mtp_target(folder / name, "mimo", **sizes, num_hidden_layers=layers)
+        write_mtp_target(folder / name, "states-first", **sizes, num_hidden_layers=layers)
         byte_tokenizer().save_pretrained(folder / name)
     target = Target.load(folder / "target", dtype="float32")
     for kind in HEADS:

@@ -184,7 +184,6 @@ FAULTS = {
         lambda folder: change_config(folder, adapter={"rank": 4, "alpha": 8, "fingerprint": "ab"}),
         "adapter/adapter_config.json: expected a file, found none",
     ),
-    "metadata": (edit_card("library_name: draftheads\n", ""), "metadata lacks library_name"),
     "yaml": (edit_card("library_name: draftheads", "library_name: [a"), "YAML"),
 }
 

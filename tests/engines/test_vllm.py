@@ -140,11 +140,15 @@ def as_vllm_runs_glm(monkeypatch) -> None:
     advance = MtpHead.advance
 
     def masked(self, embedded_BQD, hidden_BQD, angles, memories):
-        self.design = replace(self.design, shares_norm=True)
+        norm = self.post_norm
+        self.post_norm = torch.nn.Identity()
         embedded_BQD = torch.where(angles[0][:, 0] == 0, 0, embedded_BQD)
-        return advance(self, embedded_BQD, hidden_BQD, angles, memories)
+        out_BQD = advance(self, embedded_BQD, hidden_BQD, angles, memories)
+        self.post_norm = norm
+        return out_BQD
 
     monkeypatch.setattr(MtpHead, "advance", masked)
+    monkeypatch.setattr(MtpHead, "states", lambda self, out_BQD: self.post_norm(out_BQD))
 
 
 @pytest.mark.parametrize("count", [1, 3])

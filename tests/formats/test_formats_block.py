@@ -13,7 +13,18 @@ import torch
 from converted_heads import same
 from emulators_block import block_shapes, confidence_shapes, markov_shapes
 from layouts import folder_of, refusal
-from layouts_block import DEEPSPEC, LAYER, PLAIN, SHARED, ZLAB, head_of, kept, tensors_of
+from layouts_block import (
+    DEEPSPEC,
+    LAYER,
+    PLAIN,
+    SHARED,
+    ZLAB,
+    block,
+    block_of,
+    head_of,
+    kept,
+    tensors_of,
+)
 from tiny_targets import VOCABULARY, tiny_target
 from trained_heads import FEW, trained
 
@@ -227,3 +238,12 @@ def test_published_shapes_load_by_name(name):
     )
     assert (head.rope.theta, design.mask_token, design.layers) == (1e6, 151669, 5)
     assert not design.own_lm_head and not design.own_embeddings
+
+
+def test_embeddings_are_shared_only_where_the_target_scales_them_the_same_way(tmp_path):
+    """Else a head would read rows that are sqrt(D) times too large or too small, in silence."""
+    head, name = block(), "embed_tokens.weight"
+    for target, is_scaled in ((tiny_target(), False), (tiny_target("gemma3-window"), True)):
+        rows_VD = target.model.get_input_embeddings().weight.detach().clone()
+        folder = block_of(tmp_path, {**head.state_dict(), name: rows_VD})
+        assert load_head(folder, target=target).design.own_embeddings == is_scaled

@@ -47,8 +47,6 @@ def test_a_window_that_no_layer_is_said_to_have_is_refused(tmp_path, write):
 WINDOWS: list[tuple[dict[str, Any], int | None]] = [
     ({**SAID, "layer_types": ["sliding_attention"]}, 512),
     ({**SAID, "layer_types": ["full_attention"]}, None),
-    ({**SAID, "max_window_layers": 28}, None),  # as transformers: layers from the 28th on
-    ({**SAID, "max_window_layers": 0}, 512),
     ({"sliding_window": 512, "use_sliding_window": False}, None),
     ({"sliding_window": 512, "layer_types": ["sliding_attention"]}, 512),
     ({"sliding_window": 512}, None),  # left over from a target
@@ -249,7 +247,8 @@ FOREIGN = {
     "DominoDraftModel": ({"architectures": ["DominoDraftModel"]}, "Domino, whose logits a GRU"),
     "domino": ({"dflash_config": {"projector_type": "domino"}}, "Domino, whose logits a GRU"),
     "lilicorr": ({"dflash_config": {"projector_type": "lilicorr"}}, "LiLiCorr, whose logits"),
-    "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which only"),
+    "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which our"),
+    "Gemma4DSparkModel": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers, which our"),
 }
 
 

@@ -166,7 +166,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
 def test_figures_are_written_into_a_card_without_what_people_wrote_being_lost(tmp_path):
     folder = save_head(trained(), tmp_path / "head", target=tiny_target())
     card = folder / "README.md"
-    mine = card.read_text().replace("## Shape", "## Thanks\n\nTo all.\n\n## Shape")
+    mine = card.read_text().replace("## Tree", "## Thanks\n\nTo all.\n\n## Tree")
     card.write_text(mine.replace("## Training\n", "## Training\n\nOn my desk.\n"))
     for speedup in (2.5, 3.5):
         record_measured(folder, [{"nodes": 4, "speedup": speedup}])
@@ -217,7 +217,7 @@ def test_the_card_says_what_the_head_is(tmp_path, kind):
     assert card.data.tags[-1] == kind
     tree = {"medusa": "3 draft nodes, 2 deep, fixed"}
     dynamic = "9 draft nodes, 3 deep, rebuilt at each step"
-    assert f"| tree | {tree.get(kind, dynamic)} |" in card.text
+    assert f"## Tree\n\n{tree.get(kind, dynamic)}.\n" in card.text
     assert "| tokens | 9 |" in card.text
     assert "| 16 | 2.7 | 2.1 | 2, 2.2 | True | a \\| b |" in card.text
 

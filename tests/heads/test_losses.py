@@ -16,7 +16,6 @@ from draftheads.heads import losses
 from draftheads.heads.batch import Batch
 from draftheads.heads.losses import (
     RANKS,
-    Capped,
     Teacher,
     chunked_ranks,
     linear_cross_entropy,
@@ -197,7 +196,7 @@ def test_each_objective_and_its_gradients_equal_the_formula(objective, reduced, 
         torch.testing.assert_close(left, right / 2, rtol=1e-4, atol=1e-5)
 
 
-def scored(objective: str | None, plus: str | None, dtype: torch.dtype):
+def scored(objective: str | None, plus: bool, dtype: torch.dtype):
     """Loss, ranks, acceptance and gradients of 23 rows, a few of them without a label. dtype: of
     the products, by autocast.
     """
@@ -212,16 +211,15 @@ def scored(objective: str | None, plus: str | None, dtype: torch.dtype):
     if objective:
         logits = lambda states: logits_UV[states]  # noqa: E731
         teacher = Teacher(states_R.numpy(), logits, token_map, objective, acceptance=True)
-    added = Capped(2.0, more) if plus == "capped" else more
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
         loss, *observed = linear_cross_entropy(
-            hidden, weight, labels, added, weights_R=weights_R, teacher=teacher
+            hidden, weight, labels, more, weights_R=weights_R, teacher=teacher
         )
     return loss.detach(), *observed, *torch.autograd.grad(loss, leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plus", [None, "plus", "capped"])
+@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("objective", [None, "ce", "dspark"])
 def test_pieces_and_slabs_of_any_size_change_nothing(objective, plus, dtype, monkeypatch):
     """They divide the rows of a chunk, and those of a matrix."""
@@ -234,17 +232,12 @@ def test_pieces_and_slabs_of_any_size_change_nothing(objective, plus, dtype, mon
             torch.testing.assert_close(left, right, rtol=rounding, atol=1e-5)
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_gradients_of_added_and_capped_logits_are_those_of_the_formula(cap):
-    """The cap is on the first product alone."""
+def test_gradients_of_added_logits_are_those_of_the_formula():
     hidden, weight, _, _, _, labels, weights_R = rows_to_judge(23, 9, 8)
     more = torch.randn(23, 5, requires_grad=True), torch.randn(len(weight), 5, requires_grad=True)
     leaves = [hidden, weight, *more]
-    added = more if cap is None else Capped(cap, more)
-    loss, *_ = linear_cross_entropy(hidden, weight, labels, added, weights_R=weights_R)
+    loss, *_ = linear_cross_entropy(hidden, weight, labels, more, weights_R=weights_R)
     logits_Rv = hidden.double() @ weight.double().T
-    if cap is not None:
-        logits_Rv = cap * torch.tanh(logits_Rv / cap)
     logits_Rv = logits_Rv + more[0].double() @ more[1].double().T
     rows_R = F.cross_entropy(logits_Rv, labels, ignore_index=-1, reduction="none")
     expected = (rows_R * weights_R).sum()
@@ -254,7 +247,7 @@ def test_gradients_of_added_and_capped_logits_are_those_of_the_formula(cap):
         torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("plus", [None, "plus", "capped"])
+@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("objective", [None, "ce", "dspark"])
 def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(objective, plus, monkeypatch):
     """Also where several chunks, of unequal size, add to the gradient of a matrix."""

@@ -36,7 +36,6 @@ _LATENT = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
 }
-_ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
 
 DEEPSEEK = {
     r"^enorm": "model.layers.{n}.enorm",
@@ -54,19 +53,6 @@ QWEN = {
     r"^post_norm": "mtp.norm",
     r"^mtp_block\.": "mtp.layers.0.",
 }
-MIMO = {
-    r"^enorm": "model.mtp_layers.0.token_layernorm",
-    r"^hnorm": "model.mtp_layers.0.hidden_layernorm",
-    r"^eh_proj": "model.mtp_layers.0.input_proj",
-    r"^post_norm": "model.mtp_layers.0.final_layernorm",
-    r"^mtp_block\.": "model.mtp_layers.0.",
-}
-ERNIE = {
-    r"^enorm": "model.mtp_emb_norm.0",
-    r"^hnorm": "model.mtp_hidden_norm.0",
-    r"^eh_proj": "model.mtp_linear_proj.0",
-    r"^mtp_block\.": "model.mtp_block.0.",
-}
 TRANSFORMERS = {r"^(?=enorm|hnorm|eh_proj|post_norm|mtp_block)": "mtp.layers.0."}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
@@ -75,8 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str], int]] = {
     "qwen3-next": ("qwen3_next", HYBRIDS["qwen3-next"][1], QWEN, -1),
     "qwen3.5": ("qwen3_5_text", HYBRIDS["qwen3.5"][1], QWEN, -1),
     "qwen3.5-moe": ("qwen3_5_moe_text", HYBRIDS["qwen3.5-moe"][1], QWEN, -1),
-    "mimo": ("qwen2", _COMMON, MIMO, -1),
-    "ernie-4.5": ("ernie4_5_moe", {**_COMMON, **_ERNIE}, ERNIE, 0),
+    "states-first": ("qwen2", {**_COMMON, "mtp_hidden_states_first": True}, TRANSFORMERS, -1),
     "transformers": ("qwen3", {**_COMMON, "head_dim": 16}, TRANSFORMERS, -1),
 }
 """Name -> model type, config, our names -> the checkpoint's, and the layer that its MTP is like."""
@@ -115,8 +100,6 @@ def write_mtp_target(folder: Path, name: str, **more: Any) -> dict[str, torch.Te
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     layer = decoder_layers(model)[number].state_dict()
     own = ("enorm.weight", "hnorm.weight", "post_norm.weight", "eh_proj.weight")
-    if not any("post_norm" in pattern for pattern in names):
-        tensors["post_norm.weight"] = stored["model.norm.weight"]
     truth = {name: tensors[name] for name in own}
     return truth | {f"mtp_block.{name}": tensor for name, tensor in layer.items()}
 
@@ -135,10 +118,6 @@ def reference(target: Target, head: MtpHead) -> MtpModel:
         types = getattr(text, "layer_types", None)
         text.mtp_layer_types = types and types[-1:]
     text.mtp_hidden_states_first = head.design.states_first
-    tensors = head.state_dict()
-    if head.design.shares_norm:  # it norms nothing after the layer, nor before the lm_head
-        text.chain_hidden_post_norm = False
-        del tensors["post_norm.weight"]
     model = MtpModel(target.model, 1).to(target.dtype).eval()
-    model.layers[0].load_state_dict(tensors)
+    model.layers[0].load_state_dict(head.state_dict())
     return model
