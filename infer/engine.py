@@ -19,11 +19,9 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
-from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread, is_whole
+from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread
 from draftheads.infer.threads import fair_clock
 
-PAUSE = Step([], -1, None, 0.0, 0.0)
-"""Stands between two parts of a prompt, so that others can take turns."""
 ONLY_HEADS = "only draft heads can be compiled, not other drafters"
 
 
@@ -168,21 +166,17 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
         session: Session | None = None,
-        prefill_chunk: int | None = None,
     ) -> Generator[Step]:
         """Continue one prompt (token ids), one Step per forward. session: computes again only what
-        differs from its text. prefill_chunk: read so many tokens of the prompt per forward, and
-        yield a Step without tokens after each but the last, so that others can take turns.
+        differs from its text.
 
         Ends after exactly `max_new_tokens` (default: the rest of the context; the cache grows with
         the text), after an EOS of the target's generation config (included in the output), or after
         the token that completes a `stop` string. Raises ValueError, before any computation, for ids
         outside the target's vocabulary and when prompt and new tokens exceed its context.
         """
-        if prefill_chunk is not None and not (is_whole(prefill_chunk) and prefill_chunk > 0):
-            raise ValueError(f"prefill_chunk: expected 1 token or more, got {prefill_chunk!r}")
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
-        batch = self._decode(rows, rule_of(sampling), session, prefill_chunk)
+        batch = self._decode(rows, rule_of(sampling), session)
         return (step for [step] in batch if step is not None)
 
     def generate_batch(
@@ -230,12 +224,9 @@ class Speculator:
         rows: list[Row],
         accept: Acceptance,
         session: Session | None = None,
-        prefill_chunk: int | None = None,
     ) -> Iterator[list[Step | None]]:
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
-        for decoding in self.prefill(rows, accept, reserved, session, prefill_chunk):
-            if decoding is None and prefill_chunk:
-                yield [PAUSE]
+        *_, decoding = self.prefill(rows, accept, reserved, session)
         assert decoding is not None  # the last one
         yield [*decoding.first]
         while not all(row.finish for row in rows):

@@ -133,7 +133,7 @@ class Row:
         self.text, self.seed = list(map(int, prompt)), seed
         self.finish: str | None = None
         self.prompt, self.end = len(prompt), len(prompt) + limit
-        self._eos = frozenset(target.eos_ids)
+        self.ends = frozenset(target.eos_ids)  # tokens that end it
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
     @property
@@ -149,7 +149,7 @@ class Row:
             self.text.append(token)
             if token < 0:
                 self.finish = "failed"
-            elif token in self._eos:
+            elif token in self.ends:
                 self.finish = "eos"
             elif self._stop is not None and self._stop.completed_by(token):
                 self.finish = "stop"

@@ -54,18 +54,11 @@ class Choice:
         self._text = AnswerText(stream, request.stops)
 
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
-        """Take a step up to its end token. scores: of its tokens, if the request asks for them."""
-        ends = self.request.stop_token_ids or ()
+        """Take a step. scores: of its tokens, if the request asks for them."""
         tokens = step.tokens
-        place = next((place for place, token in enumerate(tokens) if token in ends), None)
-        if place is not None:
-            tokens = tokens[: place + 1]
-        has_end_token = place is not None or step.finish == "eos"
-        if has_end_token:
-            self.finish = "stop"
-        elif step.finish:
+        visible = tokens[:-1] if step.finish == "eos" else tokens
+        if step.finish:
             self.finish = "length" if step.finish == "length" else "stop"
-        visible = tokens[:-1] if has_end_token else tokens
         self.tokens += tokens
         self.steps.append(step)
         text, drafted = self._grow(visible, step.accepted)

@@ -7,7 +7,6 @@ request (step, error, time-out, disconnect) arrives in one queue.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.hosts import Hosts
-from draftheads.infer.serve.jobs import Account, Job
+from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
@@ -158,7 +157,7 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         except QueueFull as error:
-            later = {"Retry-After": str(min(max(math.ceil(error.seconds), 1), 60))}
+            later = {"Retry-After": "1"}
             raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
         except Closing as error:
             raise as_api_error(error) from error
@@ -174,7 +173,6 @@ class Service:
     def _jobs(self, reply: Reply, events: Events) -> list[Job]:
         """One for each answer."""
         request = reply.request
-        account = Account()
         jobs = []
         for choice in reply.choices:
             rule = self.rule(request, choice.index % request.count)
@@ -190,7 +188,6 @@ class Service:
                 ends=frozenset(request.stop_token_ids or ()),
                 draft=request.draft is not False,
                 is_kept=request.store is not False,
-                account=account,
             )
             jobs.append(job)
         return jobs
@@ -231,15 +228,10 @@ class Service:
                 if isinstance(event, Exception):
                     raise as_api_error(event)
                 choice, step, scores = event
-                if choice.finish:  # by a stop token; its job is being cancelled
-                    continue
                 if is_first:
                     self.metrics.first.observe(perf_counter() - start)
                     is_first = False
-                piece = choice.add(step, scores)
-                if choice.finish:
-                    self.scheduler.cancel(jobs[choice.index])
-                yield piece
+                yield choice.add(step, scores)
             self.metrics.whole.observe(perf_counter() - start)
         finally:
             for job in jobs:
