@@ -23,7 +23,7 @@ from draftheads.heads.terminal import printable
 from draftheads.infer.accept import Greedy
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.serve.gate import Gate, TimedProtocol, error_response
+from draftheads.infer.serve.gate import Gate, error_response
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.protocol import (
     ApiError,
@@ -200,7 +200,6 @@ def serve(
     service: Service = app.state.service
     config = uvicorn.Config(
         app,
-        http=TimedProtocol,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(options.grace) + 5,

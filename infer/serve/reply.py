@@ -61,10 +61,22 @@ class Choice:
             self.finish = "length" if step.finish == "length" else "stop"
         self.tokens += tokens
         self.steps.append(step)
-        text, drafted = self._grow(visible, step.accepted)
+        # which characters are of accepted drafts takes time, and few ask for it
+        accepted = step.accepted if self.request.includes_steps else 0
+        start = self._text.settled
+        self._text.add(visible, accepted, is_last=self.finish is not None)
+        settled = slice(start, self._text.settled)
+        facts = {
+            "tokens": len(tokens),
+            "accepted": step.from_drafts,
+            "drafted": step.drafted,
+            "accepted_chars": sum(takewhile(bool, self._text.accepted[settled])),
+            "seconds": round(step.draft_seconds + step.verify_seconds, 6),
+            "prefill": step.accepted < 0,
+        }
         scored = list(scores[: len(tokens)])
         self.scored += scored
-        return Piece(self, text, tokens, scored, facts(step, drafted))
+        return Piece(self, self._text.text[settled], tokens, scored, facts)
 
     def whole(self) -> Json:
         """The finished choice."""
@@ -89,17 +101,6 @@ class Choice:
         if self.is_chat:
             entry["delta"]["role"] = "assistant"
         return entry
-
-    def _grow(self, tokens: Sequence[int], accepted: int) -> tuple[str, int]:
-        """Text that is settled by these tokens, and how many of its characters, the first ones, are
-        of accepted draft tokens.
-        """
-        if not self.request.includes_steps:
-            accepted = 0  # nobody asks, and it takes time
-        start = self._text.settled
-        self._text.add(tokens, accepted, is_last=self.finish is not None)
-        piece = slice(start, self._text.settled)
-        return self._text.text[piece], sum(takewhile(bool, self._text.accepted[piece]))
 
     def _entry(self, text: str, logprobs: Any) -> Json:
         content: Json = {"text": text}
@@ -218,18 +219,6 @@ class Reply:
         for entry in entries:
             entry["prompt_token_ids"] = self.choices[entry["index"]].prompt
         return {}
-
-
-def facts(step: Step, characters: int) -> Json:
-    """What a step brought, for `include_steps`. characters: those of accepted draft tokens."""
-    return {
-        "tokens": len(step.tokens),
-        "accepted": step.from_drafts,
-        "drafted": step.drafted,
-        "accepted_chars": characters,
-        "seconds": round(step.draft_seconds + step.verify_seconds, 6),
-        "prefill": step.accepted < 0,
-    }
 
 
 class EventStream(StreamingResponse):

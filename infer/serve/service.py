@@ -11,7 +11,6 @@ import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
-from draftheads.infer.background import Background, Point
+from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
@@ -86,20 +85,6 @@ class Metrics:
         waiting = self._make(Gauge, "waiting_requests", "Requests that are waiting")
         waiting.set_function(lambda: len(scheduler.waiting))
 
-    def show_learning(self, background: Background) -> None:
-        """Tell how the head learns, too."""
-        shown: dict[str, tuple[str, Callable[[Point], float]]] = {
-            "head_version": ("Version of the head in use", lambda point: point.version),
-            "head_tokens_per_step": (
-                "Tokens per step with this head, on recent questions",
-                lambda point: point.tokens_per_step,
-            ),
-            "learned_tokens": ("Tokens that the head has learned from", lambda point: point.tokens),
-        }
-        for name, (text, value) in shown.items():
-            gauge = self._make(Gauge, name, text)
-            gauge.set_function(partial(_newest, background, value))
-
     def add(self, usage: Json) -> None:
         """Count what a request used."""
         counts = {
@@ -112,12 +97,6 @@ class Metrics:
 
     def _make(self, kind: Any, name: str, text: str, labels: Sequence[str] = ()) -> Any:
         return kind(f"draftheads_{name}", text, labels, registry=self.registry)
-
-
-def _newest(background: Background, value: Callable[[Point], float]) -> float:
-    """This value of the newest point; 0 if there is none."""
-    points = background.points()
-    return value(points[-1]) if points else 0.0
 
 
 class Service:
@@ -140,8 +119,6 @@ class Service:
         )
         self.reader = Reader(self.target, options.name, options.slots + options.waiting)
         self.metrics = Metrics(self.scheduler)
-        if background is not None:
-            self.metrics.show_learning(background)
         marks = PromptRenderer(self.target, self.target.template_args).marks
         self._texts = TokenTexts(self.target.tokenizer, marks)
 

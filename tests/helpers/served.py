@@ -16,7 +16,6 @@ from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Decoding, Row, Step
 from draftheads.infer.serve.app import create_app
-from draftheads.infer.serve.gate import TimedProtocol
 from draftheads.infer.serve.service import ServeOptions, Service
 
 
@@ -41,7 +40,7 @@ def running(
 ) -> Iterator[tuple[str, Service]]:
     """Yields its address and the service behind it."""
     app = create_app(engine, options or ServeOptions("tiny"), background=background)
-    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
+    config = uvicorn.Config(app, port=0, log_level="error")
     server = app.state.service.uvicorn = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
