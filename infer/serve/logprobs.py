@@ -69,10 +69,6 @@ class ScoredRule(Acceptance):
         """Prepare the rule."""
         self.rule.prepare(rows)
 
-    def seed(self, seed: int) -> None:
-        """Restart the rule's random stream."""
-        self.rule.seed(seed)
-
 
 def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
     """The scores of tokens, each by the logits of its own place."""

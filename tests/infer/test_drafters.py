@@ -394,11 +394,11 @@ def with_tokenizer(swapped: bool = False) -> Target:
         ),
         (
             lambda: DraftModel(six_words("gpt2")).drafter(tiny_target()),
-            r"tiny-llama: 19 tokens, got 6;",
+            r"expected the vocabulary of tiny-llama, got another",
         ),
         (
             lambda: DraftModel(with_tokenizer(swapped=True)).drafter(with_tokenizer()),
-            "draft model swapped: expected the vocabulary of bytes: its 259 tokens, got 260;",
+            "draft model swapped: expected the vocabulary of bytes, got another",
         ),
         (lambda: SpeculativeSampling(lenience=0.5), r"lenience 0.5: expected 1 \(lossless\)"),
     ],
