@@ -63,7 +63,12 @@ class MergedDrafter:
         self.weights: list[list[float]] = []  # of each row and part
 
     def propose(self, committed: Committed) -> TokenTree:
-        self._learn(committed)
+        # weights are half a token more than a mean, over recent drafts, of tokens that were right
+        written = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
+        for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
+            for part, paths in enumerate(trees):
+                if count and paths:
+                    weights[part] += (agreed(paths, tokens[:count]) + 0.5 - weights[part]) / 2
         features_BCD = committed.features_BCD
         width = features_BCD.shape[-1] // max(len(self.feature_layers), 1)
         proposed, end = [], 0
@@ -84,16 +89,6 @@ class MergedDrafter:
         self.rows, self.weights = [], []  # as a new drafter, so that a seed repeats its text
         for part in self.parts:
             part.rewind(length)
-
-    def _learn(self, committed: Committed) -> None:
-        """Weights are half a token more than a mean, over recent drafts, of the tokens that were
-        right.
-        """
-        written = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
-        for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
-            for part, paths in enumerate(trees):
-                if count and paths:
-                    weights[part] += (agreed(paths, tokens[:count]) + 0.5 - weights[part]) / 2
 
 
 def agreed(paths: Sequence[TokenPath], tokens: Sequence[int]) -> int:

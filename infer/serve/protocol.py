@@ -195,19 +195,12 @@ def _in_one_line(error: ValidationError) -> ApiError:
     fault: Any = max(typed or faults, key=lambda each: len(each["loc"]))
     parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
-    message = _message(fault)
-    return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
-
-
-def _message(fault: Any) -> str:
-    """What was expected and what was got, of one of pydantic's errors."""
+    message = expected(fault["msg"])
     if fault["type"] == "missing":
-        return "expected a value, got none"
-    if fault["type"] == "extra_forbidden":
-        return "not supported; leave it out"
-    if fault["type"] in ("value_error", "json_invalid"):
-        return expected(fault["msg"])
-    return f"{expected(fault['msg']).partition(', got ')[0]}, got {_start(fault['input'])}"
+        message = "expected a value, got none"
+    elif fault["type"] not in ("value_error", "json_invalid"):
+        message = f"{message.partition(', got ')[0]}, got {_start(fault['input'])}"
+    return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
 
 
 class CompletionRequest(GenerationRequest):

@@ -85,8 +85,11 @@ class Choice:
     def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
         logprobs = None
-        if self.request.scores is not None:
-            logprobs = self._logprobs(piece.scored)
+        if self.request.scores is not None and self.is_chat:
+            logprobs = chat_logprobs(piece.scored, self._texts)
+        elif self.request.scores is not None:
+            logprobs = completion_logprobs(piece.scored, self._texts, self._scored_characters)
+            self._scored_characters += sum(map(len, logprobs["tokens"]))
         entry = self._entry(piece.text, logprobs)
         if self.request.stream and self.request.includes_steps:
             entry["step"] = piece.facts
@@ -110,13 +113,6 @@ class Choice:
             content = {"message": {"role": "assistant", "content": text}}
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
-
-    def _logprobs(self, scored: Sequence[TokenScore]) -> Json:
-        if self.is_chat:
-            return chat_logprobs(scored, self._texts)
-        logprobs = completion_logprobs(scored, self._texts, self._scored_characters)
-        self._scored_characters += sum(map(len, logprobs["tokens"]))
-        return logprobs
 
 
 @dataclass(frozen=True)
