@@ -199,7 +199,7 @@ def _in_one_line(error: ValidationError) -> ApiError:
     if fault["type"] == "missing":
         message = "expected a value, got none"
     elif fault["type"] not in ("value_error", "json_invalid"):
-        message = f"{message.partition(', got ')[0]}, got {_start(fault['input'])}"
+        message = f"{message.partition(', got ')[0]}, got {fault['input']!r:.40}"
     return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
 
 
@@ -225,18 +225,6 @@ class CompletionRequest(GenerationRequest):
     def scores(self) -> int | None:
         """As OpenAI's: 0 is for those of the answer's own tokens."""
         return self.logprobs
-
-
-def _start(value: Any) -> str:
-    """The beginning of a value, made of no more than that."""
-    if isinstance(value, list):
-        more = ", ..." if len(value) > 2 else ""
-        return f"[{', '.join(map(_start, value[:2]))}{more}]"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, str):
-        return repr(value[:40])
-    return f"{value!r:.40}"
 
 
 class TextPart(BaseModel):

@@ -231,17 +231,16 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Starlette's own would leave the chunks, and the engine behind them, to the garbage
         # collector when a client leaves, and would wait for one that reads nothing.
-        async def write(*events: str) -> None:
-            body = "".join(f"data: {event}\n\n" for event in events).encode()
+        async def write(event: str) -> None:
+            body = f"data: {event}\n\n".encode()
             async with asyncio.timeout(STALL_SECONDS):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             async with aclosing(self.chunks):
-                first = await anext(self.chunks)
                 await send(start)
-                await write(json.dumps(self.opening), json.dumps(first))  # in one packet
+                await write(json.dumps(self.opening))
                 async for chunk in self.chunks:
                     await write(json.dumps(chunk))
                 await write("[DONE]")

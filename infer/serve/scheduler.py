@@ -25,6 +25,7 @@ from draftheads.infer.background import COMPLETE, LONGEST_PAUSE, QUIET, Backgrou
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Row, Session, Step
 from draftheads.infer.serve.jobs import Job, JobBatch
+from draftheads.infer.serve.protocol import ApiError
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
@@ -32,12 +33,11 @@ TURN = 256
 logger = logging.getLogger("draftheads")
 
 
-class QueueFull(Exception):
-    """No room for another request."""
+class Closing(ApiError):
+    """The scheduler ends: nothing more will be decoded."""
 
-
-class Closing(Exception):
-    """The scheduler ends, or the engine has failed: nothing more will be decoded."""
+    def __init__(self, message: str = "the server is shutting down") -> None:
+        super().__init__(503, message, "shutting_down")
 
 
 class Scheduler:
@@ -82,12 +82,13 @@ class Scheduler:
             job.row.ends |= job.ends
 
     def queue(self, *jobs: Job) -> None:
-        """Queue all jobs of a request that was checked, or none. Raises QueueFull and Closing."""
+        """Queue all jobs of a request that was checked, or none. Raises ApiError."""
         with self._changed:
             if not self.is_open:
-                raise Closing("the server is shutting down")
+                raise Closing()
             if len(self.waiting) + len(self.active) + len(jobs) > self.room + self.slots:
-                raise QueueFull(f"{len(self.waiting)} requests are waiting already")
+                message = f"{len(self.waiting)} requests are waiting already; retry later"
+                raise ApiError(429, message, "queue_full", **{"Retry-After": "1"})
             self.waiting.extend(jobs)
             self._changed.notify()
 
@@ -118,7 +119,7 @@ class Scheduler:
         with self._changed:
             self._end = monotonic() + grace
             for job in self.waiting:
-                job.deliver(Closing("the server is shutting down"))
+                job.deliver(Closing())
             self.waiting.clear()
             self._changed.notify()
 

@@ -23,13 +23,12 @@ from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
-from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
-from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
+from draftheads.infer.serve.scheduler import Scheduler
 
 Event = tuple[Choice, Step, Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens, or what ends the request."""
@@ -54,7 +53,6 @@ class ServeOptions:
     root_path: str = ""  # of the address under which a proxy offers it
 
     def __post_init__(self) -> None:
-        Hosts(self.allowed_hosts)
         if not re.fullmatch(r"(/[^/?#\s]+)*", self.root_path):
             raise ValueError(
                 f"--root-path: expected a path such as /model, got {self.root_path!r}; begin it "
@@ -133,11 +131,6 @@ class Service:
             self.scheduler.queue(*jobs)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
-        except QueueFull as error:
-            later = {"Retry-After": "1"}
-            raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
-        except Closing as error:
-            raise as_api_error(error) from error
         pieces = self._pieces(reply, jobs, events, http)
         if request.stream:
             chunks = reply.chunks(pieces, jobs)
@@ -251,6 +244,4 @@ def as_api_error(error: Exception) -> Exception:
     """An error as the client is told of it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Closing):
-        return ApiError(503, str(error), "shutting_down")
     return ApiError(500, f"the engine failed at this request ({type(error).__name__})")

@@ -16,7 +16,8 @@ from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Step
-from draftheads.infer.serve.scheduler import Closing, QueueFull
+from draftheads.infer.serve.protocol import ApiError
+from draftheads.infer.serve.scheduler import Closing
 
 NEW = 12
 
@@ -101,7 +102,7 @@ def test_the_queue_is_bounded(schedulers):
     asked[0].events.get(timeout=5)  # it has the slot
     for each in asked[1:]:
         scheduler.submit(each.job)
-    with pytest.raises(QueueFull, match="2 requests are waiting already"):
+    with pytest.raises(ApiError, match="2 requests are waiting already"):
         scheduler.submit(Asked([1, 9]).job)
     assert [len(each.answer()) for each in asked] == [NEW - 1, NEW, NEW]
 
@@ -195,7 +196,7 @@ def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
 
 def test_the_queue_takes_all_jobs_of_a_request_or_none(schedulers):
     scheduler = schedulers(Timed({1: 0.02}), slots=1, waiting=2)
-    with pytest.raises(QueueFull):
+    with pytest.raises(ApiError):
         scheduler.submit(*(Asked([1, n]).job for n in range(4)))
     assert not scheduler.waiting and not scheduler.active
     asked = [Asked([1, n]) for n in range(3)]
