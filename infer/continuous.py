@@ -93,7 +93,8 @@ class ContinuousBatch:
                 self._step(started)
             except RuntimeError as error:  # also while rows join: then none of them is whole
                 lost = [*self._active.values(), *new]
-                self._active, self._decoding = {}, None
+                self._active = {}
+                self._decoding = None
                 yield from self._failed(lost, error)
                 continue
             if started is not None:

@@ -82,7 +82,8 @@ class NoDraft:
     def __init__(self, idle: Drafter | None = None) -> None:
         self._root: Topology | None = None
         if idle is not None:
-            self.feature_layers, self.cache = idle.feature_layers, idle.cache
+            self.feature_layers = idle.feature_layers
+            self.cache = idle.cache
 
     def check_tree(self, tree: Tree) -> None:
         """Any tree stays empty."""
@@ -123,7 +124,9 @@ class Speculator:
         compile: bool = False,
         profile: bool = False,
     ) -> None:
-        self.target, self.drafts, self.profile = target, drafts, profile
+        self.target = target
+        self.drafts = drafts
+        self.profile = profile
         source = NoDraft() if drafts is None else drafts
         check_is_target(target)
         if not isinstance(tree, Tree | None):
@@ -248,7 +251,8 @@ class Speculator:
         passes over `chunk` tokens. reserved: slots for new tokens. Yields None after each pass but
         the last, then the decoding.
         """
-        start, seconds = self.clock(), 0.0
+        start = self.clock()
+        seconds = 0.0
         accept = accept.branch()  # another generation with this rule may run meanwhile
         session = session or Session()
         caches = session.begin(self.cache_key, rows[0].text)
@@ -258,9 +262,11 @@ class Speculator:
         session.caches = None if self.target.has_long_rope else caches
         # the last token that the session has is read again: its state predicts the next one
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
-        end, longest = 0, max(map(len, prompts))
+        end = 0
+        longest = max(map(len, prompts))
         unread = Unread(prompts, known=min(session.reused, 1))
-        layers, drafts = caches.drafter.feature_layers, caches.drafter.cache
+        layers = caches.drafter.feature_layers
+        drafts = caches.drafter.cache
         for end, out in self.target.prefill_chunks(prompts, caches.cache, layers, chunk):
             if out.features_BND is not None:
                 unread.features.append(out.features_BND)
@@ -293,11 +299,13 @@ class Speculator:
             )
         length = len(decoding.rows[0].text)  # of the only row, if the session is for others
         start = self.clock()
-        drafted, nodes = start, self.tree.nodes
+        drafted = start
+        nodes = self.tree.nodes
         tokens = self._fixed_step(decoding)
         if tokens is None:
             tree = decoding.drafter.propose(decoding.committed)
-            drafted, nodes = self.clock(), tree.tokens_BN.shape[1]
+            drafted = self.clock()
+            nodes = tree.tokens_BN.shape[1]
             tokens = self._verify(decoding, tree)
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
@@ -312,7 +320,9 @@ class Speculator:
 
     def _verify(self, decoding: Decoding, tree: TokenTree) -> list[list[int]]:
         """Verify a tree, and keep what the rule accepts; returns the tokens of each row."""
-        target, rows, cache = self.target, decoding.rows, decoding.cache
+        target = self.target
+        rows = decoding.rows
+        cache = decoding.cache
         texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
         target.recompute(texts, cache)
         out = target.verify(tree, cache, decoding.drafter.feature_layers)
@@ -363,7 +373,8 @@ class Speculator:
         """Compile the following steps, if the engine compiles."""
         if decoding.fixed is not None or decoding.drafter is not decoding.caches.drafter:
             return
-        rule, drafter = decoding.accept, decoding.drafter
+        rule = decoding.accept
+        drafter = decoding.drafter
         advance = self.advance(len(decoding.rows), rule)
         if advance is not None:
             decoding.fixed = FixedSteps(

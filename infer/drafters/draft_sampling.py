@@ -64,7 +64,8 @@ class ChainSampler:
     parents_BF: Tensor
 
     def __init__(self, depth: int, rule: SpeculativeSampling) -> None:
-        self.depth, self.rule = depth, rule
+        self.depth = depth
+        self.rule = rule
         self.start()
 
     def start(self) -> None:

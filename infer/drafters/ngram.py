@@ -108,7 +108,8 @@ class NGramIndex:
         for place in reversed(places[-TRIES:]):
             length = agreement(text, self._tokens, place)
             if length > most:
-                best, most = [], length
+                best = []
+                most = length
             if length == most:
                 best.append(place)
         copies = []
@@ -125,7 +126,9 @@ class NGramDrafter:
     cache = None
 
     def __init__(self, limits: DynamicTree, lengths: range, memory: NGramIndex | None) -> None:
-        self.limits, self.lengths, self.memory = limits, lengths, memory
+        self.limits = limits
+        self.lengths = lengths
+        self.memory = memory
         self.texts: list[_Text] = []
 
     def propose(self, committed: Committed) -> TokenTree:

@@ -93,13 +93,17 @@ class JobBatch:
         """Let a job end, with its caches in its session if it has one."""
         self.jobs.remove(job)
         self._limit = min(self._most, self._limit + 1)
-        decoding, self._decoding = self._decoding, self._decoding if self.jobs else None
+        decoding = self._decoding
+        if not self.jobs:
+            self._decoding = None
         if decoding is not None and decoding is not job.decoding:
             decoding.leave(job.row, job.decoding if job.session is not None else None)
 
     def fail(self, error: Exception) -> list[Job]:
         """Give up all rows, and decode fewer from now on; returns the jobs."""
-        jobs, self.jobs, self._decoding = self.jobs, [], None
+        jobs = self.jobs
+        self.jobs = []
+        self._decoding = None
         self._limit = max(1, len(jobs) // 2)
         if isinstance(error, torch.OutOfMemoryError):
             self._most = self._limit

@@ -42,7 +42,8 @@ class Reader:
     """
 
     def __init__(self, target: Target, name: str, most_choices: int) -> None:
-        self.target, self.name = target, name
+        self.target = target
+        self.name = name
         self.most_choices = min(most_choices, MOST_CHOICES)
         self._turn = Lock()  # tokenizers in Python are for one thread at a time
 

@@ -63,7 +63,8 @@ class Scheduler:
         self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
-        self._drafting, self._plain = JobBatch(speculator, slots), JobBatch(self.plain, slots)
+        self._drafting = JobBatch(speculator, slots)
+        self._plain = JobBatch(self.plain, slots)
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
         self._end: float | None = None  # when the jobs that are left fail
@@ -183,7 +184,8 @@ class Scheduler:
             with torch.inference_mode(False):
                 engine, pause = self.background.work(self.speculator)
             if engine is not self.speculator:
-                self._drafting, self.speculator = JobBatch(engine, self.slots), engine
+                self._drafting = JobBatch(engine, self.slots)
+                self.speculator = engine
                 self._idle = [Session() for _ in range(self.slots)]
             return min(pause, LONGEST_PAUSE)
         except Exception:  # whatever it is, the answers are right without it
@@ -230,7 +232,9 @@ class Scheduler:
             except Exception:  # such as out of memory for its caches, which are only a saving
                 logger.exception("the caches of a request are lost")
                 job.session = job.session and Session()
-        job.prefill, job.decoding = iter(()), None  # frees its caches, here and now
+        # frees its caches, here and now
+        job.prefill = iter(())
+        job.decoding = None
         if job.session is not None:
             self._idle.append(job.session)
 

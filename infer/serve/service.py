@@ -166,7 +166,9 @@ class Service:
         """The lossless rule that a request asks for. number: of the answer to a prompt, which
         changes its seed.
         """
-        temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
+        temperature = request.temperature
+        top_p = request.top_p
+        top_k = request.top_k
         if temperature is None:
             temperature = self.options.temperature
         if top_p is None:

@@ -67,6 +67,10 @@ class TreeSizes:
             # of a single tree, the same again
             search.trial = min(max(search.size + search.change, 0), len(self.trees) - 1)
         elif rate > GAIN * search.rate:
-            search.size, search.trial, search.left = search.trial, None, FIRST
+            search.size = search.trial
+            search.trial = None
+            search.left = FIRST
         else:
-            search.change, search.trial, search.left = -search.change, None, OFTEN
+            search.change = -search.change
+            search.trial = None
+            search.left = OFTEN
