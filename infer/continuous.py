@@ -90,7 +90,13 @@ class ContinuousBatch:
                 yield from self._failed(new, error)
                 continue
             try:
-                self._step(started)
+                if started is None:
+                    assert self._decoding is not None
+                    self.engine.step(self._decoding)
+                elif self._active and self._decoding is not None:
+                    self._decoding.join(started)
+                else:
+                    self._decoding = started
             except RuntimeError as error:  # also while rows join: then none of them is whole
                 lost = [*self._active.values(), *new]
                 self._active = {}
@@ -100,16 +106,6 @@ class ContinuousBatch:
             if started is not None:
                 self._active |= zip(started.rows, new, strict=True)
             yield from self._finished()
-
-    def _step(self, started: Decoding | None) -> None:
-        """Add the rows of a new decoding, or else decode a step."""
-        if started is None:
-            assert self._decoding is not None
-            self.engine.step(self._decoding)
-        elif self._active and self._decoding is not None:
-            self._decoding.join(started)
-        else:
-            self._decoding = started
 
     def _finished(self) -> Iterator[Outcome]:
         """The answers that are finished, whose places are then free."""
