@@ -170,12 +170,10 @@ class Reply:
         options = self.request.stream_options
         has_usage = options is not None and options.include_usage
         usage = {"usage": None} if has_usage else {}
-        opened = set[int]()
         async with aclosing(pieces):
             async for piece in pieces:
                 choice = piece.choice
-                if choice.index not in opened:
-                    opened.add(choice.index)
+                if len(choice.steps) == 1:
                     entry = choice.opening()
                     yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
                 yield {**self.head, "choices": [choice.entry(piece)], **usage}
