@@ -106,8 +106,11 @@ class FixedSteps:
         cache: SlotCache,
         accept: Acceptance,
     ) -> None:
-        self.advance, self.target, self.drafter = advance, target, drafter
-        self.cache, self.accept = cache, accept
+        self.advance = advance
+        self.target = target
+        self.drafter = drafter
+        self.cache = cache
+        self.accept = accept
         self.width = tree.depth + 1
         self.slots = [(cache, tree.nodes)]  # caches, and what a step writes to them
         if drafter.cache is not None:
@@ -146,7 +149,8 @@ class FixedSteps:
             return self.advance(self, *inputs)
         seen = [(cache.table.span, cache.table.capacity) for cache, _ in self.slots]
         if seen != self.seen:  # not recorded: it may allocate what later steps find there
-            self.seen, self.recording = seen, None
+            self.seen = seen
+            self.recording = None
             return self.advance(self, *inputs)
         if self.recording is None:
             try:
@@ -190,7 +194,8 @@ def _advance(
     running_B: Tensor,
 ) -> Outputs:
     """The next tokens, their features, and how many there are."""
-    drafter, cache = steps.drafter, steps.cache
+    drafter = steps.drafter
+    cache = steps.cache
     tree = drafter.propose(Committed(tokens_BC, features_BCD, count_B, []))
     out = steps.target.verify(tree, cache, drafter.feature_layers)
     accepted = steps.accept(out.logits_BNV, tree)

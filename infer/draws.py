@@ -82,7 +82,8 @@ class RandomStream(Draws):
 
     def seed(self, seed: int) -> None:
         """Restart the stream, and those of all its branches."""
-        self._source.seed, self._source.generator = seed, None
+        self._source.seed = seed
+        self._source.generator = None
 
     def branch(self) -> Self:
         """Further draws from the same numbers, in turns, which leave the newest draw here alone."""

@@ -19,11 +19,9 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
-from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread, is_whole
+from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread
 from draftheads.infer.threads import fair_clock
 
-PAUSE = Step([], -1, None, 0.0, 0.0)
-"""Stands between two parts of a prompt, so that others can take turns."""
 ONLY_HEADS = "only draft heads can be compiled, not other drafters"
 
 
@@ -84,7 +82,8 @@ class NoDraft:
     def __init__(self, idle: Drafter | None = None) -> None:
         self._root: Topology | None = None
         if idle is not None:
-            self.feature_layers, self.cache = idle.feature_layers, idle.cache
+            self.feature_layers = idle.feature_layers
+            self.cache = idle.cache
 
     def check_tree(self, tree: Tree) -> None:
         """Any tree stays empty."""
@@ -125,7 +124,9 @@ class Speculator:
         compile: bool = False,
         profile: bool = False,
     ) -> None:
-        self.target, self.drafts, self.profile = target, drafts, profile
+        self.target = target
+        self.drafts = drafts
+        self.profile = profile
         source = NoDraft() if drafts is None else drafts
         check_is_target(target)
         if not isinstance(tree, Tree | None):
@@ -168,21 +169,17 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
         session: Session | None = None,
-        prefill_chunk: int | None = None,
     ) -> Generator[Step]:
         """Continue one prompt (token ids), one Step per forward. session: computes again only what
-        differs from its text. prefill_chunk: read so many tokens of the prompt per forward, and
-        yield a Step without tokens after each but the last, so that others can take turns.
+        differs from its text.
 
         Ends after exactly `max_new_tokens` (default: the rest of the context; the cache grows with
         the text), after an EOS of the target's generation config (included in the output), or after
         the token that completes a `stop` string. Raises ValueError, before any computation, for ids
         outside the target's vocabulary and when prompt and new tokens exceed its context.
         """
-        if prefill_chunk is not None and not (is_whole(prefill_chunk) and prefill_chunk > 0):
-            raise ValueError(f"prefill_chunk: expected 1 token or more, got {prefill_chunk!r}")
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
-        batch = self._decode(rows, rule_of(sampling), session, prefill_chunk)
+        batch = self._decode(rows, rule_of(sampling), session)
         return (step for [step] in batch if step is not None)
 
     def generate_batch(
@@ -230,12 +227,9 @@ class Speculator:
         rows: list[Row],
         accept: Acceptance,
         session: Session | None = None,
-        prefill_chunk: int | None = None,
     ) -> Iterator[list[Step | None]]:
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
-        for decoding in self.prefill(rows, accept, reserved, session, prefill_chunk):
-            if decoding is None and prefill_chunk:
-                yield [PAUSE]
+        *_, decoding = self.prefill(rows, accept, reserved, session)
         assert decoding is not None  # the last one
         yield [*decoding.first]
         while not all(row.finish for row in rows):
@@ -257,7 +251,8 @@ class Speculator:
         passes over `chunk` tokens. reserved: slots for new tokens. Yields None after each pass but
         the last, then the decoding.
         """
-        start, seconds = self.clock(), 0.0
+        start = self.clock()
+        seconds = 0.0
         accept = accept.branch()  # another generation with this rule may run meanwhile
         session = session or Session()
         caches = session.begin(self.cache_key, rows[0].text)
@@ -267,9 +262,11 @@ class Speculator:
         session.caches = None if self.target.has_long_rope else caches
         # the last token that the session has is read again: its state predicts the next one
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
-        end, longest = 0, max(map(len, prompts))
+        end = 0
+        longest = max(map(len, prompts))
         unread = Unread(prompts, known=min(session.reused, 1))
-        layers, drafts = caches.drafter.feature_layers, caches.drafter.cache
+        layers = caches.drafter.feature_layers
+        drafts = caches.drafter.cache
         for end, out in self.target.prefill_chunks(prompts, caches.cache, layers, chunk):
             if out.features_BND is not None:
                 unread.features.append(out.features_BND)
@@ -302,11 +299,13 @@ class Speculator:
             )
         length = len(decoding.rows[0].text)  # of the only row, if the session is for others
         start = self.clock()
-        drafted, nodes = start, self.tree.nodes
+        drafted = start
+        nodes = self.tree.nodes
         tokens = self._fixed_step(decoding)
         if tokens is None:
             tree = decoding.drafter.propose(decoding.committed)
-            drafted, nodes = self.clock(), tree.tokens_BN.shape[1]
+            drafted = self.clock()
+            nodes = tree.tokens_BN.shape[1]
             tokens = self._verify(decoding, tree)
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
@@ -321,7 +320,9 @@ class Speculator:
 
     def _verify(self, decoding: Decoding, tree: TokenTree) -> list[list[int]]:
         """Verify a tree, and keep what the rule accepts; returns the tokens of each row."""
-        target, rows, cache = self.target, decoding.rows, decoding.cache
+        target = self.target
+        rows = decoding.rows
+        cache = decoding.cache
         texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
         target.recompute(texts, cache)
         out = target.verify(tree, cache, decoding.drafter.feature_layers)
@@ -372,7 +373,8 @@ class Speculator:
         """Compile the following steps, if the engine compiles."""
         if decoding.fixed is not None or decoding.drafter is not decoding.caches.drafter:
             return
-        rule, drafter = decoding.accept, decoding.drafter
+        rule = decoding.accept
+        drafter = decoding.drafter
         advance = self.advance(len(decoding.rows), rule)
         if advance is not None:
             decoding.fixed = FixedSteps(

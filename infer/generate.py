@@ -136,7 +136,8 @@ class SpeculativeDecoding:
         allowed = WARPERS if self.acceptance else MEMORYLESS
         _check_options(generation_config, logits_processor, allowed)
         prompts = _prompts(model, input_ids, prepared)
-        accept, sample = self.acceptance, bool(generation_config.do_sample)
+        accept = self.acceptance
+        sample = bool(generation_config.do_sample)
         if accept is None and (logits_processor or sample):
             accept = Processed(logits_processor, sample)
         criteria = StoppingCriteriaList(stopping_criteria)
@@ -169,7 +170,8 @@ class SpeculativeDecoding:
 
     def _loaded(self, model: PreTrainedModel) -> Speculator:
         if self.speculator is None or self.speculator.target.model is not model:
-            target, drafts = Target(model), self.head
+            target = Target(model)
+            drafts = self.head
             if isinstance(drafts, Path):  # never the name of another drafter
                 drafts = os.path.abspath(os.path.expanduser(drafts))
             if isinstance(drafts, str):
@@ -340,10 +342,13 @@ class _Replay:
         pad: int | None,
     ) -> None:
         self.sequences_BT = prompts_BT
-        self._criteria, self._streamer, self._pad = criteria, streamer, pad
+        self._criteria = criteria
+        self._streamer = streamer
+        self._pad = pad
         self._waiting: list[deque[int]] = [deque() for _ in prompts_BT]
         self._running = [True] * len(prompts_BT)
-        self._tokens, self._steps = [0] * len(prompts_BT), [0] * len(prompts_BT)
+        self._tokens = [0] * len(prompts_BT)
+        self._steps = [0] * len(prompts_BT)
 
     def take(self, steps: Sequence[Step | None]) -> bool:
         """Add one step of the engine; returns whether any row is still running."""

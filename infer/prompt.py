@@ -46,7 +46,9 @@ def template_limits() -> Iterator[None]:
     """Raise `EndlessTemplateError` in a block that does not end: a template is a program, whose
     loops and texts jinja does not bound.
     """
-    block, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
+    block = threading.get_ident()
+    ended = threading.Event()
+    lock = threading.Lock()
 
     def watch() -> None:
         most = math.inf

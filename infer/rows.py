@@ -118,7 +118,8 @@ class Row:
                 f"prompt: expected token ids from 0 to {known - 1}, got {invalid[0]!r:.80}; use a "
                 "list of those of the target's own tokenizer"
             )
-        context, room = target.context, target.context - len(prompt)
+        context = target.context
+        room = target.context - len(prompt)
         if not 0 < room < context:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, expected 1 to {context - 1} (context of "
@@ -130,10 +131,12 @@ class Row:
                 f"max_new_tokens: expected 1 to {room}, got {limit!r}; prompt and new tokens must "
                 f"not exceed the context of {target.name} ({context})"
             )
-        self.text, self.seed = list(map(int, prompt)), seed
+        self.text = list(map(int, prompt))
+        self.seed = seed
         self.finish: str | None = None
-        self.prompt, self.end = len(prompt), len(prompt) + limit
-        self._eos = frozenset(target.eos_ids)
+        self.prompt = len(prompt)
+        self.end = len(prompt) + limit
+        self.ends = frozenset(target.eos_ids)  # tokens that end it
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
     @property
@@ -149,7 +152,7 @@ class Row:
             self.text.append(token)
             if token < 0:
                 self.finish = "failed"
-            elif token in self._eos:
+            elif token in self.ends:
                 self.finish = "eos"
             elif self._stop is not None and self._stop.completed_by(token):
                 self.finish = "stop"
@@ -166,7 +169,8 @@ class Unread:
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], known: int) -> None:
-        self.prompts, self.known = prompts, known
+        self.prompts = prompts
+        self.known = known
         self.start = 0
         self.features: list[Tensor] = []  # of the passes since then
 
@@ -185,7 +189,9 @@ class Unread:
             first = torch.zeros_like(self.features[0][:, :1])
             features_BCD = torch.cat([first, *self.features], dim=1)
         committed = Committed(tokens_BC, features_BCD, count_B, counts).since(self.known)
-        self.start, self.known, self.features = end, 1, []
+        self.start = end
+        self.known = 1
+        self.features = []
         return committed
 
 
@@ -297,8 +303,10 @@ class Decoding:
         for row in rows:
             row.rule = accept
         self.accept = accept  # the rule of all rows
-        self.session, self.caches = session, caches
-        self.cache, self.drafter = caches.cache, caches.drafter
+        self.session = session
+        self.caches = caches
+        self.cache = caches.cache
+        self.drafter = caches.drafter
         self.drafters: dict[Tree, Drafter] = {}  # that were used, by tree
         self.committed = committed
         self.fixed: FixedSteps | None = None  # while steps are compiled
@@ -320,7 +328,8 @@ class Decoding:
         for each in (self, other):
             each._settle()
         self.cache.join(other.cache, places)
-        drafts, new = self.drafter.cache, other.drafter.cache
+        drafts = self.drafter.cache
+        new = other.drafter.cache
         if drafts is not None and new is not None:
             drafts.join(new, places)
         self.committed = self.committed.join(other.committed, places)

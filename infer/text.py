@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for a character whose bytes are incomplete."""
@@ -11,15 +11,6 @@ Marks = Mapping[tuple[int, ...], str]
 """Token ids, and the text that stands for them."""
 CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
-
-
-class WithTokens(Protocol):
-    """What `TextStream.read` needs of a `Step`."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """New token ids."""
-        ...
 
 
 class TextStream:
@@ -74,14 +65,6 @@ class TextStream:
         self._held += tokens
         text = self._held_text()
         return "" if text.endswith(REPLACEMENT) else self._show(text)
-
-    def read(self, steps: Iterable[WithTokens]) -> Iterator[str]:
-        """The text of a generation's steps, piece by piece, incomplete characters at its end
-        included.
-        """
-        for step in steps:
-            yield self.feed(step.tokens)
-        yield self.flush()
 
     def _held_text(self) -> str:
         return self._decoded(self._shown + self._held)[len(self._decoded(self._shown)) :]

@@ -83,16 +83,12 @@ class Questions(PromptSet):
     skip_empty: Annotated[bool, Option("--skip-empty", help="skip empty prompts")] = False
 
 
-BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
-
-
 @dataclass(frozen=True)
 class Answers:
     """Answers."""
 
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32
-    max_batch_tokens: Annotated[int | None, Option(min=1, help=BATCH_TOKENS)] = None
     max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None
     reasoning: Reasoning = "keep"
     seed: Seed = 0
@@ -142,7 +138,7 @@ def distill(
     from draftheads.train.data.prompts import read_prompts
     from draftheads.train.data.server import ServedTarget
 
-    local = names(AnswerDrafts) | {"max_batch_tokens", "lora"}
+    local = names(AnswerDrafts) | {"lora"}
     check_places(context, names(AnswerServers), local, "the server decodes")
     options = distillation.DistillOptions(
         out=out,
@@ -185,7 +181,7 @@ def local_answerer(
     choose_threads(threads, loaded, options.batch_size)
     head = load_head(drafts.head, target=loaded) if drafts.head else None
     engine = Speculator(loaded, head, tree=chosen_tree(head, drafts.tree, None))
-    return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+    return LocalAnswerer(engine, options.batch_size)
 
 
 def say_init(target: str, out: Path, lora: str | None = None) -> None:

@@ -59,20 +59,12 @@ class DraftModel(DrafterSource):
         model = self.model
         if model.tokenizer is None or target.tokenizer is None:
             same = model.vocab_size == target.vocab_size
-            difference = f"{target.vocab_size} tokens, got {model.vocab_size}"
         else:
-            ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-            same = ours == theirs
-            difference = f"its {len(theirs)} tokens, got {len(ours)}"
-            other = [token for token in theirs if ours.get(token) != theirs[token]]
-            if other:
-                first = min(other, key=theirs.__getitem__)
-                named = f"{first!r}: {theirs[first]}, got {ours.get(first, 'none')}"
-                difference += f"; {len(other)} differ, first {named}"
+            same = model.tokenizer.get_vocab() == target.tokenizer.get_vocab()
         if not same:
             raise ValueError(
-                f"draft model {model.name}: expected the vocabulary of {target.name}: "
-                f"{difference}; use a smaller model of the same family"
+                f"draft model {model.name}: expected the vocabulary of {target.name}, got another; "
+                "use a smaller model of the same family"
             )
         tree = self.tree if tree is None else tree
         sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
@@ -153,10 +145,12 @@ class ModelDrafter:
                 f"draft model {model.name}: expected attention layers alone, got recurrent ones, "
                 "too; draft with heads or n-grams, or with another model"
             )
-        self.model, self.depth = model, tree.depth
+        self.model = model
+        self.depth = tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
         self.builder: Any = sampler or tree_builder(tree, None, model.device)
-        self.masks, self.no_draft = Masks(model.model), NoDraft()
+        self.masks = Masks(model.model)
+        self.no_draft = NoDraft()
         self.slots: SlotCache | None = None
         self.is_full = False
 
@@ -177,7 +171,8 @@ class ModelDrafter:
         """Append the new tokens; returns logits_B1V after the newest of each row."""
         known = self.model.model.get_input_embeddings().weight.shape[0]
         # larger ids are those of a target's padding, of which the model may have less
-        tokens_BC, counts = committed.tokens_BC.clamp(max=known - 1), committed.counts
+        tokens_BC = committed.tokens_BC.clamp(max=known - 1)
+        counts = committed.counts
         rows, length = tokens_BC.shape
         if self.slots is None:
             self.slots = self.model.new_cache(rows, length + ROOM)
@@ -195,7 +190,8 @@ class ModelDrafter:
         seen_BQP: the nodes that each new one sees. depths_1P: distances from the end of the text.
         """
         assert self.slots is not None
-        table, (queries, nodes) = self.slots.table, seen_BQP.shape[1:]
+        table = self.slots.table
+        queries, nodes = seen_BQP.shape[1:]
         table.reserve(queries, after=nodes - queries)
         positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
         mask = self.masks(table.visible(seen_BQP), positions_BQ, table.positions(depths_1P))

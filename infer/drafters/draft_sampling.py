@@ -6,7 +6,6 @@ Legend: B batch, K draft tokens of a chain, N = K + 1 nodes, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -27,24 +26,9 @@ class SampledChain(TokenTree):
 
 @dataclass(frozen=True)
 class SpeculativeSampling(Sampled):
-    """Sampling with temperature, top-k and top-p of both distributions; lossless at lenience 1.
-
-    lenience: keep x with probability min(1, lenience * p(x) / q(x)). Above 1 more drafts are kept,
-    but the output is LOSSY: a token can be up to `lenience` times as probable as the target has it
-    (appendix A.5, where it is 1 / l). Trees that no one drew are followed as by `Sampled`.
+    """Sampling with temperature, top-k and top-p of both distributions; lossless. Trees that no one
+    drew are followed as by `Sampled`.
     """
-
-    lenience: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.lenience < math.inf:
-            raise ValueError(f"lenience {self.lenience}: expected 1 (lossless) or more (lossy)")
-
-    @property
-    def lossless(self) -> bool:  # type: ignore[override]
-        """Whether the output has exactly the target's own distribution."""
-        return self.lenience == 1
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Keep drafts up to the first rejection; the token after it is drawn from what p has more
@@ -54,7 +38,7 @@ class SpeculativeSampling(Sampled):
             return super().__call__(logits_BNV, tree)
         p_BNV = self.probabilities(logits_BNV)
         rest = p_BNV.shape[2] - tree.q_BKV.shape[2]
-        q_BNV = F.pad(tree.q_BKV / self.lenience, (0, rest, 0, 1))
+        q_BNV = F.pad(tree.q_BKV, (0, rest, 0, 1))
         drafts_BK1 = tree.tokens_BN[:, 1:, None]
         p_BK, q_BK = (x[:, :-1].gather(2, drafts_BK1)[..., 0] for x in (p_BNV, q_BNV))
         # a draw between two outcomes, as the rule's stream draws tokens
@@ -80,7 +64,8 @@ class ChainSampler:
     parents_BF: Tensor
 
     def __init__(self, depth: int, rule: SpeculativeSampling) -> None:
-        self.depth, self.rule = depth, rule
+        self.depth = depth
+        self.rule = rule
         self.start()
 
     def start(self) -> None:

@@ -57,18 +57,26 @@ class MergedDrafter:
     cache = None  # each part has its own
 
     def __init__(self, parts: Sequence[Drafter], nodes: int) -> None:
-        self.parts, self.nodes = parts, nodes
+        self.parts = parts
+        self.nodes = nodes
         self.feature_layers = sum((part.feature_layers for part in parts), ())
         self.rows: list[tuple[list[TokenPath], ...]] = []  # the newest of each row and part
         self.weights: list[list[float]] = []  # of each row and part
 
     def propose(self, committed: Committed) -> TokenTree:
-        self._learn(committed)
+        # weights are half a token more than a mean, over recent drafts, of tokens that were right
+        written = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
+        for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
+            for place, paths in enumerate(trees):
+                if count and paths:
+                    weights[place] += (agreed(paths, tokens[:count]) + 0.5 - weights[place]) / 2
         features_BCD = committed.features_BCD
         width = features_BCD.shape[-1] // max(len(self.feature_layers), 1)
-        proposed, end = [], 0
+        proposed = []
+        end = 0
         for part in self.parts:
-            start, end = end, end + width * len(part.feature_layers)
+            start = end
+            end += width * len(part.feature_layers)
             tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
             proposed.append(row_paths(tree))
         self.rows = list(zip(*proposed, strict=True))
@@ -81,24 +89,17 @@ class MergedDrafter:
         return stacked(roots_B.tolist(), rows, roots_B.device)
 
     def rewind(self, length: int) -> None:
-        self.rows, self.weights = [], []  # as a new drafter, so that a seed repeats its text
+        # as a new drafter, so that a seed repeats its text
+        self.rows = []
+        self.weights = []
         for part in self.parts:
             part.rewind(length)
-
-    def _learn(self, committed: Committed) -> None:
-        """Weights are half a token more than a mean, over recent drafts, of the tokens that were
-        right.
-        """
-        written = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
-        for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
-            for part, paths in enumerate(trees):
-                if count and paths:
-                    weights[part] += (agreed(paths, tokens[:count]) + 0.5 - weights[part]) / 2
 
 
 def agreed(paths: Sequence[TokenPath], tokens: Sequence[int]) -> int:
     """How many of these tokens lie on a path, up to the first that does not."""
-    tree, path = set(paths), tuple(tokens)
+    tree = set(paths)
+    path = tuple(tokens)
     return max((n for n in range(1, len(path) + 1) if path[:n] in tree), default=0)
 
 

@@ -5,9 +5,8 @@ Legend: B batch, C committed tokens of a step, D feature width.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
@@ -24,7 +23,7 @@ TRIES = 32
 REACH = 16
 """Tokens before a place that are compared."""
 NOTHING = -1
-"""No token, or no place."""
+"""Stands after each text of a memory."""
 
 
 @dataclass(frozen=True)
@@ -64,53 +63,37 @@ class NGram(DrafterSource):
 class NGramIndex:
     """Earlier texts, to look up n-grams in. Used by one thread at a time.
 
-    limit: tokens that it holds at most; the oldest texts are dropped as a whole, and of a longer
-    text its beginning. Raises ValueError for a limit without room.
+    limit: tokens that it holds at most; then the older half is dropped.
     """
 
-    # Place p, which rises forever, is at index p % limit; the texts between are overwritten. Places
-    # after n-grams are chained as in deflate: a bucket has its newest place, each place the one
-    # before it. Nothing is removed from a chain: it ends at the first place of a dropped text.
-
-    def __init__(self, limit: int = 1_000_000) -> None:
-        if limit <= REACH:
-            raise ValueError(
-                f"memory: expected room for more than {REACH} tokens, got {limit}; raise it"
-            )
+    def __init__(self, limit: int = 250_000) -> None:
         self.limit = limit
-        self._tokens = array("i", [NOTHING]) * limit
-        self._older = array("q", [NOTHING]) * limit
-        self._newest = array("q", [NOTHING]) * limit
-        self._texts: deque[tuple[int, int]] = deque()  # first place and digest, the oldest first
-        self._digests: set[int] = set()
-        self._end = 0
+        self._tokens: list[int] = []
+        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._last: list[int] = []  # the newest text
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Add a text. Of one that begins with an earlier one, as a conversation does with itself a
-        turn before, only the rest is stored, with the few tokens before it that are compared.
+    def append(self, text: Sequence[int]) -> None:
+        """Add a text. Of one that begins with the one before, as a conversation does with itself a
+        turn before, only the rest is stored.
         """
-        digest = known = 0
-        for count, token in enumerate(tokens, start=1):
-            digest = hash((digest, token))
-            if digest in self._digests:
-                known = count
-        if known == len(tokens):
-            return
-        start = max(known - REACH, len(tokens) + 1 - self.limit, 0)
-        text = array("i", [*tokens[start:], NOTHING])  # where copies end
-        if self._end % self.limit + len(text) > self.limit:  # a text is in one piece
-            self._end += self.limit - self._end % self.limit
-        first, self._end = self._end, self._end + len(text)
-        while self._texts and self._texts[0][0] < self._end - self.limit:
-            self._digests.remove(self._texts.popleft()[1])
-        self._texts.append((first, digest))
-        self._digests.add(digest)
-        index = first % self.limit
-        self._tokens[index : index + len(text)] = text
-        for place in range(max(known - start, KEY), len(text) - 1):
-            bucket = hash(tuple(text[place - KEY : place])) % self.limit
-            self._older[(first + place) % self.limit] = self._newest[bucket]
-            self._newest[bucket] = first + place
+        new = list(text)
+        known = len(self._last)
+        if known and new[:known] == self._last:
+            self._tokens.pop()  # the end of the text goes on
+            new = new[known:]
+        self._last = list(text)
+        if len(self._tokens) + len(new) >= self.limit:
+            kept = self._tokens[-self.limit // 2 :]
+            self._tokens = []
+            self._places.clear()
+            self._add(kept)
+        self._add([*new[-self.limit // 2 :], NOTHING])
+
+    def _add(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token != NOTHING:
+                self._places[tuple(self._tokens[-KEY:])].append(len(self._tokens))
+            self._tokens.append(token)
 
     def continuations(
         self, text: Sequence[int], above: int, limits: DynamicTree
@@ -119,11 +102,14 @@ class NGramIndex:
         which most tokens agree with the end of this text, the newest first; none unless these are
         more than `above`.
         """
-        best, most = list[int](), max(above + 1, KEY)
-        for place in self._places(tuple(text[-KEY:])):
+        best: list[int] = []
+        most = max(above + 1, KEY)
+        places = self._places.get(tuple(text[-KEY:]), [])
+        for place in reversed(places[-TRIES:]):
             length = agreement(text, self._tokens, place)
             if length > most:
-                best, most = [], length
+                best = []
+                most = length
             if length == most:
                 best.append(place)
         copies = []
@@ -131,15 +117,6 @@ class NGramIndex:
             copy = tuple(self._tokens[place : place + limits.depth])
             copies.append(copy[: copy.index(NOTHING)] if NOTHING in copy else copy)
         return copies
-
-    def _places(self, key: tuple[int, ...]) -> Iterator[int]:
-        """Indices of the newest places in the bucket of a key."""
-        place = self._newest[hash(key) % self.limit]
-        for _ in range(TRIES):
-            if not self._texts or place < self._texts[0][0]:
-                return
-            yield place % self.limit
-            place = self._older[place % self.limit]
 
 
 class NGramDrafter:
@@ -149,7 +126,9 @@ class NGramDrafter:
     cache = None
 
     def __init__(self, limits: DynamicTree, lengths: range, memory: NGramIndex | None) -> None:
-        self.limits, self.lengths, self.memory = limits, lengths, memory
+        self.limits = limits
+        self.lengths = lengths
+        self.memory = memory
         self.texts: list[_Text] = []
 
     def propose(self, committed: Committed) -> TokenTree:

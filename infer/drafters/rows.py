@@ -32,7 +32,8 @@ def stacked(
     child: leaves after the original, so no acceptance rule prefers them.
     """
     nodes = max(map(len, rows))
-    tokens, parents = [], []
+    tokens = []
+    parents = []
     for root, paths in zip(roots, rows, strict=True):
         padding = nodes - len(paths)
         filler = paths[0][-1] if paths else root

@@ -23,7 +23,7 @@ from draftheads.heads.terminal import printable
 from draftheads.infer.accept import Greedy
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.serve.gate import Gate, TimedProtocol, error_response
+from draftheads.infer.serve.gate import Gate, error_response
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.protocol import (
     ApiError,
@@ -66,7 +66,6 @@ def create_app(
     app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
     _add_errors(app)
     _add_answers(app, service)
-    _add_models(app, service)
     _add_state(app, service)
     _add_page(app)
     return app
@@ -83,16 +82,6 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat(http: Request) -> Any:
-        return await service.respond(ChatRequest, http)
-
-    @app.post("/v1/completions")
-    async def complete(http: Request) -> Any:
-        return await service.respond(CompletionRequest, http)
-
-
-def _add_models(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def model() -> Json:
@@ -107,6 +96,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "learns": service.background is not None,
         }
 
+    @app.post("/v1/chat/completions")
+    async def chat(http: Request) -> Any:
+        return await service.respond(ChatRequest, http)
+
+    @app.post("/v1/completions")
+    async def complete(http: Request) -> Any:
+        return await service.respond(CompletionRequest, http)
+
     @app.get("/v1/models")
     async def models() -> Any:
         return {"object": "list", "data": [model()]}
@@ -117,6 +114,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
             raise service.reader.unknown(name)
         return model()
 
+    @app.get("/v1/learning")
+    async def learning() -> Any:
+        points = service.background.points() if service.background is not None else ()
+        return {"object": "list", "data": [asdict(point) for point in points]}
+
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
@@ -124,12 +126,6 @@ def _add_state(app: FastAPI, service: Service) -> None:
         if not service.scheduler.is_open:
             raise ApiError(503, "shutting down", "shutting_down")
         return {"status": "ok"}
-
-    @app.get("/v1/learning")
-    async def learning() -> Any:
-        background = service.background
-        points = background.points() if background is not None else ()
-        return {"object": "list", "data": [asdict(point) for point in points]}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Any:
@@ -200,7 +196,6 @@ def serve(
     service: Service = app.state.service
     config = uvicorn.Config(
         app,
-        http=TimedProtocol,
         log_level="warning",
         server_header=False,
         timeout_graceful_shutdown=int(options.grace) + 5,

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from typing import Any
 
-import h11
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.service import Service
 
 ARRIVAL_SECONDS = 20.0
-"""For the head of a request, and again for its body."""
+"""For the body of a request."""
 
 
 class Gate:
@@ -61,7 +58,12 @@ class Gate:
         path: str = scope["path"]
         below = path.removeprefix(self.options.root_path)  # not every proxy removes it
         is_open = not path.startswith("/v1") and not below.startswith("/v1")
-        if is_open or self._has_key(headers.get(b"authorization", b"")):
+        if is_open or self.options.key is None:
+            return None
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        # in a time that does not tell how much of the key is right
+        is_right = hmac.compare_digest(key.strip(), self.options.key.encode())
+        if is_right and scheme.lower() == b"bearer":
             return None
         return ApiError(
             401,
@@ -69,14 +71,6 @@ class Gate:
             "invalid_api_key",
             **{"WWW-Authenticate": "Bearer"},
         )
-
-    def _has_key(self, authorization: bytes) -> bool:
-        if self.options.key is None:
-            return True
-        scheme, _, key = authorization.partition(b" ")
-        # in a time that does not tell how much of the key is right
-        is_right = hmac.compare_digest(key.strip(), self.options.key.encode())
-        return scheme.lower() == b"bearer" and is_right
 
 
 class Arrival:
@@ -112,28 +106,6 @@ class Arrival:
         message = await self._receive()
         self._size += len(message.get("body", b""))
         return message
-
-
-class TimedProtocol(H11Protocol):
-    """Closes connections that take too long to send the head of a request."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(
-            ARRIVAL_SECONDS, self.timeout_keep_alive_handler
-        )
-
-    def data_received(self, data: bytes) -> None:
-        # uvicorn stops its timer at the first byte: it is put back until the head is complete
-        timer = self.timeout_keep_alive_task
-        self.timeout_keep_alive_task = None
-        super().data_received(data)
-        if timer is None:
-            return
-        if self.conn.their_state is h11.IDLE:
-            self.timeout_keep_alive_task = timer
-        else:
-            timer.cancel()
 
 
 def error_response(error: HTTPException) -> JSONResponse:

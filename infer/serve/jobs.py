@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.background import COMPLETE
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Decoding, Row, Session, Step
 from draftheads.infer.serve.tree_sizes import TreeSizes
@@ -19,18 +18,10 @@ others: to remove them copies the caches.
 """
 
 
-@dataclass
-class Account:
-    """The engine's time that a request has used. The least is next."""
-
-    clock: float = 0.0
-    active: int = 0  # jobs
-
-
 @dataclass(eq=False)
 class Job:
     """A prompt to continue. deliver: called in the engine's thread with each Step that has tokens,
-    or with the exception that ends the job early. account: shared by the jobs of a request.
+    or with the exception that ends the job early.
     """
 
     prompt: list[int]
@@ -38,31 +29,18 @@ class Job:
     sampling: Acceptance
     max_new_tokens: int
     stop: tuple[str, ...] = ()
-    ends: frozenset[int] = frozenset()  # tokens that complete the answer, besides the target's own
+    ends: frozenset[int] = frozenset()  # tokens that end the answer, besides the target's own
     draft: bool = True  # False: with the plain model
     is_kept: bool = True  # False: not given to a background
-    account: Account = field(default_factory=Account)
     seconds: float = field(default=0.0, init=False)  # of the engine, so far
     reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
     cancelled: bool = field(default=False, init=False)
+    row: Row = field(init=False)  # once it is checked
+    batch: JobBatch = field(init=False)  # once it has a slot
     session: Session | None = field(default=None, init=False)
-    steps: Iterator[Step | Decoding | None] = field(default=iter(()), init=False)
-    """Turns by itself: parts of its prompt, and the decoding that can join a batch, or steps."""
-    row: Row | None = field(default=None, init=False)  # if it is to be decoded in a batch
+    prefill: Iterator[Decoding | None] = field(default=iter(()), init=False)
+    """Parts of its prompt, and the decoding that can join the batch."""
     decoding: Decoding | None = field(default=None, init=False)  # of this row alone
-    answer: list[int] = field(default_factory=list, init=False)  # its tokens so far
-    is_complete: bool = field(default=False, init=False)
-
-    def completed_by(self, step: Step) -> bool:
-        """Add the tokens of a step to the answer; returns whether it is complete with them, and was
-        not before. An answer that has failed never is.
-        """
-        if self.is_complete:
-            return False
-        place = next((n for n, token in enumerate(step.tokens, 1) if token in self.ends), None)
-        self.answer += step.tokens[:place]
-        self.is_complete = place is not None or step.finish in COMPLETE
-        return self.is_complete
 
 
 class JobBatch:
@@ -109,20 +87,23 @@ class JobBatch:
         self._sizes.learn(rows, tokens, self.engine.clock() - start)
         if len(decoding.rows) == 1:
             self.engine.compile_steps(decoding)
-        return [(job, steps[job.row]) for job in self.jobs if job.row in steps]
+        return [(job, steps[job.row]) for job in self.jobs]
 
     def leave(self, job: Job) -> None:
         """Let a job end, with its caches in its session if it has one."""
         self.jobs.remove(job)
         self._limit = min(self._most, self._limit + 1)
-        decoding, self._decoding = self._decoding, self._decoding if self.jobs else None
+        decoding = self._decoding
+        if not self.jobs:
+            self._decoding = None
         if decoding is not None and decoding is not job.decoding:
-            assert job.row is not None
             decoding.leave(job.row, job.decoding if job.session is not None else None)
 
     def fail(self, error: Exception) -> list[Job]:
         """Give up all rows, and decode fewer from now on; returns the jobs."""
-        jobs, self.jobs, self._decoding = self.jobs, [], None
+        jobs = self.jobs
+        self.jobs = []
+        self._decoding = None
         self._limit = max(1, len(jobs) // 2)
         if isinstance(error, torch.OutOfMemoryError):
             self._most = self._limit

@@ -22,7 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted
 from draftheads.infer.serve.protocol import Json
-from draftheads.infer.text import REPLACEMENT, Marks
+from draftheads.infer.text import REPLACEMENT, Marks, TextStream
 
 LEAST = -9999.0
 """Told in place of minus infinity, which JSON does not have."""
@@ -69,10 +69,6 @@ class ScoredRule(Acceptance):
         """Prepare the rule."""
         self.rule.prepare(rows)
 
-    def seed(self, seed: int) -> None:
-        """Restart the rule's random stream."""
-        self.rule.seed(seed)
-
 
 def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
     """The scores of tokens, each by the logits of its own place."""
@@ -97,7 +93,6 @@ class TokenTexts:
         self.tokenizer = tokenizer
         self.marks = marks
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        self._cut = len(self._decode([]))
         self._read = cache(self._text_and_bytes)
 
     def __call__(self, token: int) -> str:
@@ -109,18 +104,13 @@ class TokenTexts:
         return self._read(token)[1]
 
     def _text_and_bytes(self, token: int) -> tuple[str, list[int] | None]:
-        text = self._decode([token])[self._cut :]
+        # after another token, as the first one of a text may lose its space
+        stream = TextStream(self.tokenizer, after=self._before, skip_special_tokens=False)
+        text = stream.feed([token]) + stream.flush()
         if REPLACEMENT not in text:
             return text, list(text.encode())
         name = str(self.tokenizer.convert_ids_to_tokens(token))
         return name, _bytes(name)
-
-    def _decode(self, tokens: list[int]) -> str:
-        # after another token, as the first one of a text may lose its space
-        text: str = self.tokenizer.decode(
-            self._before + tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
 
 
 def _bytes(name: str) -> list[int] | None:

@@ -7,7 +7,6 @@ forward pass of the target brought.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -15,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
@@ -46,18 +44,10 @@ OFF = {
 }
 """Options that this engine does not have. They ask for nothing if they are 0, false or empty."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
     "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "length_penalty": (1,),
-    "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
-    "typical_p": (1,),
-    "verbosity": ("medium",),
 }
 """Others that it does not have, and their values that ask for nothing. Null always does."""
 HARMLESS = {
@@ -142,6 +132,24 @@ class GenerationRequest(BaseModel):
     draft: bool | None = True
     store: bool | None = None  # false: not kept for learning
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, body: Any) -> Any:
+        """Raise ApiError for an option that this engine does not have, unless it asks for nothing:
+        without it, the answer would be another one than was asked for.
+        """
+        if not isinstance(body, dict):
+            raise ValueError("expected a JSON object")
+        supported = cls.model_fields.keys() | HARMLESS
+        for name, value in body.items():
+            is_off = value is None or (name in OFF and not value)
+            if name not in supported and not is_off and value not in NEUTRAL.get(name, ()):
+                # others than identifiers may have line breaks
+                shown = name[:64] if name.isidentifier() else repr(name[:64])
+                message = f"{shown} is not supported; leave it out"
+                raise ApiError(400, message, "unsupported_parameter", shown)
+        return body
+
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
@@ -172,48 +180,12 @@ class GenerationRequest(BaseModel):
 
 def parsed(kind: type[R], body: bytes) -> R:
     """A request of this kind. Raises ApiError."""
+    if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
+        raise ApiError(400, f"expected at most {MOST_BRACKETS} brackets, got more; send fewer")
     try:
-        if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
-            raise ApiError(400, f"expected at most {MOST_BRACKETS} brackets, got more; send fewer")
-        value = json.loads(body.decode("utf-8-sig"))
-        if not isinstance(value, dict):
-            raise ApiError(400, f"expected a JSON object, got {_start(value)}; send {{...}}")
-        _refuse_unsupported(kind, value)
-        return kind.model_validate(value)
+        return kind.model_validate_json(body)
     except ValidationError as error:
         raise _in_one_line(error) from None
-    except RecursionError:
-        fault = "got one nested too deeply; flatten it"
-    except json.JSONDecodeError as error:
-        fault = f"cannot read it from character {error.pos} on; check quotes, commas and brackets"
-    except UnicodeDecodeError as error:
-        fault = f"got other bytes than UTF-8 from byte {error.start} on; encode it as UTF-8"
-    except ValueError:  # Python reads no numbers of more than 4,300 digits
-        fault = "got a number with thousands of digits; send a smaller one"
-    raise ApiError(400, f"expected a JSON object: {fault}")
-
-
-def _refuse_unsupported(kind: type[GenerationRequest], body: Json) -> None:
-    """Raise ApiError for options that this engine does not have, unless they ask for nothing."""
-    supported = kind.model_fields.keys() | HARMLESS
-    others = [name for name, value in body.items() if name not in supported and value is not None]
-    names = [name for name in others if not _is_neutral(name, body[name])]
-    if not names:
-        return
-    # others than identifiers may have line breaks, or no UTF-8
-    shown = [name[:64] if name.isidentifier() else repr(name[:64]) for name in names[:5]]
-    message = ", ".join(shown)
-    if len(names) > 5:
-        message += f" and {len(names) - 5} more"
-    if len(names) > 1:
-        message += " are not supported; leave them out"
-    else:
-        message += " is not supported; leave it out"
-    raise ApiError(400, message, "unsupported_parameter", shown[0])
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    return (name in OFF and not value) or value in NEUTRAL.get(name, ())
 
 
 def _in_one_line(error: ValidationError) -> ApiError:
@@ -223,19 +195,12 @@ def _in_one_line(error: ValidationError) -> ApiError:
     fault: Any = max(typed or faults, key=lambda each: len(each["loc"]))
     parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
-    message = _message(fault)
-    return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
-
-
-def _message(fault: Any) -> str:
-    """What was expected and what was got, of one of pydantic's errors."""
+    message = expected(fault["msg"])
     if fault["type"] == "missing":
-        return "expected a value, got none"
-    if fault["type"] == "extra_forbidden":
-        return "not supported; leave it out"
-    if fault["type"] == "value_error":
-        return expected(fault["msg"])
-    return f"{expected(fault['msg']).partition(', got ')[0]}, got {_start(fault['input'])}"
+        message = "expected a value, got none"
+    elif fault["type"] not in ("value_error", "json_invalid"):
+        message = f"{message.partition(', got ')[0]}, got {fault['input']!r:.40}"
+    return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
 
 
 class CompletionRequest(GenerationRequest):
@@ -249,18 +214,6 @@ class CompletionRequest(GenerationRequest):
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
-    @field_validator("prompt", mode="wrap")
-    @classmethod
-    def _say_what_is_expected(cls, value: Any, read: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return read(value)
-        except ValidationError:
-            raise ValueError(
-                "expected a text, a list of token ids (whole numbers from 0), or a list of at most "
-                f"{MOST_CHOICES} of either, each with at least 1 character or token; got "
-                f"{_start(value)}"
-            ) from None
-
     @property
     def prompts(self) -> list[str | list[int]]:
         """Those to continue."""
@@ -272,18 +225,6 @@ class CompletionRequest(GenerationRequest):
     def scores(self) -> int | None:
         """As OpenAI's: 0 is for those of the answer's own tokens."""
         return self.logprobs
-
-
-def _start(value: Any) -> str:
-    """The beginning of a value, made of no more than that."""
-    if isinstance(value, list):
-        more = ", ..." if len(value) > 2 else ""
-        return f"[{', '.join(map(_start, value[:2]))}{more}]"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, str):
-        return repr(value[:40])
-    return f"{value!r:.40}"
 
 
 class TextPart(BaseModel):

@@ -5,7 +5,6 @@ threads, and what is too long is refused before it is tokenized.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -23,10 +22,6 @@ from draftheads.infer.serve.protocol import (
     parsed,
 )
 
-LARGE = 1 << 18
-"""Bytes from which a body is large."""
-MOST_LARGE = 4
-"""Large bodies that are held at a time. The others wait."""
 DENSE = 16
 """More characters per token than texts have. Of a text that has as many for each token of the
 context, only that much is tokenized at first.
@@ -47,12 +42,10 @@ class Reader:
     """
 
     def __init__(self, target: Target, name: str, most_choices: int) -> None:
-        self.target, self.name = target, name
+        self.target = target
+        self.name = name
         self.most_choices = min(most_choices, MOST_CHOICES)
-        self._large = asyncio.Semaphore(MOST_LARGE)
-        self._turn: AbstractContextManager[Any] = nullcontext()
-        if not target.tokenizer.is_fast:  # those in Python are for one thread at a time
-            self._turn = Lock()
+        self._turn = Lock()  # tokenizers in Python are for one thread at a time
 
     async def read(self, kind: type[R], http: Request) -> tuple[R, list[list[int]]]:
         """A request of this kind and its prompts. Raises ApiError, and Gone."""
@@ -63,16 +56,11 @@ class Reader:
                 f"expected Content-Type: application/json, got {content_type[:80]!r}; set this "
                 "header",
             )
-        body = bytearray()
-        async with AsyncExitStack() as places:
-            try:
-                async for part in http.stream():
-                    if len(body) <= LARGE < len(body) + len(part):
-                        await places.enter_async_context(self._large)
-                    body += part
-            except ClientDisconnect:
-                raise Gone() from None
-            return await asyncio.to_thread(self._parsed, kind, bytes(body))
+        try:
+            body = await http.body()
+        except ClientDisconnect:
+            raise Gone() from None
+        return await asyncio.to_thread(self._parsed, kind, body)
 
     def unknown(self, model: str | None) -> ApiError:
         """The error for another model."""
@@ -109,8 +97,6 @@ class Reader:
                 self._refuse_long(prompt)
             with self._turn:
                 return self._fitting(encode_prompt(self.target, prompt, variables))
-        except RecursionError as error:
-            raise ApiError(400, "the messages are nested too deeply; send flatter ones") from error
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 

@@ -54,24 +54,29 @@ class Choice:
         self._text = AnswerText(stream, request.stops)
 
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
-        """Take a step up to its end token. scores: of its tokens, if the request asks for them."""
-        ends = self.request.stop_token_ids or ()
+        """Take a step. scores: of its tokens, if the request asks for them."""
         tokens = step.tokens
-        place = next((place for place, token in enumerate(tokens) if token in ends), None)
-        if place is not None:
-            tokens = tokens[: place + 1]
-        has_end_token = place is not None or step.finish == "eos"
-        if has_end_token:
-            self.finish = "stop"
-        elif step.finish:
+        visible = tokens[:-1] if step.finish == "eos" else tokens
+        if step.finish:
             self.finish = "length" if step.finish == "length" else "stop"
-        visible = tokens[:-1] if has_end_token else tokens
         self.tokens += tokens
         self.steps.append(step)
-        text, drafted = self._grow(visible, step.accepted)
+        # which characters are of accepted drafts takes time, and few ask for it
+        accepted = step.accepted if self.request.includes_steps else 0
+        start = self._text.settled
+        self._text.add(visible, accepted, is_last=self.finish is not None)
+        settled = slice(start, self._text.settled)
+        facts = {
+            "tokens": len(tokens),
+            "accepted": step.from_drafts,
+            "drafted": step.drafted,
+            "accepted_chars": sum(takewhile(bool, self._text.accepted[settled])),
+            "seconds": round(step.draft_seconds + step.verify_seconds, 6),
+            "prefill": step.accepted < 0,
+        }
         scored = list(scores[: len(tokens)])
         self.scored += scored
-        return Piece(self, text, tokens, scored, facts(step, drafted))
+        return Piece(self, self._text.text[settled], tokens, scored, facts)
 
     def whole(self) -> Json:
         """The finished choice."""
@@ -80,8 +85,11 @@ class Choice:
     def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
         logprobs = None
-        if self.request.scores is not None:
-            logprobs = self._logprobs(piece.scored)
+        if self.request.scores is not None and self.is_chat:
+            logprobs = chat_logprobs(piece.scored, self._texts)
+        elif self.request.scores is not None:
+            logprobs = completion_logprobs(piece.scored, self._texts, self._scored_characters)
+            self._scored_characters += sum(map(len, logprobs["tokens"]))
         entry = self._entry(piece.text, logprobs)
         if self.request.stream and self.request.includes_steps:
             entry["step"] = piece.facts
@@ -97,17 +105,6 @@ class Choice:
             entry["delta"]["role"] = "assistant"
         return entry
 
-    def _grow(self, tokens: Sequence[int], accepted: int) -> tuple[str, int]:
-        """Text that is settled by these tokens, and how many of its characters, the first ones, are
-        of accepted draft tokens.
-        """
-        if not self.request.includes_steps:
-            accepted = 0  # nobody asks, and it takes time
-        start = self._text.settled
-        self._text.add(tokens, accepted, is_last=self.finish is not None)
-        piece = slice(start, self._text.settled)
-        return self._text.text[piece], sum(takewhile(bool, self._text.accepted[piece]))
-
     def _entry(self, text: str, logprobs: Any) -> Json:
         content: Json = {"text": text}
         if self.is_chat and self.request.stream:
@@ -116,13 +113,6 @@ class Choice:
             content = {"message": {"role": "assistant", "content": text}}
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
-
-    def _logprobs(self, scored: Sequence[TokenScore]) -> Json:
-        if self.is_chat:
-            return chat_logprobs(scored, self._texts)
-        logprobs = completion_logprobs(scored, self._texts, self._scored_characters)
-        self._scored_characters += sum(map(len, logprobs["tokens"]))
-        return logprobs
 
 
 @dataclass(frozen=True)
@@ -180,12 +170,10 @@ class Reply:
         options = self.request.stream_options
         has_usage = options is not None and options.include_usage
         usage = {"usage": None} if has_usage else {}
-        opened = set[int]()
         async with aclosing(pieces):
             async for piece in pieces:
                 choice = piece.choice
-                if choice.index not in opened:
-                    opened.add(choice.index)
+                if len(choice.steps) == 1:
                     entry = choice.opening()
                     yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
                 yield {**self.head, "choices": [choice.entry(piece)], **usage}
@@ -227,18 +215,6 @@ class Reply:
         return {}
 
 
-def facts(step: Step, characters: int) -> Json:
-    """What a step brought, for `include_steps`. characters: those of accepted draft tokens."""
-    return {
-        "tokens": len(step.tokens),
-        "accepted": step.from_drafts,
-        "drafted": step.drafted,
-        "accepted_chars": characters,
-        "seconds": round(step.draft_seconds + step.verify_seconds, 6),
-        "prefill": step.accepted < 0,
-    }
-
-
 class EventStream(StreamingResponse):
     """Chunks as server-sent events. An error ends the stream, and so does a client that leaves, or
     reads nothing for a minute. opening: the first chunk.
@@ -253,17 +229,16 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Starlette's own would leave the chunks, and the engine behind them, to the garbage
         # collector when a client leaves, and would wait for one that reads nothing.
-        async def write(*events: str) -> None:
-            body = "".join(f"data: {event}\n\n" for event in events).encode()
+        async def write(event: str) -> None:
+            body = f"data: {event}\n\n".encode()
             async with asyncio.timeout(STALL_SECONDS):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
             async with aclosing(self.chunks):
-                first = await anext(self.chunks)
                 await send(start)
-                await write(json.dumps(self.opening), json.dumps(first))  # in one packet
+                await write(json.dumps(self.opening))
                 async for chunk in self.chunks:
                     await write(json.dumps(chunk))
                 await write("[DONE]")

@@ -1,10 +1,10 @@
 """Requests that share one engine: a bounded queue, and a batch that rows join and leave.
 
 One thread decodes. A request has one job or several, its answers, and up to `slots` jobs are
-active. Prompts are read one part at a time, and after each part the `JobBatch` of all jobs whose
-prompts were read makes a step. Jobs with drafts that cannot be batched take turns instead. The next
-part, or turn, is always of the request that has used the least time. Each slot keeps its keys and
-values, for a job that continues the same text. While nothing is asked, a `Background` works.
+active. Prompts are read one part at a time, the next of the job that has used the least time, and
+after each part the `JobBatch` of all jobs whose prompts were read makes a step. Jobs with drafts
+that cannot be batched have a batch each. Each slot keeps its keys and values, for a job that
+continues the same text. While nothing is asked, a `Background` works.
 """
 
 from __future__ import annotations
@@ -21,29 +21,23 @@ import torch
 
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
+from draftheads.infer.background import COMPLETE, LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Decoding, Row, Session, Step
+from draftheads.infer.rows import Row, Session, Step
 from draftheads.infer.serve.jobs import Job, JobBatch
+from draftheads.infer.serve.protocol import ApiError
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
-RECENT = 1 / 8
-"""Weight of the newest request in the mean of what requests take."""
 
 logger = logging.getLogger("draftheads")
 
 
-class QueueFull(Exception):
-    """No room for another request. seconds: until those that wait are answered, at a guess."""
+class Closing(ApiError):
+    """The scheduler ends: nothing more will be decoded."""
 
-    def __init__(self, waiting: int, seconds: float) -> None:
-        super().__init__(f"{waiting} requests are waiting already")
-        self.seconds = seconds
-
-
-class Closing(Exception):
-    """The scheduler ends, or the engine has failed: nothing more will be decoded."""
+    def __init__(self, message: str = "the server is shutting down") -> None:
+        super().__init__(503, message, "shutting_down")
 
 
 class Scheduler:
@@ -69,10 +63,10 @@ class Scheduler:
         self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
-        self._drafting, self._plain = JobBatch(speculator, slots), JobBatch(self.plain, slots)
+        self._drafting = JobBatch(speculator, slots)
+        self._plain = JobBatch(self.plain, slots)
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
-        self._pace = 0.0  # seconds of the engine for a request, a mean over recent ones
         self._end: float | None = None  # when the jobs that are left fail
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -84,16 +78,18 @@ class Scheduler:
 
     def check(self, *jobs: Job) -> None:
         """Raise ValueError as `Speculator.generate`. Takes a while for long prompts."""
-        for job in {id(job.prompt): job for job in jobs}.values():
-            Row(self.speculator.target, job.prompt, job.max_new_tokens, job.stop)
+        for job in jobs:
+            job.row = Row(self.speculator.target, job.prompt, job.max_new_tokens, job.stop)
+            job.row.ends |= job.ends
 
     def queue(self, *jobs: Job) -> None:
-        """Queue all jobs of a request that was checked, or none. Raises QueueFull and Closing."""
+        """Queue all jobs of a request that was checked, or none. Raises ApiError."""
         with self._changed:
             if not self.is_open:
-                raise Closing("the server is shutting down")
+                raise Closing()
             if len(self.waiting) + len(self.active) + len(jobs) > self.room + self.slots:
-                raise QueueFull(len(self.waiting), self.room * self._pace)
+                message = f"{len(self.waiting)} requests are waiting already; retry later"
+                raise ApiError(429, message, "queue_full", **{"Retry-After": "1"})
             self.waiting.extend(jobs)
             self._changed.notify()
 
@@ -124,7 +120,7 @@ class Scheduler:
         with self._changed:
             self._end = monotonic() + grace
             for job in self.waiting:
-                job.deliver(Closing("the server is shutting down"))
+                job.deliver(Closing())
             self.waiting.clear()
             self._changed.notify()
 
@@ -139,14 +135,12 @@ class Scheduler:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        """A turn of one job by itself, and a step of each batch, again and again."""
+        """A part of one prompt, and a step of each batch, again and again."""
         while self._fill():
-            turns = [
-                job for job in self.active if job.decoding is None and self._batch(job).has_room
-            ]
-            if turns:
-                self._advance(min(turns, key=lambda job: job.account.clock))
-            for batch in (self._drafting, self._plain):
+            unread = [job for job in self.active if job.decoding is None and job.batch.has_room]
+            if unread:
+                self._advance(min(unread, key=lambda job: job.seconds))
+            for batch in dict.fromkeys(job.batch for job in self.active):
                 if batch.jobs:
                     self._step(batch)
 
@@ -154,12 +148,12 @@ class Scheduler:
         """Wait until there are active jobs; False at the end.
 
         What holds whenever the lock is free: `active` has at most `slots` jobs, a job is in
-        `waiting`, in `active` or done with, and an account's `active` counts its jobs in `active`.
-        Other threads append to `waiting` or clear it, mark jobs as cancelled, and set the end; this
-        thread alone moves jobs into `active` and out of it, and alone uses steps, sessions and
-        batches. So it decodes without the lock. Pieces of the background's work are done here, too,
-        when no job was active or waiting for a while: so no job ever sees another engine than that
-        with which it began, and one that comes during a piece waits for no other.
+        `waiting`, in `active` or done with. Other threads append to `waiting` or clear it, mark
+        jobs as cancelled, and set the end; this thread alone moves jobs into `active` and out of
+        it, and alone uses rows, sessions and batches. So it decodes without the lock. Pieces of the
+        background's work are done here, too, when no job was active or waiting for a while: so no
+        job ever sees another engine than that with which it began, and one that comes during a
+        piece waits for no other.
         """
         pause = QUIET
         while True:
@@ -168,8 +162,11 @@ class Scheduler:
                     lambda: bool(self.active or self.waiting or self._end is not None),
                     pause if self.background is not None else None,
                 )
-                self._drop_cancelled()
-                self._fill_slots()
+                for job in [job for job in self.active if job.cancelled]:
+                    self._leave(job)
+                self.waiting = deque(job for job in self.waiting if not job.cancelled)
+                while self.waiting and len(self.active) < self.slots:
+                    self._enter(self.waiting.popleft())
                 if self._end is not None and monotonic() >= self._end:
                     self._fail_active()
                 if self.active:
@@ -187,7 +184,8 @@ class Scheduler:
             with torch.inference_mode(False):
                 engine, pause = self.background.work(self.speculator)
             if engine is not self.speculator:
-                self._drafting, self.speculator = JobBatch(engine, self.slots), engine
+                self._drafting = JobBatch(engine, self.slots)
+                self.speculator = engine
                 self._idle = [Session() for _ in range(self.slots)]
             return min(pause, LONGEST_PAUSE)
         except Exception:  # whatever it is, the answers are right without it
@@ -198,19 +196,6 @@ class Scheduler:
         logger.exception("learning has failed and ends; answers go on")
         self.background = None
 
-    def _drop_cancelled(self) -> None:
-        for job in list(self.active):
-            if job.cancelled:
-                self._leave(job)
-        self.waiting = deque(job for job in self.waiting if not job.cancelled)
-
-    def _fill_slots(self) -> None:
-        """The first job that waits of the request that has the fewest slots is next."""
-        while self.waiting and len(self.active) < self.slots:
-            job = min(self.waiting, key=lambda job: job.account.active)
-            self.waiting.remove(job)
-            self._enter(job)
-
     def _fail_active(self) -> None:
         for job in list(self.active):
             self._leave(job)
@@ -220,83 +205,61 @@ class Scheduler:
         """Give a job the slot that has the most of its prompt, if that is most of what the slot
         has; else the one that was not used for the longest time.
         """
-        engine = self._batch(job).engine
         if job.draft:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
             if 2 * session.shared(job.prompt) < session.length:
                 session = self._idle[0]
             self._idle.remove(session)
             job.session = session
-        account = job.account
-        if not account.active:  # time in which it had no slot gives it no more turns than others
-            least = min((each.account.clock for each in self.active), default=0.0)
-            account.clock = max(account.clock, least)
-        account.active += 1
-        if engine.rows_may_leave:
-            job.row = Row(engine.target, job.prompt, job.max_new_tokens, job.stop)
-            self._read(job)
-        else:
-            job.steps = engine.generate(
-                job.prompt,
-                sampling=job.sampling,
-                max_new_tokens=job.max_new_tokens,
-                stop=job.stop,
-                session=job.session,
-                prefill_chunk=TURN,
-            )
+        job.batch = self._drafting if job.draft else self._plain
+        if not job.batch.engine.rows_may_leave:
+            job.batch = JobBatch(job.batch.engine, 1)
+        self._read(job)
         self.active.append(job)
 
     def _read(self, job: Job) -> None:
         """Let a job read its text."""
-        assert job.row is not None
-        engine, rows = self._batch(job).engine, [job.row]
         reserved = min(job.max_new_tokens, ROOM)
+        engine = job.batch.engine
         job.decoding = None
-        job.steps = engine.prefill(rows, job.sampling, reserved, job.session, TURN)
+        job.prefill = engine.prefill([job.row], job.sampling, reserved, job.session, TURN)
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)
-        job.account.active -= 1
-        batch = self._batch(job)
-        if job in batch.jobs:
+        if job in job.batch.jobs:
             try:
-                batch.leave(job)
+                job.batch.leave(job)
             except Exception:  # such as out of memory for its caches, which are only a saving
                 logger.exception("the caches of a request are lost")
                 job.session = job.session and Session()
-        job.steps, job.decoding = iter(()), None  # frees its caches, here and now
+        # frees its caches, here and now
+        job.prefill = iter(())
+        job.decoding = None
         if job.session is not None:
             self._idle.append(job.session)
 
-    def _batch(self, job: Job) -> JobBatch:
-        return self._drafting if job.draft else self._plain
-
     def _advance(self, job: Job) -> None:
-        """One turn of a job by itself."""
+        """Read one part of a job's prompt; after the last, let it join its batch."""
         start = perf_counter()
-        event: Step | Decoding | Exception | None
         try:
-            event = next(job.steps)
+            job.decoding = next(job.prefill)
         except Exception as error:  # the other jobs do not fail with it
             logger.exception("a request failed")
-            event = error
-        self._charge(job, perf_counter() - start)
+            self._tell(job, error)
+            return
+        job.seconds += perf_counter() - start
         if job.session is not None:
             job.reused = job.session.reused
-        if isinstance(event, Decoding):
-            job.decoding, job.steps = event, iter(())
-            [event] = event.first
-            if not event.finish:
-                self._join(job)
-        if event is not None and (isinstance(event, Exception) or event.tokens):
-            self._tell(job, event)
-
-    def _join(self, job: Job) -> None:
-        batch = self._batch(job)
-        try:
-            batch.join(job)
-        except Exception as error:
-            self._read_again(batch, error)
+        if job.decoding is None:
+            return
+        job.prefill = iter(())  # frees what the parts computed
+        [step] = job.decoding.first
+        if not step.finish:
+            try:
+                job.batch.join(job)
+            except Exception as error:
+                self._read_again(job.batch, error)
+        self._tell(job, step)
 
     def _step(self, batch: JobBatch) -> None:
         """One step of a batch, whose jobs share its time."""
@@ -308,7 +271,7 @@ class Scheduler:
             return
         seconds = (perf_counter() - start) / len(steps)
         for job, step in steps:
-            self._charge(job, seconds)
+            job.seconds += seconds
             self._tell(job, step)
 
     def _read_again(self, batch: JobBatch, error: Exception) -> None:
@@ -323,10 +286,6 @@ class Scheduler:
         if len(jobs) == 1:
             self._tell(jobs[0], error)
 
-    def _charge(self, job: Job, seconds: float) -> None:
-        job.seconds += seconds
-        job.account.clock += seconds
-
     def _tell(self, job: Job, event: Step | Exception) -> None:
         """Deliver a step or an error; its job may end with it."""
         if isinstance(event, Exception):
@@ -334,11 +293,10 @@ class Scheduler:
         if isinstance(event, Exception) or event.finish:
             with self._changed:
                 self._leave(job)
-                self._pace += RECENT * (job.seconds - self._pace)
         background = self.background if job.is_kept else None
-        if background is not None and isinstance(event, Step) and job.completed_by(event):
+        if background is not None and isinstance(event, Step) and event.finish in COMPLETE:
             try:  # before it is told: who has an answer may rely on its being kept
-                background.answered(job.prompt, job.answer)
+                background.answered(job.prompt, job.row.text[job.row.prompt :])
             except Exception:
                 self._end_background()
         job.deliver(event)

@@ -7,12 +7,10 @@ request (step, error, time-out, disconnect) arrives in one queue.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,17 +19,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
-from draftheads.infer.background import Background, Point
+from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
-from draftheads.infer.serve.hosts import Hosts
-from draftheads.infer.serve.jobs import Account, Job
+from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
-from draftheads.infer.serve.scheduler import Closing, QueueFull, Scheduler
+from draftheads.infer.serve.scheduler import Scheduler
 
 Event = tuple[Choice, Step, Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens, or what ends the request."""
@@ -56,7 +53,6 @@ class ServeOptions:
     root_path: str = ""  # of the address under which a proxy offers it
 
     def __post_init__(self) -> None:
-        Hosts(self.allowed_hosts)
         if not re.fullmatch(r"(/[^/?#\s]+)*", self.root_path):
             raise ValueError(
                 f"--root-path: expected a path such as /model, got {self.root_path!r}; begin it "
@@ -87,20 +83,6 @@ class Metrics:
         waiting = self._make(Gauge, "waiting_requests", "Requests that are waiting")
         waiting.set_function(lambda: len(scheduler.waiting))
 
-    def show_learning(self, background: Background) -> None:
-        """Tell how the head learns, too."""
-        shown: dict[str, tuple[str, Callable[[Point], float]]] = {
-            "head_version": ("Version of the head in use", lambda point: point.version),
-            "head_tokens_per_step": (
-                "Tokens per step with this head, on recent questions",
-                lambda point: point.tokens_per_step,
-            ),
-            "learned_tokens": ("Tokens that the head has learned from", lambda point: point.tokens),
-        }
-        for name, (text, value) in shown.items():
-            gauge = self._make(Gauge, name, text)
-            gauge.set_function(partial(_newest, background, value))
-
     def add(self, usage: Json) -> None:
         """Count what a request used."""
         counts = {
@@ -113,12 +95,6 @@ class Metrics:
 
     def _make(self, kind: Any, name: str, text: str, labels: Sequence[str] = ()) -> Any:
         return kind(f"draftheads_{name}", text, labels, registry=self.registry)
-
-
-def _newest(background: Background, value: Callable[[Point], float]) -> float:
-    """This value of the newest point; 0 if there is none."""
-    points = background.points()
-    return value(points[-1]) if points else 0.0
 
 
 class Service:
@@ -141,8 +117,6 @@ class Service:
         )
         self.reader = Reader(self.target, options.name, options.slots + options.waiting)
         self.metrics = Metrics(self.scheduler)
-        if background is not None:
-            self.metrics.show_learning(background)
         marks = PromptRenderer(self.target, self.target.template_args).marks
         self._texts = TokenTexts(self.target.tokenizer, marks)
 
@@ -157,11 +131,6 @@ class Service:
             self.scheduler.queue(*jobs)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
-        except QueueFull as error:
-            later = {"Retry-After": str(min(max(math.ceil(error.seconds), 1), 60))}
-            raise ApiError(429, f"{error}; retry later", "queue_full", **later) from error
-        except Closing as error:
-            raise as_api_error(error) from error
         pieces = self._pieces(reply, jobs, events, http)
         if request.stream:
             chunks = reply.chunks(pieces, jobs)
@@ -174,7 +143,6 @@ class Service:
     def _jobs(self, reply: Reply, events: Events) -> list[Job]:
         """One for each answer."""
         request = reply.request
-        account = Account()
         jobs = []
         for choice in reply.choices:
             rule = self.rule(request, choice.index % request.count)
@@ -190,7 +158,6 @@ class Service:
                 ends=frozenset(request.stop_token_ids or ()),
                 draft=request.draft is not False,
                 is_kept=request.store is not False,
-                account=account,
             )
             jobs.append(job)
         return jobs
@@ -199,7 +166,9 @@ class Service:
         """The lossless rule that a request asks for. number: of the answer to a prompt, which
         changes its seed.
         """
-        temperature, top_p, top_k = request.temperature, request.top_p, request.top_k
+        temperature = request.temperature
+        top_p = request.top_p
+        top_k = request.top_k
         if temperature is None:
             temperature = self.options.temperature
         if top_p is None:
@@ -231,15 +200,10 @@ class Service:
                 if isinstance(event, Exception):
                     raise as_api_error(event)
                 choice, step, scores = event
-                if choice.finish:  # by a stop token; its job is being cancelled
-                    continue
                 if is_first:
                     self.metrics.first.observe(perf_counter() - start)
                     is_first = False
-                piece = choice.add(step, scores)
-                if choice.finish:
-                    self.scheduler.cancel(jobs[choice.index])
-                yield piece
+                yield choice.add(step, scores)
             self.metrics.whole.observe(perf_counter() - start)
         finally:
             for job in jobs:
@@ -282,6 +246,4 @@ def as_api_error(error: Exception) -> Exception:
     """An error as the client is told of it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Closing):
-        return ApiError(503, str(error), "shutting_down")
     return ApiError(500, f"the engine failed at this request ({type(error).__name__})")

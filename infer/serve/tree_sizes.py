@@ -51,22 +51,26 @@ class TreeSizes:
         if rows == 1:
             return
         search = self._searches[rows]
-        search.tokens, search.seconds = search.tokens + tokens, search.seconds + seconds
+        search.tokens += tokens
+        search.seconds += seconds
         search.left -= rows
         if search.left > 0:
             return
         rate = search.tokens / max(search.seconds, 1e-9)
-        search.tokens, search.seconds = 0, 0.0
+        search.tokens = 0
+        search.seconds = 0.0
         if search.trial is None:
-            search.rate, search.left = rate, TRIAL
-            search.trial = self._neighbour(search)
+            search.rate = rate
+            search.left = TRIAL
+            if not 0 <= search.size + search.change < len(self.trees):
+                search.change = -search.change
+            # of a single tree, the same again
+            search.trial = min(max(search.size + search.change, 0), len(self.trees) - 1)
         elif rate > GAIN * search.rate:
-            search.size, search.trial, search.left = search.trial, None, FIRST
+            search.size = search.trial
+            search.trial = None
+            search.left = FIRST
         else:
-            search.change, search.trial, search.left = -search.change, None, OFTEN
-
-    def _neighbour(self, search: SizeSearch) -> int:
-        """The next to be tried: at either end of the sizes, there is one alone."""
-        if not 0 <= search.size + search.change < len(self.trees):
             search.change = -search.change
-        return min(max(search.size + search.change, 0), len(self.trees) - 1)
+            search.trial = None
+            search.left = OFTEN

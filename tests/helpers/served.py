@@ -14,9 +14,8 @@ from tiny_chat import END, llama
 
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Step
+from draftheads.infer.rows import Decoding, Row, Step
 from draftheads.infer.serve.app import create_app
-from draftheads.infer.serve.gate import TimedProtocol
 from draftheads.infer.serve.service import ServeOptions, Service
 
 
@@ -41,7 +40,7 @@ def running(
 ) -> Iterator[tuple[str, Service]]:
     """Yields its address and the service behind it."""
     app = create_app(engine, options or ServeOptions("tiny"), background=background)
-    config = uvicorn.Config(app, port=0, http=TimedProtocol, log_level="error")
+    config = uvicorn.Config(app, port=0, log_level="error")
     server = app.state.service.uvicorn = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -55,14 +54,42 @@ def running(
     assert complaints.records == [], complaints.records[0]
 
 
-class Says(Speculator):
+class Scripted(Speculator):
+    """A scheduler gets the steps of `generate`, in place of those of a forward pass."""
+
+    rows_may_leave = property(lambda self: False, lambda self, value: None)
+
+    def prefill(self, rows: Any, *more: Any) -> Iterator[Any]:
+        yield Script(rows[0], self.generate(rows[0].text))
+
+    def use(self, decoding: Any, tree: Any) -> None: ...
+
+    def compile_steps(self, decoding: Any) -> None: ...
+
+    def step(self, decoding: Any) -> dict[Row, Step]:
+        return {decoding.rows[0]: decoding.next()}
+
+
+class Script(Decoding):
+    """The steps of one row."""
+
+    def __init__(self, row: Row, steps: Iterator[Step]) -> None:
+        self.rows, self.steps = [row], steps
+        self.first = [self.next()]
+
+    def next(self) -> Step:
+        step = next(self.steps)
+        self.rows[0].text += step.tokens
+        return step
+
+
+class Says(Scripted):
     """Answers with `text`, in steps of four bytes, three of them drafted, with a pause before each;
     `failure` is raised after the second one.
     """
 
     def __init__(self) -> None:
         super().__init__(llama(eos=(END,)))
-        self.rows_may_leave = False  # `generate` is asked for each answer
         self.text, self.pause = "Hello.", 0.0
         self.failure: Exception | None = None
         self.asked: list[str] = []

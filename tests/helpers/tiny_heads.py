@@ -19,8 +19,9 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
+from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import DrafterSource, Speculator
-from draftheads.infer.rows import Statistics
+from draftheads.infer.rows import Row, Session, Statistics, Step
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
@@ -237,3 +238,17 @@ def committed(rows: list[list[int]], features_BCD: torch.Tensor | None = None) -
     if features_BCD is None:
         features_BCD = torch.zeros(*tokens_BC.shape, 0)
     return Committed(tokens_BC, features_BCD, torch.tensor(counts), counts)
+
+
+@torch.inference_mode()
+def in_turns(
+    engine: Speculator, prompt: list[int], new: int, chunk: int, session: Session | None = None
+) -> Iterator[Step | None]:
+    """As `generate`, with None after each part of the prompt but the last."""
+    row = Row(engine.target, prompt, new)
+    for decoding in engine.prefill([row], Greedy(), new, session, chunk):
+        if decoding is None:
+            yield None
+    yield decoding.first[0]
+    while not row.finish:
+        yield engine.step(decoding)[row]

@@ -408,7 +408,7 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
         ("--tree 1,1 --nodes 4", "--nodes, --tree: omit these with --server, the server decodes"),
         ("--compile --batch 4 --dtype float32", "--batch, --compile, --dtype: omit"),
         ("--card", "--card: omit"),
-        ("--lenience 2 --typical", "--lenience, --typical: omit"),
+        ("--drawn --typical", "--drawn, --typical: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
         ("--markdown a.md", "--markdown: omit"),
         ("--concurrency 0", "--concurrency: expected greater than or equal to 1"),

@@ -184,7 +184,7 @@ def test_other_drafters_have_the_names_of_chat_and_bench(name, named):
     [
         ("early-exit:two", "expected a number of layers, .* got 'two'"),
         ("early-exit:3", "1 to 2 of the 3 layers .* got 3"),
-        ("model:{}", "expected the vocabulary of .*: 23 tokens, got 19; "),
+        ("model:{}", "expected the vocabulary of .*, got another; "),
         ("nothing+ngram", "head nothing: no such folder"),
         ("ngrams", "head ngrams: no such folder"),
     ],

@@ -325,20 +325,6 @@ def test_speculative_sampling_has_the_targets_law(filters, vocabulary):
     assert rule.lossless and statistic < surely_below(freedom)
 
 
-def test_lenience_is_lossy_within_its_bound():
-    rule = SpeculativeSampling(lenience=2.0)
-    p_V = rule.probabilities(MarkovTarget(0).logits_VV)[2]
-    q_V = rule.probabilities(MarkovTarget(1).logits_VV)[2] / 2
-    kept_V, more_V = torch.minimum(2 * q_V, 2 * p_V), (p_V - q_V).clamp(min=0)
-    law_V = kept_V + (1 - kept_V.sum()) * more_V / more_V.sum()
-    observed = sampled_step(rule)
-    statistic, freedom = chi_square(observed, dict(enumerate(law_V.tolist())))
-    assert statistic < surely_below(freedom)
-    statistic, freedom = chi_square(observed, dict(enumerate(p_V.tolist())))
-    assert statistic > surely_below(freedom) and not rule.lossless
-    assert (law_V <= 2 * p_V + 1e-6).all()
-
-
 def six_words(name: str) -> Target:
     model = random_model(name)
     model.resize_token_embeddings(WORDS, mean_resizing=False)
@@ -394,13 +380,12 @@ def with_tokenizer(swapped: bool = False) -> Target:
         ),
         (
             lambda: DraftModel(six_words("gpt2")).drafter(tiny_target()),
-            r"tiny-llama: 19 tokens, got 6;",
+            r"expected the vocabulary of tiny-llama, got another",
         ),
         (
             lambda: DraftModel(with_tokenizer(swapped=True)).drafter(with_tokenizer()),
-            "draft model swapped: expected the vocabulary of bytes: its 259 tokens, got 260;",
+            "draft model swapped: expected the vocabulary of bytes, got another",
         ),
-        (lambda: SpeculativeSampling(lenience=0.5), r"lenience 0.5: expected 1 \(lossless\)"),
     ],
 )
 def test_what_cannot_draft_is_refused(refused, message):

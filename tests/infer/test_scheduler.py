@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from asked import Asked
+from served import Scripted
 from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
@@ -16,18 +16,17 @@ from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Step
-from draftheads.infer.serve.jobs import Account
-from draftheads.infer.serve.scheduler import Closing, QueueFull
+from draftheads.infer.serve.protocol import ApiError
+from draftheads.infer.serve.scheduler import Closing
 
 NEW = 12
 
 
-class Timed(Speculator):
+class Timed(Scripted):
     """Steps of given lengths: a step writes the tokens of `sizes`, and sleeps for each."""
 
     def __init__(self, pauses: dict[int, float]) -> None:
         super().__init__(tiny_target())
-        self.rows_may_leave = False  # as of drafts that cannot be batched, which take turns
         self.pauses = pauses
         self.order: list[int] = []
 
@@ -70,25 +69,6 @@ def test_a_request_is_checked_and_started_once(schedulers, monkeypatch):
     assert starts == [prompt]
 
 
-def test_turns_are_of_equal_time_and_not_of_equal_number(schedulers, monkeypatch):
-    engine, gate, clock = Timed({1: 3.0, 2: 1.0}), threading.Event(), [0.0]
-
-    def pass_time(seconds: float) -> None:
-        gate.wait(5)
-        clock[0] += seconds
-
-    monkeypatch.setattr("draftheads.infer.serve.scheduler.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", pass_time)
-    scheduler = schedulers(engine, slots=2)
-    slow, fast = Asked([1, 1]), Asked([2, 2])
-    for each in (slow, fast):
-        scheduler.submit(each.job)
-    gate.set()
-    fast.answer()
-    slow.answer()
-    assert engine.order[:12].count(1) == 3, engine.order
-
-
 def test_a_newcomer_does_not_wait_for_the_others_to_end(schedulers):
     engine = Timed({1: 0.01, 2: 0.01})
     scheduler = schedulers(engine, slots=2)
@@ -122,7 +102,7 @@ def test_the_queue_is_bounded(schedulers):
     asked[0].events.get(timeout=5)  # it has the slot
     for each in asked[1:]:
         scheduler.submit(each.job)
-    with pytest.raises(QueueFull, match="2 requests are waiting already"):
+    with pytest.raises(ApiError, match="2 requests are waiting already"):
         scheduler.submit(Asked([1, 9]).job)
     assert [len(each.answer()) for each in asked] == [NEW - 1, NEW, NEW]
 
@@ -214,46 +194,9 @@ def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
     assert order[:last].count("step") > 5, order
 
 
-def test_jobs_of_one_request_share_its_turns(schedulers, monkeypatch):
-    """Four answers to one request get as much time as one to another."""
-    engine, gate, clock = Timed({1: 1.0, 2: 1.0}), threading.Event(), [0.0]
-
-    def pass_time(seconds: float) -> None:
-        gate.wait(5)
-        clock[0] += seconds
-
-    monkeypatch.setattr("draftheads.infer.serve.scheduler.perf_counter", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", pass_time)
-    scheduler = schedulers(engine, slots=4)
-    account = Account()
-    many = [Asked([1, n], account=account) for n in range(3)]
-    one = Asked([2, 2])
-    scheduler.submit(*(each.job for each in many))
-    scheduler.submit(one.job)
-    gate.set()
-    one.answer()
-    for each in many:
-        each.answer()
-    assert abs(engine.order[: 2 * NEW - 4].count(2) - (NEW - 2)) <= 2, engine.order
-
-
-def test_a_request_of_many_answers_leaves_slots_to_others(schedulers):
-    engine = Timed({1: 0.005, 2: 0.005})
-    scheduler = schedulers(engine, slots=2)
-    account = Account()
-    many = [Asked([1, n], account=account) for n in range(6)]
-    scheduler.submit(*(each.job for each in many))
-    one = Asked([2, 2])
-    scheduler.submit(one.job)
-    one.answer()
-    assert many[-1].events.empty(), "it still waits"
-    for each in many:
-        assert len(each.answer()) == NEW
-
-
 def test_the_queue_takes_all_jobs_of_a_request_or_none(schedulers):
     scheduler = schedulers(Timed({1: 0.02}), slots=1, waiting=2)
-    with pytest.raises(QueueFull):
+    with pytest.raises(ApiError):
         scheduler.submit(*(Asked([1, n]).job for n in range(4)))
     assert not scheduler.waiting and not scheduler.active
     asked = [Asked([1, n]) for n in range(3)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from recorder import recorded
-from tiny_heads import EACH, random_head
+from tiny_heads import EACH, in_turns, random_head
 from tiny_targets import (
     VOCABULARY,
     generated,
@@ -288,13 +288,12 @@ def test_a_prompt_that_is_read_in_turns_changes_nothing(name, target_name):
     for prompt, stop in turns():
         expected = shown(steps_of(engine, prompt, stop))
         for chunk, kept in ((1, None), (5, session), (99, None)):
-            asked = {"session": kept, "prefill_chunk": chunk}
-            steps = list(engine.generate(prompt, max_new_tokens=NEW, **asked))
-            read = [step for step in steps if not step.tokens]
-            assert shown(steps[len(read) :][:stop]) == expected
-            assert steps[: len(read)] == read, "before the first token"
+            steps = list(in_turns(engine, prompt, NEW, chunk, kept))
+            read = steps.count(None)
+            assert shown(steps[read:][:stop]) == expected
+            assert steps[:read] == [None] * read, "before the first token"
             if kept is None:
-                assert len(read) == (len(prompt) - 1) // chunk
+                assert read == (len(prompt) - 1) // chunk
 
 
 @pytest.mark.parametrize("drafts", [lambda t: DraftModel(tiny_target("qwen3")), lambda t: NGram()])
@@ -302,17 +301,17 @@ def test_other_drafters_read_a_prompt_in_turns_too(drafts):
     target, [prompt] = tiny_target(), some_prompts(23)
     engine = Speculator(target, drafts(target))
     expected = shown(steps_of(engine, prompt, 99))
-    steps = list(engine.generate(prompt, max_new_tokens=NEW, prefill_chunk=4))
-    assert shown([step for step in steps if step.tokens]) == expected
+    steps = in_turns(engine, prompt, NEW, 4)
+    assert shown([step for step in steps if step]) == expected
 
 
 def test_a_prompt_given_up_halfway_leaves_the_session_right():
     target, session, [prompt] = tiny_target(), Session(), some_prompts(23)
     engine = Speculator(target, random_head("eagle3", target))
     for stop in (2, 4):
-        steps = engine.generate(prompt, max_new_tokens=NEW, session=session, prefill_chunk=4)
+        steps = in_turns(engine, prompt, NEW, 4, session)
         for _ in range(stop):
-            assert not next(steps).tokens
+            assert next(steps) is None
         del steps
     assert shown(steps_of(engine, prompt, 99, session=session)) == shown(
         steps_of(engine, prompt, 99)

@@ -80,7 +80,7 @@ MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
 MAX_EMPTY = 8
 """Consecutive prompts with empty answers alone, after which the server is the cause."""
-UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
+UNRECORDED = {"out", "batch_size", "seed", "source"}
 """Options that the manifest records elsewhere, or not at all."""
 
 logger = logging.getLogger("draftheads")
@@ -116,7 +116,6 @@ class DistillOptions(AnswerSampling):
 
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
-    max_batch_tokens: int | None = Field(None, ge=1)  # in the cache, answers at full length
     max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
     reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
@@ -206,16 +205,15 @@ class Answerer(ABC):
 class LocalAnswerer(Answerer):
     """The target in this process, with or without draft heads, which change no answer.
 
-    rows: prompts answered together. most_tokens: as `ContinuousBatch`'s `most_slots`.
+    rows: prompts answered together.
     """
 
     window = WINDOW
 
-    def __init__(self, engine: Speculator, rows: int = 32, most_tokens: int | None = None) -> None:
+    def __init__(self, engine: Speculator, rows: int = 32) -> None:
         super().__init__(engine.target, engine.target.context)
         self._engine = engine
         self._rows = rows
-        self._most_tokens = most_tokens
 
     def origin(self) -> Entry:
         """The target's name, revision, LoRA, fingerprint and dtype."""
@@ -234,7 +232,7 @@ class LocalAnswerer(Answerer):
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
         accept = seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
-        batch = ContinuousBatch(self._engine, accept, self._rows, self._most_tokens)
+        batch = ContinuousBatch(self._engine, accept, self._rows)
         asking: dict[Request, Conversation] = {}
         more = deque[Conversation]()  # whose next turn is asked
         ended: list[Conversation] = []  # without an answer
@@ -366,7 +364,7 @@ def distill(
     answerer = target
     if not isinstance(answerer, Answerer):
         engine = Speculator(answerer)
-        answerer = LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+        answerer = LocalAnswerer(engine, options.batch_size)
     renderer = PromptRenderer(answerer.side, options.template_args)
     check_tools(renderer, (prompt.messages for prompt in prompts))
     _check_template(renderer, prompts, answerer.side.name)
