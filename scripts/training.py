@@ -111,13 +111,13 @@ def plan(
     no_probe: Annotated[
         bool, Option("--no-probe", help="count from shapes; load and try nothing")
     ] = False,
-    processes: Annotated[int | None, Option(min=1, help="default: WORLD_SIZE, else 1")] = None,
+    processes: Annotated[int, Option(min=1, help="processes of the launch")] = 1,
     engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
     threads: Threads = None,
     json_out: Json = None,
 ) -> None:
-    """Predict memory, disk and time of a recipe from shapes and a trial of its steps."""
-    from draftheads.scripts.printing import next_command, print_plan, remedy
+    """Predict memory and time of a recipe from shapes and a trial of its steps."""
+    from draftheads.scripts.printing import is_fitting, next_command, print_plan
     from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
@@ -127,7 +127,7 @@ def plan(
         say("trying a few steps to measure memory and time; --no-probe skips this")
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
-    if not remedy(made):
+    if is_fitting(made):
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
     write_figures(json_out, made.to_json())
 

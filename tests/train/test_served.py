@@ -557,15 +557,15 @@ def test_plan_says_what_a_server_must_give(made, server, tmp_path):
     recipe["features"] = {"mode": "served", "server": [server.url], "exchange": str(server.folder)}
     made_plan = make_plan(recipe_of(recipe))
     served = made_plan.served
+    assert made_plan.time, made_plan.reason
     assert served["states"] == ALL and served["bytes"] == 3 * 32 * 4
-    assert served["wanted"] > 0 and served["rate"] > 0
+    assert served["wanted"] > 0 and served["given"] > 0
     assert made_plan.memory["target"] == 2 * 97 * 32 * 4 + 32 * 4, "no layers"
-    rows = 2 * (1 + 32 // 2)
-    assert served["folder"] == rows * 64 * served["bytes"]
     command = shlex.split(served["command"])
     assert command[command.index("--dtype") + 1] == "float32", "vLLM's own choice is bfloat16"
     drafting = json.loads(command[command.index("--speculative-config") + 1])
     captured = drafting["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert captured == ALL and drafting["method"] == "extract_hidden_states"
     server.close()
-    assert "expected an OpenAI-compatible server" in make_plan(recipe_of(recipe)).served["rate"]
+    alone = make_plan(recipe_of(recipe))
+    assert "expected an OpenAI-compatible server" in alone.reason and alone.served["command"]
