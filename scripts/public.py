@@ -20,7 +20,7 @@ format kind feature_layers target adapter tree tree_order tuned training measure
 name revision lora fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
-versions hardware merged_adapter continued difference tokens_per_step
+versions hardware merged_adapter continued has_moved tokens_per_step
 documents learned_tokens digest sampling prompts seed
 temperature top_p top_k max_new_tokens max_turns reasoning template_args
 source count sha256

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -81,14 +80,10 @@ def keys(
     section: Annotated[
         str | None, Argument(help="head, optim, run, run.minutes, ...; default: all")
     ] = None,
-    schema: Annotated[bool, Option("--schema", help="print a JSON schema for editors")] = False,
 ) -> None:
     """List recipe keys with types, defaults and descriptions."""
-    from draftheads.train.recipe import Recipe, json_schema, key_table
+    from draftheads.train.recipe import Recipe, key_table
 
-    if schema:
-        say(json.dumps(json_schema(), indent=2))
-        return
     rows = table = key_table()
     if section:
         rows = [x for x in table if f"{x[0]}.".replace(" ", ".").startswith(f"{section}.")]

@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,12 +32,8 @@ METRICS, PROJECT = "metrics.jsonl", "draftheads"
 RECORD = "tracker-run.txt"
 """The id of the run in its trackers."""
 WIDEST = 80
-"""Columns of the bar and of the table of evaluations."""
+"""Columns of the bar."""
 BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
-BLOCKS = "▁▂▃▄▅▆▇█"
-LEGEND = "held-out documents; τ: tokens per step"
-TITLES = ("step", "τ simulated", "τ decoded", "loss", "agreement")
-WIDTHS = (8, 13, 14, 9, 11)
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -101,9 +97,6 @@ class Progress:
             bar_format=BAR,
             ncols=min(WIDEST, shutil.get_terminal_size().columns),
         )
-        self.columns = [True, True, recipe.decodes]
-        self.columns += [recipe.measure == "loss", recipe.adapter is not None]
-        self.has_header = False
         self.losses: list[float] = []
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
@@ -156,10 +149,7 @@ class Progress:
     def evaluated(self, step: int, evaluation: Evaluation) -> Line:
         """Log an evaluation on held-out documents; returns its figures."""
         calibration = evaluation.calibration
-        if not self.has_header:
-            self.log(f"{LEGEND}\n{self._row(TITLES)}  top-1 by depth")
-            self.has_header = True
-        self.log(f"{self._row(evaluation_cells(step, evaluation))}  {sparkline(calibration.top1)}")
+        self.log(evaluation_line(step, evaluation))
         values: Line = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
@@ -184,11 +174,6 @@ class Progress:
         """Finish the bar."""
         self.bar.close()
 
-    def _row(self, cells: Sequence[str]) -> str:
-        """A line of the columns that this run has."""
-        columns = zip(cells, WIDTHS, self.columns, strict=True)
-        return "".join(f"{cell:>{width}}" for cell, width, is_there in columns if is_there)
-
     def _write(self, step: int, values: Line) -> None:
         if self.accelerator.is_main_process:
             with naming(self.path), self.path.open("a") as file:
@@ -198,23 +183,18 @@ class Progress:
             self.accelerator.log(numbers, step=step)
 
 
-def evaluation_cells(step: int, evaluation: Evaluation) -> list[str]:
-    """One cell for each of TITLES."""
-    decoded = loss = agreement = "-"
+def evaluation_line(step: int, evaluation: Evaluation) -> str:
+    """What an evaluation found, in one line."""
+    top1 = evaluation.calibration.top1
+    parts = [f"step {step}: τ {evaluation.calibration.tokens_per_step:.2f} simulated"]
     if measured := evaluation.measured:
-        decoded = f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f}"
+        parts.append(f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f} decoded")
     if evaluation.loss is not None:
-        loss = f"{evaluation.loss:.4f}"
+        parts.append(f"loss {evaluation.loss:.4f}")
     if evaluation.drift:
-        agreement = f"{evaluation.drift.agreement:.2%}"
-    simulated = f"{evaluation.calibration.tokens_per_step:.2f}"
-    return [str(step), simulated, decoded, loss, agreement]
-
-
-def sparkline(shares: Sequence[float]) -> str:
-    """Shares from 0 to 1 as bars, with the first and the last number."""
-    bars = "".join(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)] for share in shares)
-    return f"{bars} {shares[0]:.2f} to {shares[-1]:.2f}"
+        parts.append(f"agreement {evaluation.drift.agreement:.2%}")
+    parts.append(f"top-1 {top1[0]:.2f} to {top1[-1]:.2f}")
+    return ", ".join(parts)
 
 
 def report(outcome: Outcome) -> str:

@@ -14,7 +14,6 @@ import torch
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import NATIVE, native_head, native_shape
 from draftheads.heads.mtp.head import MtpHead
@@ -28,7 +27,7 @@ from draftheads.train.recipe import Recipe
 @dataclass(frozen=True)
 class Origin:
     """The head that a run continues. revision: on the Hub. target, fingerprint: those that it was
-    trained on, if they are recorded. difference: between that target and this one, in words.
+    trained on, if they are recorded. has_moved: whether this one has other weights.
     tokens: what it had read in training. tokens_per_step: its τ on this target before the first
     step, decoded or else simulated.
     """
@@ -37,20 +36,22 @@ class Origin:
     revision: str | None
     target: str | None
     fingerprint: str | None
-    difference: str
+    has_moved: bool
     tokens: int | None
     tokens_per_step: float | None = None
 
     def __str__(self) -> str:
-        if not self.difference:
-            return f"{self.name} on the target that it was trained on"
-        return f"{self.name} on another target: {self.difference}"
+        if self.has_moved:
+            return f"{self.name} on another target than {self.target}, on which it was trained"
+        return f"{self.name} on the target that it was trained on"
 
 
 def read_origin(recipe: Recipe, target: Target) -> Origin:
     """What a recipe's head.from names."""
     if is_native(recipe):
-        return Origin("its own MTP layer", None, str(target.name), target.fingerprint(), "", None)
+        return Origin(
+            "its own MTP layer", None, str(target.name), target.fingerprint(), False, None
+        )
     folder = open_head(str(recipe.head.source))
     facts = folder.facts
     return Origin(
@@ -58,7 +59,7 @@ def read_origin(recipe: Recipe, target: Target) -> Origin:
         folder.revision,
         facts.target.name,
         facts.target.fingerprint,
-        difference(facts, target),
+        not same_weights(facts.target.fingerprint, target.fingerprint()),
         facts.training.get("tokens"),
     )
 
@@ -141,20 +142,3 @@ def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
             if isinstance(value, int | str | list) and isinstance(given, type(value) | None):
                 sizes[key] = value
     return sizes
-
-
-def difference(facts: HeadFacts, target: Target) -> str:
-    """How a target differs from the one that a head was trained on; "" if it does not."""
-    recorded, now = facts.target, target.fingerprint()
-    differences = []
-    if not same_weights(recorded.fingerprint, now):
-        vectors = (recorded.fingerprint or "").partition("-")[0]
-        is_near = vectors and vectors == now.partition("-")[0]
-        what = "matrices of layers (a LoRA or a fine-tune)" if is_near else "weights"
-        differences.append(f"other {what} than {recorded.name}")
-    if facts.is_ours and recorded.quantisation != target.quantisation:
-        before, after = recorded.quantisation or "no", target.quantisation or "no"
-        differences.append(f"{after} quantisation instead of {before}")
-    if facts.adapter_fingerprint and not target.adapter:
-        differences.append("no adapter, with which the head was trained")
-    return "; ".join(differences)

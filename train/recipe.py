@@ -371,15 +371,6 @@ def recipe_keys(
                 yield from recipe_keys(kind, section, f"{prefix}{name}.")
 
 
-def json_schema() -> dict[str, Any]:
-    """Of recipes, for editors: JSON Schema, with the choices of all kinds of heads."""
-    schema = Recipe.model_json_schema()
-    heads = _choices_of(tuple(HEADS.values())).json_schema()
-    schema["$defs"] |= heads.pop("$defs")
-    schema["properties"]["head"] = heads
-    return schema
-
-
 def key_table() -> list[tuple[str, ...]]:
     """(key, type, default or "required", description) of the keys of all kinds."""
     kinds_of: dict[tuple[str, ...], list[str]] = {}

@@ -130,7 +130,8 @@ def test_what_differs_from_its_target_is_said(made, tmp_path, capsys):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     assert main([str(path), f"head.from={made / 'medusa'}"]) == 0
-    assert "other matrices of layers (a LoRA or a fine-tune) than" in capsys.readouterr().out
+    name = made / "target"
+    assert f"on another target than {name}, on which it was trained" in capsys.readouterr().out
 
 
 def test_heads_that_cannot_be_continued(made, tmp_path, capsys):
