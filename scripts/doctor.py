@@ -169,11 +169,6 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
             f"a step costs {diagnosis.break_even:.2f} plain ones here (break-even τ): "
             f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
         )
-    if origin := evidence.training.get("continued"):
-        before = origin.get("tokens_per_step")
-        console.print(
-            f"continued from {origin['name']}" + (f", whose τ was {before:.2f}" if before else "")
-        )
     if not diagnosis.findings:
         console.print("healthy: no fault was found", style="green")
     for finding in diagnosis.findings:

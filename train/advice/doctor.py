@@ -155,19 +155,6 @@ class Evidence:
             return 1.0
         return calibrate(self.observed_MK, self.nodes, self.head.tree).tokens_per_step
 
-    @cached_property
-    def falls_short(self) -> bool:
-        """Whether the head is right less often than training recorded, or than an ordinary head."""
-        recorded = self.training.get("predicted_tokens_per_step")
-        ranks_MK = self.observed_MK
-        if self.predicted >= (recorded or ORDINARY):
-            return False
-        if not recorded:
-            return is_above(-runs(ranks_MK), 1 - ORDINARY)
-        shares: list[float] = self.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
-        hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
-        return is_above(-hits_M, -sum(shares))
-
     @torch.no_grad()
     def ranks_of(self, rows: Rows) -> Tensor:
         """ranks_MK of these rows."""
@@ -392,26 +379,14 @@ def other_use(evidence: Evidence) -> Finding | None:
 
 
 def fallen_short(evidence: Evidence) -> Finding | None:
-    """A head no better than always predicting the most frequent token, or a prediction below the
-    one that training recorded.
-    """
-    if not evidence.falls_short:
-        return None
-    first_M = truth(evidence.rows, 1)[:, 0]
-    counts_V = torch.bincount(first_M[first_M >= 0], minlength=1)
-    chance = float(counts_V.max()) / max(1, int(counts_V.sum()))
-    hits_M = (evidence.ranks_MK[:, 0] == 0).float()
-    right = float(hits_M.mean())
-    if right <= 1.5 * chance + 2 * error(hits_M):
-        return Finding(
-            "untrained",
-            f"the first draft token is right {right:.1%} of the time ({len(hits_M)} positions), "
-            f"the most frequent token would be {chance:.1%}",
-            "check that the right file was loaded, that its feature layers (and mask_token_id) are "
-            "those it was trained with, and that training's loss fell",
-        )
+    """A head that is right less often than training recorded."""
     recorded = evidence.training.get("predicted_tokens_per_step")
-    if recorded is None:
+    if not recorded or evidence.predicted >= recorded:
+        return None
+    ranks_MK = evidence.observed_MK
+    shares: list[float] = evidence.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
+    hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
+    if not is_above(-hits_M, -sum(shares)):
         return None
     return Finding(
         "unexplained",
@@ -422,15 +397,16 @@ def fallen_short(evidence: Evidence) -> Finding | None:
 
 
 def undertrained(evidence: Evidence) -> Finding | None:
-    """A head as bad as training recorded, but worse than any that was trained for long enough."""
+    """A head that is worse than any that was trained for long enough."""
     few_M = -runs(evidence.observed_MK)
-    if evidence.falls_short or evidence.predicted >= ORDINARY or not is_above(few_M, 1 - ORDINARY):
+    if evidence.predicted >= ORDINARY or not is_above(few_M, 1 - ORDINARY):
         return None
     return Finding(
         "undertrained",
         f"{evidence.predicted:.2f} tokens per step predicted for the best tree of {evidence.nodes} "
         f"draft nodes; a trained head has {ORDINARY:.1f} or more",
-        "train longer, on more of the target's answers, until the held-out loss stops falling",
+        "train longer, on more of the target's answers, until the held-out loss stops falling; of "
+        "another project's head, check that the right file was loaded",
     )
 
 
