@@ -27,7 +27,7 @@ source count sha256
 
 target_dtype target_revision target_adapter target_placement target_bits
 features head optim eval run
-path sequence_length rows_per_batch pack cache_gb heldout mode disk_gb
+path sequence_length rows_per_batch pack cache_gb heldout mode
 lr betas weight_decay warmup schedule clip start heads_weight agreement
 every new_tokens best patience
 output epochs minutes save_every keep precision trackers log_every max_skipped

@@ -77,8 +77,8 @@ class DataChoices(Section):
 class FeatureChoices(Section):
     """Source of the target's features: a forward in every step, files written once, or servers."""
 
-    mode: Literal["online", "cached", "served"] = Field(
-        "online", description="cached: from features.path; served: from features.server"
+    mode: Literal["online", "cached"] = Field(
+        "online", description="online: at every step; cached: once, into features.path"
     )
     path: Path | None = Field(
         None, description="null: next to data.path, or where another toolkit writes states"
@@ -89,7 +89,6 @@ class FeatureChoices(Section):
         "transformers' numbers; null: 0, what the head reads and the last; in files 2, half of the "
         "layers, the third last and the last",
     )
-    disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
     server: list[str] = Field(
         default_factory=list,
         description="addresses of vLLM servers that hold the target, whose layers are not loaded",
@@ -273,19 +272,8 @@ class Recipe(Section):
         return self
 
     def _check_server(self) -> None:
-        if self.features.mode == "served" and not self.features.server:
-            raise ValueError(
-                "features.server: expected an address with features.mode=served, got none; set "
-                "features.server=[http://HOST:PORT]"
-            )
-        if not self.features.server:
-            return
-        if self.features.mode == "online":
-            raise ValueError(
-                "features.mode: expected served or cached with features.server, got online; set "
-                "features.mode=served"
-            )
-        if self.adapter or self.target_bits or self.target_placement != "whole":
+        is_changed = self.adapter or self.target_bits or self.target_placement != "whole"
+        if self.features.server and is_changed:
             raise ValueError(
                 "features.server: expected adapter and target_bits null and target_placement "
                 "whole, as the layers of the target are not loaded; leave these keys out"
@@ -347,7 +335,7 @@ def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     free: Any = {
         **dict.fromkeys(("target", "target_revision", "target_adapter", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
-        "features": {"path", "disk_gb", *SERVER_KEYS},
+        "features": {"path", *SERVER_KEYS},
         "head": set(recipe.head.decoding_keys),
         "eval": EvalChoices.model_fields.keys() - compared,
         "run": RunChoices.model_fields.keys() - {"seed", "tokens_per_step", "precision"},

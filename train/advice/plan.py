@@ -256,10 +256,9 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
 def _short(recipe: Recipe, work: Workload, tokens: int, output: Path) -> Recipe:
     """The recipe of a trial, which writes no features and keeps those that the run keeps."""
     features = recipe.features
+    is_known = bool(recipe.data.cache_gb or features.server) or features.mode == "cached"
     if work.stores:
-        mode = "served" if features.server else "online"
-        features = features.model_copy(update={"mode": mode})
-    is_known = bool(recipe.data.cache_gb) or recipe.features.mode != "online"
+        features = features.model_copy(update={"mode": "online"})
     data = recipe.data.model_copy(update={"cache_gb": 1e6 if is_known else 0.0})
     steps = {"tokens_per_step": tokens, "steps": 2, "epochs": None, "minutes": None}
     run = recipe.run.model_copy(update={"output": output, "trackers": [], **steps})
@@ -350,6 +349,7 @@ class Plan:
     def time(self) -> dict[str, float]:
         """Seconds; empty without a trial. step: mean; total: where the number of steps is known."""
         trial, work, run = self.trial, self.work, self.recipe.run
+        shapes = self.shapes
         if not trial:
             return {}
         rows = work.rows or work.rows_per_step
@@ -357,9 +357,9 @@ class Plan:
         step = trial.rest
         if work.stores:
             load += trial.features * rows / work.rows_per_step
-        elif self.recipe.features.mode == "online":
+        elif self.recipe.features.mode == "online" and not shapes.is_served:  # asked for ahead
             room = self.recipe.data.cache_gb * 1e9
-            cached = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
+            cached = min(1.0, room / shapes.feature_bytes(rows * work.row_tokens))
             known = cached * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after one epoch
             step += trial.features * (1 - known)
         steps = work.steps
