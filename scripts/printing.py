@@ -156,12 +156,14 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     facts = {
         "steps": f"{work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}",
-        "": work.note,
+        "note": work.note,
         "time": time,
         "server": _served(plan.served) if plan.served else "",
         "refused by": shapes.refusals,
     }
-    console.print(labelled(facts))
+    for label, text in facts.items():
+        if text:
+            console.print(f"{label}: {text}", soft_wrap=True)
     if plan.served:
         console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
     fits = is_fitting(plan)
@@ -179,17 +181,6 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def is_fitting(plan: Plan) -> bool:
     """Whether memory holds the run, as far as it is known."""
     return plan.peak <= plan.limit
-
-
-def labelled(texts: Mapping[str, str]) -> Table:
-    """Each text that is not empty beside its label; long ones are wrapped in their own column."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for label, text in texts.items():
-        if text:
-            table.add_row(label, text)
-    return table
 
 
 GAINS = (1.0, 1.5, 2.0)

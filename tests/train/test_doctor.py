@@ -183,7 +183,6 @@ def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind
     assert code == 1 and not found["healthy"] and found["break_even"] == 9.0
     assert [finding["check"] for finding in found["findings"]] == ["speed"]
     assert "speed: slower than without drafts" in printed
-    assert "next: draftheads tune --target" in printed
     assert "a step costs 9.00 plain ones" in printed and "draftheads tune" in printed
 
 
@@ -296,9 +295,7 @@ def test_another_template_is_named_first(examine, bench, good, tmp_path, form):
     folder = Path(shutil.copytree(bench.folder / "target", tmp_path / "target"))
     template = form + bench.target.tokenizer.chat_template
     byte_tokenizer(template).save_pretrained(folder)
-    answer = examine(good["medusa"], target=folder)
-    assert first(answer) == "template"
-    assert "next: draftheads distill --target" in answer[2]
+    assert first(examine(good["medusa"], target=folder)) == "template"
 
 
 @pytest.mark.parametrize(("kind", "check"), [("medusa", "weights"), ("eagle", "undertrained")])

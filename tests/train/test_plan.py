@@ -114,8 +114,8 @@ def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
     for values in (learned, masked):
         plan = make_plan(recipe_of(values), probe=False)
         print_plan(plan, Console(file=(said := StringIO()), width=400))
-        [line] = [each for each in said.getvalue().splitlines() if each.startswith("refused by")]
-        lines.append(line.removeprefix("refused by").strip())
+        [line] = [each for each in said.getvalue().splitlines() if each.startswith("refused by: ")]
+        lines.append(line.removeprefix("refused by: "))
     assert "vllm" in lines[0] and "a learned mask vector" in lines[0]
     assert lines[1] == "openvino: slots or heads of DSpark"
     assert run(made, tmp_path / "run", "run.steps=1", "eval.every=0", kind="block") == 0
@@ -235,7 +235,7 @@ def test_missing_data_leaves_the_number_of_steps_open(made, tmp_path, monkeypatc
     assert command(monkeypatch, recipe, missing, "--no-probe") == 0
     said = capsys.readouterr().out
     assert "no data found" in said
-    assert "steps  unknown" in said
+    assert "steps: unknown" in said
     assert command(monkeypatch, recipe, "--no-probe") == 0
     assert "epochs of" in capsys.readouterr().out
 
@@ -346,4 +346,4 @@ def test_what_cannot_be_probed_is_not_told(made, monkeypatch):
     assert not plan.time
     assert "adapter: its divergence cannot be measured" in plan.reason
     print_plan(plan, Console(file=(said := StringIO()), width=400))
-    assert f"time   unknown: {plan.reason}" in said.getvalue()
+    assert f"time: unknown: {plan.reason}" in said.getvalue()
