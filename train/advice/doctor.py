@@ -21,8 +21,8 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
+from draftheads.heads.formats.hub import target_difference
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import same_weights
 from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
@@ -289,23 +289,13 @@ def unfit_weights(evidence: Evidence) -> Finding | None:
 
 def other_target(evidence: Evidence) -> Finding | None:
     """A target or an adapter that the head was not trained on."""
-    facts, target = evidence.facts, evidence.target
-    recorded, now = facts.target, target.fingerprint()
-    if not same_weights(recorded.fingerprint, now):
-        return Finding(
-            "target",
-            f"trained on {recorded.title} with fingerprint {recorded.fingerprint} "
-            f"(revision {recorded.revision}); {target.title} has {now}",
-            "load the target that it was trained on, at that revision, or train on this one",
-        )
-    expected = facts.adapter_fingerprint or "none"
-    got = target.adapter.fingerprint() if target.adapter else "none"
-    if expected == got:
+    difference = target_difference(evidence.facts, evidence.target)
+    if not difference:
         return None
     return Finding(
-        "adapter",
-        f"trained with adapter {expected}, got {got}",
-        "restore adapter/ next to the head's config.json, or load the target without one",
+        "target",
+        f"trained {difference}",
+        "load the target, revision and adapter that it was trained with, or train on this one",
     )
 
 
