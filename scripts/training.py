@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from typer import Argument, Option
 
 from draftheads.arguments import suggestion
@@ -57,11 +56,13 @@ def init(
     """Write a recipe for a target on this machine, with the reason for each choice. Reads the
     target's config.json, no weights.
     """
+    from ruamel.yaml import YAML
+
     from draftheads.heads.files import write_text
     from draftheads.train.advice.suggest import suggest
 
     text = suggest(target, kind, data, revision, lora)
-    answers = yaml.safe_load(text)["data"]["path"]
+    answers = YAML(typ="safe").load(text)["data"]["path"]
     words = " ".join(target_options(target, lora))
     commands = [
         f"draftheads distill {words} --prompts PROMPTS --out {answers}",

@@ -27,7 +27,7 @@ def test_choices_have_reasons(tmp_path):
     lines = suggest("demo-target", "sequential", None).splitlines()
     plain = ("target", "path", "output")
     values = [line for line in lines if not line.endswith(":")]
-    assert all("  # " in line or line.strip().startswith(plain) for line in values)
+    assert all(" # " in line or line.strip().startswith(plain) for line in values)
 
 
 def test_it_follows_the_answers_that_are_there(tmp_path, monkeypatch):

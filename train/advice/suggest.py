@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from draftheads.heads.block import spare_token
 from draftheads.heads.target.placement import default_device, read_config
@@ -72,8 +74,9 @@ def suggest(
         *_head(config, target, revision, kind),
         *_run(name, kind, counts),
     ]
-    rows = fitting_rows(choices)
-    return rendered([*choices, rows])
+    text = StringIO()
+    YAML().dump(nested([*choices, fitting_rows(choices)]), text)
+    return text.getvalue()
 
 
 def _placement(revision: str | None, lora: str | None) -> Iterator[Setting]:
@@ -157,29 +160,13 @@ def fitting_rows(choices: list[Setting]) -> Setting:
     return Setting(key, rows, f"{memory}; draftheads plan measures them")
 
 
-def nested(choices: list[Setting]) -> dict[str, Any]:
-    """The values of a recipe, by section."""
-    values: dict[str, Any] = {}
+def nested(choices: list[Setting]) -> CommentedMap:
+    """The values of a recipe by section, with the reasons as comments."""
+    values = CommentedMap()
     for choice in choices:
         section, dot, key = choice.key.rpartition(".")
-        place = values.setdefault(section, {}) if dot else values
+        place = values.setdefault(section, CommentedMap()) if dot else values
         place[key] = choice.value
+        if choice.why:
+            place.yaml_add_eol_comment(choice.why, key, column=28)
     return values
-
-
-def rendered(choices: list[Setting]) -> str:
-    """YAML with the reasons as comments."""
-    lines = []
-    whys = {choice.key: choice.why for choice in choices}
-    for name, value in nested(choices).items():
-        if not isinstance(value, dict):
-            lines.append(_line(name, value, whys[name]))
-            continue
-        lines.append(f"{name}:")
-        lines += [f"  {_line(key, x, whys[f'{name}.{key}'])}" for key, x in value.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _line(key: str, value: Any, why: str) -> str:
-    text = yaml.safe_dump({key: value}).strip()
-    return f"{text}  # {why}" if why else text
