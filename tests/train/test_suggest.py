@@ -42,7 +42,7 @@ def test_it_follows_the_answers_that_are_there(tmp_path, monkeypatch):
     assert values["run"]["epochs"] == 12, "many passes over so little"
 
 
-def test_a_large_target_has_a_draft_vocabulary_and_few_rows(tmp_path):
+def test_a_large_target_has_a_draft_vocabulary(tmp_path):
     config = AutoConfig.for_model(
         "qwen3", vocab_size=151_936, hidden_size=1024, num_hidden_layers=4, intermediate_size=3072
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -16,10 +16,10 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import target_difference
 from draftheads.heads.target.model import Target
@@ -29,7 +29,7 @@ from draftheads.infer.prompt import encode_prompt
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
-from draftheads.train.evaluate import calibrate
+from draftheads.train.evaluate import Share, calibrate, heldout_ranks
 from draftheads.train.features.sources import OnlineFeatures
 
 TEXT_TOKENS = 4096
@@ -155,16 +155,11 @@ class Evidence:
             return 1.0
         return calibrate(self.observed_MK, self.nodes, self.head.tree).tokens_per_step
 
-    @torch.no_grad()
     def ranks_of(self, rows: Rows) -> Tensor:
         """ranks_MK of these rows."""
         source = OnlineFeatures(self.target, self.layers, adapted=True)
-        ranks: list[Tensor] = []
-        for numbers, on_host in batches(rows):
-            batch = on_host.to(self.target.device)
-            features_BTD = source(numbers, batch)
-            ranks.append(self.head.token_ranks(batch, features_BTD, self.target).cpu())
-        return torch.cat(ranks)
+        share = Share(rows, ROWS_PER_BATCH, Accelerator())
+        return heldout_ranks(self.head, self.target, share, source)
 
     def decode(
         self,
@@ -201,17 +196,11 @@ class Evidence:
         return DecodedAnswers(answers, torch.tensor(accepted), tokens_per_step, seconds)
 
 
-def batches(rows: Rows) -> Iterator[tuple[Sequence[int], Batch]]:
-    """All rows, in order, with their numbers."""
-    for start in range(0, len(rows), ROWS_PER_BATCH):
-        numbers = range(len(rows))[start : start + ROWS_PER_BATCH]
-        yield numbers, rows.batch(numbers)
-
-
 def truth(rows: Rows, depth: int) -> Tensor:
     """int64 (M, K): the tokens after each learned position; -1: not written by the target."""
     parts = []
-    for _, batch in batches(rows):
+    for number in range(len(rows)):
+        batch = rows.batch([number])
         columns = [
             torch.where(torch.from_numpy(here_BT), batch.tokens_BT.roll(-k, dims=1), -1)
             for k, here_BT in enumerate(batch.root_masks(depth), start=1)

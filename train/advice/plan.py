@@ -39,7 +39,7 @@ from draftheads.heads.target.placement import (
 )
 from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
-from draftheads.train.data.answers import has_answers, has_shards
+from draftheads.train.data.answers import has_answers
 from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, serve_command
 from draftheads.train.launch import make_accelerator, use_huge_pages
@@ -57,8 +57,6 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "fsdp2": ("optimizer", "gradients", "weights"),
 }
 """What each engine divides over the processes of a launch."""
-BYTES_PER_DOCUMENT = 90
-"""Of a process that has the data open, measured with 2 million documents."""
 CLEAR = Path("/proc/self/clear_refs")
 """Where Linux lets a process reset its peak."""
 
@@ -160,10 +158,9 @@ class Workload:
     """A run's rows and steps. Without data, rows are assumed to be full.
 
     length: tokens of a full row. rows: to train on, with `tokens` in total; None: the data is
-    missing. data: bytes of memory. row_tokens: mean tokens per row. heldout: tokens evaluated at
-    each save. rows_per_step, tokens_per_step: over all processes. micro_batches: per process.
-    steps, epochs: None where unknown. stores: whether features are written first. Raises what
-    `load_data` raises.
+    missing. row_tokens: mean tokens per row. heldout: tokens evaluated at each save. rows_per_step,
+    tokens_per_step: over all processes. micro_batches: per process. steps, epochs: None where
+    unknown. stores: whether features are written first. Raises what `load_data` raises.
     """
 
     def __init__(self, recipe: Recipe, target: Target, processes: int) -> None:
@@ -172,15 +169,11 @@ class Workload:
         self.rows = None
         self.heldout = HELDOUT_TOKENS
         self.tokens = self.length
-        self.data = 0
         self.stores = recipe.features.mode == "cached"
         if has_answers(data.path):
             answers = load_data(recipe, target, log=lambda line: None)
             self.rows = len(answers.train)
             self.stores &= bool(answers.manifest["target"])  # else another toolkit has written them
-            self.data = BYTES_PER_DOCUMENT * len(answers.documents)
-            if not has_shards(answers.manifest):
-                self.data += 4 * answers.documents.size
             self.heldout = min(HELDOUT_TOKENS, sum(answers.heldout.sizes))
             self.tokens = sum(answers.train.sizes)
         self.row_tokens = self.tokens / (self.rows or 1)
@@ -326,7 +319,6 @@ class Plan:
         parts["target"] = shapes.target_bytes(shards)
         if _device() == "cpu":
             parts["libraries"] = trial.base if trial else _resident()
-            parts["data"] = work.data
             # the first process trains on while a copy of weights and moments is written
             parts["checkpoint"] = shapes.checkpoint
             if self.recipe.features.mode == "online":

@@ -13,10 +13,8 @@ from ruamel.yaml.comments import CommentedMap
 
 from draftheads.heads.block import spare_token
 from draftheads.heads.target.placement import default_device, read_config
-from draftheads.train.advice.plan import make_plan
 from draftheads.train.data.answers import Counts, count, read_manifest
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.recipe import Recipe
 
 WHY_KIND = {
     "sequential": "fastest in this project's own engine; --kind eagle3 or block for others",
@@ -34,8 +32,6 @@ LONGEST = 2048
 """Tokens per row at most, where the answers do not ask for more."""
 EPOCHS = {300_000: 12, 3_000_000: 6}
 """Passes over so many tokens, at most; three over more."""
-FILL = 0.8
-"""Share of the memory that a plan without measured activations may take."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def suggest(
         *_run(name, kind, counts),
     ]
     text = StringIO()
-    YAML().dump(nested([*choices, fitting_rows(choices)]), text)
+    YAML().dump(nested(choices), text)
     return text.getvalue()
 
 
@@ -101,6 +97,9 @@ def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Setting]
         why = "the target's context"
     yield Setting("data.path", str(folder), "")
     yield Setting("data.sequence_length", length, why)
+    tokens = 16_384 if default_device() != "cpu" else 2_048
+    rows = max(1, min(16, tokens // length))
+    yield Setting("data.rows_per_batch", rows, "draftheads plan measures whether they fit")
     if config.hidden_size < SMALL:
         yield Setting("data.cache_gb", 1, "features of a small target fit into memory")
 
@@ -142,22 +141,6 @@ def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Setting]:
     yield Setting("run.save_every", 200, "each save measures the heads, too")
     if default_device() != "cpu":
         yield Setting("run.precision", "bf16", "weights stay float32")
-
-
-def fitting_rows(choices: list[Setting]) -> Setting:
-    """The largest power of two, up to 16, whose weights, optimizer and data fit into memory."""
-    key = "data.rows_per_batch"
-    length = next(each.value for each in choices if each.key == "data.sequence_length")
-    tokens = 16_384 if default_device() != "cpu" else 2_048
-    rows = max(1, min(16, tokens // length))
-    while True:
-        recipe = Recipe.model_validate(nested([*choices, Setting(key, rows, "")]))
-        plan = make_plan(recipe, probe=False)
-        if rows == 1 or plan.peak <= FILL * plan.limit:
-            break
-        rows //= 2
-    memory = f"{plan.peak / 1e9:.1f} of {plan.limit / 1e9:.0f} GB before activations"
-    return Setting(key, rows, f"{memory}; draftheads plan measures them")
 
 
 def nested(choices: list[Setting]) -> CommentedMap:
