@@ -369,12 +369,9 @@ def key_table() -> list[tuple[str, ...]]:
                 continue  # a section, whose keys follow
             value = json.dumps(default, default=str).strip('"')
             shown = "required" if field.is_required() else value
-            limits = re.findall(r"\w+=[^,)]+", str(field.metadata))
-            annotation = re.sub(
-                r"Annotated\[(\w+), [^\]]*\]", r"\1", inspect.formatannotation(field.annotation)
-            )
-            takes = ", ".join([annotation, *limits])
-            row = (key, takes.replace("typing.", ""), shown, field.description)
+            annotation = inspect.formatannotation(field.annotation).replace("typing.", "")
+            takes = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", annotation)
+            row = (key, takes, shown, field.description)
             kinds_of.setdefault(row, []).append(kind)
     sections = list(Recipe.model_fields)
     table = []
