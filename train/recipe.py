@@ -251,7 +251,12 @@ class Recipe(Section):
                 f"data.cache_gb should be 0 with target_placement=sharded, got "
                 f"{self.data.cache_gb}; set features.mode=cached instead"
             )
-        self._check_server()
+        is_changed = self.adapter or self.target_bits or self.target_placement != "whole"
+        if self.features.server and is_changed:
+            raise ValueError(
+                "features.server: expected adapter and target_bits null and target_placement "
+                "whole, as the layers of the target are not loaded; leave these keys out"
+            )
         if self.eval.best == "tokens_per_step" and not self.decodes:
             raise ValueError(
                 f"eval.best: expected simulated or loss, got {self.eval.best}, which needs "
@@ -270,14 +275,6 @@ class Recipe(Section):
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
-
-    def _check_server(self) -> None:
-        is_changed = self.adapter or self.target_bits or self.target_placement != "whole"
-        if self.features.server and is_changed:
-            raise ValueError(
-                "features.server: expected adapter and target_bits null and target_placement "
-                "whole, as the layers of the target are not loaded; leave these keys out"
-            )
 
 
 @cache
