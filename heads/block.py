@@ -299,7 +299,6 @@ class BlockHead(Vocabulary, DraftHead):
     Choices = BlockChoices
     choices: BlockChoices
     feature_layers: tuple[int, ...] = ()
-    vocabulary_weights = r"lm_head\.|markov_head\.markov_w2\."
 
     def __init__(self, design: BlockDesign) -> None:
         super().__init__()

@@ -249,7 +249,6 @@ class MarkovHead(LowRankHead):
     """The preceding token changes the logits."""
 
     conditioning = "markov"
-    vocabulary_weights = r"lm_heads\.|up\."
 
     def add_conditioning(self, rank: int | None) -> None:
         self._add_matrices(rank or 64, self.hidden_size, self.draft_vocab_size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,12 +32,6 @@ if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
     from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
-
-REMEDIES = {
-    "speed": "tune",
-    **dict.fromkeys(("target", "template", "use"), "distill"),
-}
-"""Checks -> the command that mends what they find."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +80,9 @@ def doctor(
     diagnosis = diagnose(evidence)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
-    say_remedy(diagnosis, target_options(target, placement.lora), head)
-    raise Exit(1 if diagnosis.findings else 0)
+    if diagnosis.findings:
+        raise Exit(1)
+    say_next("chat", *target_options(target, placement.lora), "--head", head)
 
 
 def _load(
@@ -115,18 +109,6 @@ def _openings(
     spans = unseen(folder.facts.training, documents)
     step = max(1, len(spans) // texts.limit)
     return openings_of(documents, spans[::step][: texts.limit])
-
-
-def say_remedy(diagnosis: Diagnosis, words: Sequence[str], head: str) -> None:
-    """Print the command that mends the first finding that one mends. words: `target_options`."""
-    checks = [finding.check for finding in diagnosis.findings]
-    remedies = [REMEDIES[check] for check in checks if check in REMEDIES]
-    if not checks:
-        say_next("chat", *words, "--head", head)
-    elif remedies[:1] == ["tune"]:
-        say_next("tune", *words, "--head", head, "--prompts", "PROMPTS")
-    elif remedies:
-        say_next("distill", *words, "--prompts", "PROMPTS", "--out", "data")
 
 
 def recorded_data(folder: HeadFolder) -> str:
@@ -168,11 +150,6 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
         console.print(
             f"a step costs {diagnosis.break_even:.2f} plain ones here (break-even τ): "
             f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
-        )
-    if origin := evidence.training.get("continued"):
-        before = origin.get("tokens_per_step")
-        console.print(
-            f"continued from {origin['name']}" + (f", whose τ was {before:.2f}" if before else "")
         )
     if not diagnosis.findings:
         console.print("healthy: no fault was found", style="green")

@@ -22,7 +22,7 @@ from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
-from draftheads.train.advice.plan import Plan, RowBytes
+from draftheads.train.advice.plan import Plan
 from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt, check_source
@@ -128,22 +128,17 @@ def text_side(target: str | None, folder: str) -> TextSide:
 TOO_MUCH_MEMORY = """memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, \
 set head.vocabulary or run.gradient_checkpointing, or divide the head's state over processes with \
 --engine zero2"""
-TOO_MANY_FEATURES = "features; raise features.disk_gb, or set features.mode=online"
-TOO_MUCH_DISK = "disk; lower run.keep, set features.mode=online, or use another run.output"
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print memory as a table, then disk, steps, time, and whether it fits."""
+    """Print memory as a table, then steps and time, and whether it fits."""
     console = console or SafeConsole(highlight=False)
-    shapes, work, disk = plan.shapes, plan.work, plan.disk
+    shapes, work = plan.shapes, plan.work
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
-    source = f"from shapes alone ({plan.reason}): activations are not measured"
-    if plan.trial:
-        source = "measured by a trial of the run's own steps"
     console.print(
         f"{plan.recipe.head.kind} head on {plan.recipe.target}: {shapes.head:,} parameters"
         f"{adapter if shapes.adapted else ''} trained, {shapes.frozen:,} frozen; "
-        f"{plan.processes} processes, {plan.engine}\n{source}"
+        f"{plan.processes} processes, {plan.engine}"
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():
@@ -153,34 +148,38 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(table)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
+    time = f"unknown: {plan.reason}"
+    if plan.time:
+        speed = work.tokens_per_step / plan.time["step"]
+        time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
     facts = {
-        "disk": f"at most {disk['checkpoints']} checkpoints of {_size(disk['checkpoint'])}; "
-        f"features: {_size(disk['features'])}; free: {_size(disk['free'])}",
-        "steps": f"{plan.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
+        "steps": f"{work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}",
-        "": work.note or "",
-        "time": _time(plan),
+        "note": work.note,
+        "time": time,
         "server": _served(plan.served) if plan.served else "",
-        "use": _decoding(shapes.row) if shapes.row else "",
         "refused by": shapes.refusals,
     }
-    console.print(labelled(facts))
+    for label, text in facts.items():
+        if text:
+            console.print(f"{label}: {text}", soft_wrap=True)
     if plan.served:
         console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
-    fault = remedy(plan)
-    style = "bold red" if fault else "bold green"
-    console.print(fault or plan_verdict(plan), style=style, soft_wrap=True)
+    fits = is_fitting(plan)
+    verdict = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
+    if not fits:
+        sizes = f"expected at most {_size(plan.limit)}, needs {_size(plan.peak)}"
+        verdict = f"does not fit: {sizes} of {TOO_MUCH_MEMORY}"
+    elif not plan.trial:
+        verdict += " without activations, which were not measured"
+    if fits and "total" in plan.time:
+        verdict += f", about {duration(plan.time['total'])}"
+    console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
 
 
-def labelled(texts: Mapping[str, str]) -> Table:
-    """Each text that is not empty beside its label; long ones are wrapped in their own column."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for label, text in texts.items():
-        if text:
-            table.add_row(label, text)
-    return table
+def is_fitting(plan: Plan) -> bool:
+    """Whether memory holds the run, as far as it is known."""
+    return plan.peak <= plan.limit
 
 
 def print_tuned(tuned: Tuned) -> None:
@@ -245,59 +244,11 @@ def why_no_drafts(tuned: Tuned) -> str:
     )
 
 
-def _decoding(row: RowBytes) -> str:
-    line = f"decoding takes {_size(row.keys_and_values)} for keys and values of 1,000 tokens"
-    return f"{line}, {_size(row.states)} per row for recurrent states" if row.states else line
-
-
 def _served(served: Mapping[str, Any]) -> str:
-    wanted = f"{served['wanted']:,.0f}" if served["wanted"] else "an unknown number of"
-    rate = served["rate"]
-    gives = f"gives {rate:,.0f}" if isinstance(rate, float) else f"was not measured ({rate})"
-    return (
-        f"{served['bytes'] / 1024:.4g} KiB per token (states {served['states']}); it must give "
-        f"{wanted} tokens per second, and {gives}; at most {_size(served['folder'])} in the "
-        "exchange folder"
-    )
-
-
-def _time(plan: Plan) -> str:
-    time = plan.time
-    kinds = ""
-    if not time:
-        return f"unknown: {plan.reason}"
-    if time["later"] < time["step"]:
-        kinds = f" ({time['later']:.3g} s once features are known)"
-    speed = plan.work.tokens_per_step / time["step"]
-    total = duration(time["total"]) if "total" in time else "unknown"
-    return (
-        f"{time['step']:.3g} s per step{kinds}, {speed:,.0f} tokens/s; "
-        f"{time['save']:.3g} s per save; {total} in total"
-    )
-
-
-def remedy(plan: Plan) -> str:
-    """The error line for a plan that does not fit, or ""."""
-    disk = plan.disk
-    allowed = int(plan.recipe.features.disk_gb * 1e9)
-    checks = [
-        (plan.peak, plan.limit, TOO_MUCH_MEMORY),
-        (disk["features"], allowed, TOO_MANY_FEATURES),
-        (disk["total"], disk["free"], TOO_MUCH_DISK),
-    ]
-    for needed, limit, what in checks:
-        if needed > limit:
-            return f"does not fit: expected at most {_size(limit)}, needs {_size(needed)} of {what}"
-    return ""
-
-
-def plan_verdict(plan: Plan) -> str:
-    """The last line of a plan that fits."""
-    line = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
-    if not plan.trial:
-        line += " without activations, which were not measured"
-    if "total" in plan.time:
-        line += f", about {duration(plan.time['total'])}"
+    line = f"{served['bytes'] / 1024:.4g} KiB per token (states {served['states']})"
+    if served["wanted"]:
+        line += f"; it should give {served['wanted']:,.0f} tokens per second, and gives "
+        line += f"{served['given']:,.0f}"
     return line
 
 

@@ -20,14 +20,14 @@ format kind feature_layers target adapter tree tree_order tuned training measure
 name revision lora fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
-versions hardware merged_adapter continued difference tokens_per_step
+versions hardware merged_adapter continued has_moved tokens_per_step
 documents learned_tokens digest sampling prompts seed
 temperature top_p top_k max_new_tokens max_turns reasoning template_args
 source count sha256
 
 target_dtype target_revision target_adapter target_placement target_bits
 features head optim eval run
-path sequence_length rows_per_batch pack cache_gb heldout mode disk_gb
+path sequence_length rows_per_batch pack cache_gb heldout mode
 lr betas weight_decay warmup schedule clip start heads_weight agreement
 every new_tokens best patience
 output epochs minutes save_every keep precision trackers log_every max_skipped

@@ -4,12 +4,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
 
-import yaml
 from typer import Argument, Option
 
 from draftheads.arguments import suggestion
@@ -58,11 +56,13 @@ def init(
     """Write a recipe for a target on this machine, with the reason for each choice. Reads the
     target's config.json, no weights.
     """
+    from ruamel.yaml import YAML
+
     from draftheads.heads.files import write_text
     from draftheads.train.advice.suggest import suggest
 
     text = suggest(target, kind, data, revision, lora)
-    answers = yaml.safe_load(text)["data"]["path"]
+    answers = YAML(typ="safe").load(text)["data"]["path"]
     words = " ".join(target_options(target, lora))
     commands = [
         f"draftheads distill {words} --prompts PROMPTS --out {answers}",
@@ -81,14 +81,10 @@ def keys(
     section: Annotated[
         str | None, Argument(help="head, optim, run, run.minutes, ...; default: all")
     ] = None,
-    schema: Annotated[bool, Option("--schema", help="print a JSON schema for editors")] = False,
 ) -> None:
     """List recipe keys with types, defaults and descriptions."""
-    from draftheads.train.recipe import Recipe, json_schema, key_table
+    from draftheads.train.recipe import Recipe, key_table
 
-    if schema:
-        say(json.dumps(json_schema(), indent=2))
-        return
     rows = table = key_table()
     if section:
         rows = [x for x in table if f"{x[0]}.".replace(" ", ".").startswith(f"{section}.")]
@@ -111,13 +107,13 @@ def plan(
     no_probe: Annotated[
         bool, Option("--no-probe", help="count from shapes; load and try nothing")
     ] = False,
-    processes: Annotated[int | None, Option(min=1, help="default: WORLD_SIZE, else 1")] = None,
+    processes: Annotated[int, Option(min=1, help="processes of the launch")] = 1,
     engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
     threads: Threads = None,
     json_out: Json = None,
 ) -> None:
-    """Predict memory, disk and time of a recipe from shapes and a trial of its steps."""
-    from draftheads.scripts.printing import next_command, print_plan, remedy
+    """Predict memory and time of a recipe from shapes and a trial of its steps."""
+    from draftheads.scripts.printing import is_fitting, next_command, print_plan
     from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
@@ -127,7 +123,7 @@ def plan(
         say("trying a few steps to measure memory and time; --no-probe skips this")
     made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
     print_plan(made)
-    if not remedy(made):
+    if is_fitting(made):
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
     write_figures(json_out, made.to_json())
 

@@ -150,20 +150,18 @@ class RunState:
         )
 
     def planned_steps(self, recipe: Recipe) -> int | None:
-        """Steps of this run under a new recipe; None if its epochs have changed. Other minutes
-        change its steps in proportion. Raises ValueError for minutes of a run that had none.
+        """Steps of this run under a new recipe; None if its epochs have changed. Raises ValueError
+        for other minutes, which say how long a new run is.
         """
         began, now = self.recipe.run, recipe.run
         if (now.steps, now.epochs, now.minutes) == (began.steps, began.epochs, began.minutes):
             return self.steps
-        if now.minutes is None:
-            return now.steps
-        if began.minutes is None:
+        if now.minutes is not None:
             raise ValueError(
-                f"run.minutes: expected run.steps or run.epochs, with which this run began, got "
-                f"{now.minutes:g} minutes; the run has {self.steps} steps: set run.steps"
+                f"run.minutes: expected run.steps for a run that has begun, got {now.minutes:g} "
+                f"minutes; the run has {self.steps} steps"
             )
-        return max(1, int(self.steps * now.minutes / began.minutes))
+        return now.steps
 
 
 _STATE = TypeAdapter(RunState)

@@ -1,7 +1,7 @@
 """Metrics of a run: progress bar, metrics.jsonl and trackers. Only the main process writes.
 
-A resumed run also resumes in its trackers, whose run ids are in trackers.json. Tested with
-TensorBoard, Weights & Biases, MLflow and trackio; other trackers get a new run per launch.
+A resumed run also resumes in TensorBoard, Weights & Biases and trackio; other trackers get a new
+run per launch.
 
 Legend: K draft depth, R ranks.
 """
@@ -12,16 +12,13 @@ import json
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
-from pydantic import TypeAdapter
 from torch import Tensor
 from tqdm import tqdm
 
@@ -31,19 +28,12 @@ from draftheads.train.checkpoint import BEST, RunState, read_state
 from draftheads.train.evaluate import Evaluation
 from draftheads.train.recipe import Recipe
 
-METRICS, PROJECT, RECORD = "metrics.jsonl", "draftheads", "trackers.json"
-RUN_IDS = {"wandb": "id", "mlflow": "info.run_id", "trackio": "name"}
-"""The attribute of a tracker's run by which a later launch resumes it."""
-ERRORS = {"wandb": "wandb.errors:Error", "mlflow": "mlflow.exceptions:MlflowException"}
-"""Raised without an account, a server, or the recorded run."""
-
+METRICS, PROJECT = "metrics.jsonl", "draftheads"
+RECORD = "tracker-run.txt"
+"""The id of the run in its trackers."""
 WIDEST = 80
-"""Columns of the bar and of the table of evaluations."""
+"""Columns of the bar."""
 BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
-BLOCKS = "▁▂▃▄▅▆▇█"
-LEGEND = "held-out documents; τ: tokens per step"
-TITLES = ("step", "τ simulated", "τ decoded", "loss", "agreement")
-WIDTHS = (8, 13, 14, 9, 11)
 
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
@@ -107,9 +97,6 @@ class Progress:
             bar_format=BAR,
             ncols=min(WIDEST, shutil.get_terminal_size().columns),
         )
-        self.columns = [True, True, recipe.decodes]
-        self.columns += [recipe.measure == "loss", recipe.adapter is not None]
-        self.has_header = False
         self.losses: list[float] = []
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
@@ -162,10 +149,7 @@ class Progress:
     def evaluated(self, step: int, evaluation: Evaluation) -> Line:
         """Log an evaluation on held-out documents; returns its figures."""
         calibration = evaluation.calibration
-        if not self.has_header:
-            self.log(f"{LEGEND}\n{self._row(TITLES)}  top-1 by depth")
-            self.has_header = True
-        self.log(f"{self._row(evaluation_cells(step, evaluation))}  {sparkline(calibration.top1)}")
+        self.log(evaluation_line(step, evaluation))
         values: Line = {
             "heldout_tokens_per_step": calibration.tokens_per_step,
             "heldout_top1": calibration.top1,
@@ -190,11 +174,6 @@ class Progress:
         """Finish the bar."""
         self.bar.close()
 
-    def _row(self, cells: Sequence[str]) -> str:
-        """A line of the columns that this run has."""
-        columns = zip(cells, WIDTHS, self.columns, strict=True)
-        return "".join(f"{cell:>{width}}" for cell, width, is_there in columns if is_there)
-
     def _write(self, step: int, values: Line) -> None:
         if self.accelerator.is_main_process:
             with naming(self.path), self.path.open("a") as file:
@@ -204,23 +183,18 @@ class Progress:
             self.accelerator.log(numbers, step=step)
 
 
-def evaluation_cells(step: int, evaluation: Evaluation) -> list[str]:
-    """One cell for each of TITLES."""
-    decoded = loss = agreement = "-"
+def evaluation_line(step: int, evaluation: Evaluation) -> str:
+    """What an evaluation found, in one line."""
+    top1 = evaluation.calibration.top1
+    parts = [f"step {step}: τ {evaluation.calibration.tokens_per_step:.2f} simulated"]
     if measured := evaluation.measured:
-        decoded = f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f}"
+        parts.append(f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f} decoded")
     if evaluation.loss is not None:
-        loss = f"{evaluation.loss:.4f}"
+        parts.append(f"loss {evaluation.loss:.4f}")
     if evaluation.drift:
-        agreement = f"{evaluation.drift.agreement:.2%}"
-    simulated = f"{evaluation.calibration.tokens_per_step:.2f}"
-    return [str(step), simulated, decoded, loss, agreement]
-
-
-def sparkline(shares: Sequence[float]) -> str:
-    """Shares from 0 to 1 as bars, with the first and the last number."""
-    bars = "".join(BLOCKS[min(int(share * len(BLOCKS)), len(BLOCKS) - 1)] for share in shares)
-    return f"{bars} {shares[0]:.2f} to {shares[-1]:.2f}"
+        parts.append(f"agreement {evaluation.drift.agreement:.2%}")
+    parts.append(f"top-1 {top1[0]:.2f} to {top1[-1]:.2f}")
+    return ", ".join(parts)
 
 
 def report(outcome: Outcome) -> str:
@@ -272,48 +246,30 @@ def read_metrics(output: str | Path) -> list[Line]:
 
 def _start_trackers(accelerator: Accelerator, recipe: Recipe, step: int) -> None:
     """Start the trackers with the recipe as configuration, or resume their runs at `step`."""
-    names, record = recipe.run.trackers, recipe.run.output / RECORD
+    names, output = recipe.run.trackers, recipe.run.output
     if not names:
         return
-    errors = [resolve_name(ERRORS[name]) for name in names if name in ERRORS]
-    try:
-        recorded = record.read_bytes() if record.is_file() else b"{}"
-        runs = TypeAdapter(dict[str, str]).validate_json(recorded)
-        title = recipe.run.output.resolve().name
-        arguments = {name: _arguments(name, title, runs.get(name), step) for name in names}
-        accelerator.init_trackers(PROJECT, init_kwargs=arguments)
-    except (ValueError, OSError, *errors) as error:
-        accelerator.trackers.clear()  # those that did not start cannot be ended
-        restart = f"; to start a new run there, delete {record}" if record.is_file() else ""
-        raise ValueError(
-            f"run.trackers: cannot start {', '.join(names)} ({error}){restart}; "
-            "to train without, set run.trackers=[]"
-        ) from error
-    choices = _slashed(recipe.model_dump(mode="json", exclude_none=True))
-    for tracker in accelerator.trackers:
-        # MLflow refuses to change the parameters of a run, for example run.steps
-        fixed = tracker.tracker.data.params if tracker.name == "mlflow" else {}
-        tracker.store_init_configuration({key: x for key, x in choices.items() if key not in fixed})
-        if tracker.name in RUN_IDS:
-            runs[tracker.name] = str(attrgetter(RUN_IDS[tracker.name])(tracker.tracker))
-    write_text(record, json.dumps(runs, indent=2) + "\n")
-
-
-def _arguments(name: str, title: str, run: str | None, step: int) -> dict[str, Any]:
-    """Arguments for a tracker's start. run: its recorded id, None for a new run."""
-    new = {
-        "wandb": {"name": title},
+    record = output / RECORD
+    if not (step and record.is_file()):
+        write_text(record, uuid.uuid4().hex[:8])
+    number = record.read_text()
+    title = output.resolve().name
+    arguments = {
+        "wandb": {"name": title, "id": number, "resume": "allow"},
         "mlflow": {"run_name": title},
-        "trackio": {"name": f"{title}-{uuid.uuid4().hex[:6]}"},  # names are its ids
+        "trackio": {"name": f"{title}-{number}", "resume": "allow"},  # names are its ids
+        # it appends: hide the steps that this launch repeats
+        "tensorboard": {"purge_step": step + 1} if step else {},
     }
-    resumed = {
-        "wandb": {"name": title, "id": run, "resume": "allow"},
-        "mlflow": {"run_id": run},
-        "trackio": {"name": run, "resume": "allow"},
-    }
-    if name == "tensorboard":  # appends: hide the steps that this launch repeats
-        return {"purge_step": step + 1} if step else {}
-    return (resumed if run else new).get(name, {})
+    choices = _slashed(recipe.model_dump(mode="json", exclude_none=True))
+    try:
+        accelerator.init_trackers(PROJECT, choices, arguments)
+    except Exception as error:  # each has its own, without an account or a server
+        accelerator.trackers.clear()  # those that did not start cannot be ended
+        raise ValueError(
+            f"run.trackers: cannot start {', '.join(names)} ({error}); to train without, set "
+            "run.trackers=[]"
+        ) from error
 
 
 def _slashed(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,29 +1,25 @@
 """Training that starts from a head (`head.from`): any that can be loaded, for this target or one of
 the same width and vocabulary.
 
-Legend: v draft vocabulary, D width.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import NATIVE, native_head, native_shape
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
-from draftheads.heads.vocabulary import lm_head_rows, t2d, token_map
+from draftheads.heads.vocabulary import token_map
 from draftheads.train.batches import Documents
 from draftheads.train.recipe import Recipe
 
@@ -31,7 +27,7 @@ from draftheads.train.recipe import Recipe
 @dataclass(frozen=True)
 class Origin:
     """The head that a run continues. revision: on the Hub. target, fingerprint: those that it was
-    trained on, if they are recorded. difference: between that target and this one, in words.
+    trained on, if they are recorded. has_moved: whether this one has other weights.
     tokens: what it had read in training. tokens_per_step: its τ on this target before the first
     step, decoded or else simulated.
     """
@@ -40,20 +36,22 @@ class Origin:
     revision: str | None
     target: str | None
     fingerprint: str | None
-    difference: str
+    has_moved: bool
     tokens: int | None
     tokens_per_step: float | None = None
 
     def __str__(self) -> str:
-        if not self.difference:
-            return f"{self.name} on the target that it was trained on"
-        return f"{self.name} on another target: {self.difference}"
+        if self.has_moved:
+            return f"{self.name} on another target than {self.target}, on which it was trained"
+        return f"{self.name} on the target that it was trained on"
 
 
 def read_origin(recipe: Recipe, target: Target) -> Origin:
     """What a recipe's head.from names."""
     if is_native(recipe):
-        return Origin("its own MTP layer", None, str(target.name), target.fingerprint(), "", None)
+        return Origin(
+            "its own MTP layer", None, str(target.name), target.fingerprint(), False, None
+        )
     folder = open_head(str(recipe.head.source))
     facts = folder.facts
     return Origin(
@@ -61,7 +59,7 @@ def read_origin(recipe: Recipe, target: Target) -> Origin:
         folder.revision,
         facts.target.name,
         facts.target.fingerprint,
-        difference(facts, target),
+        not same_weights(facts.target.fingerprint, target.fingerprint()),
         facts.training.get("tokens"),
     )
 
@@ -75,10 +73,10 @@ def initial_head(
     recipe: Recipe, target: Target, documents: Documents, saved: Path | None = None
 ) -> DraftHead:
     """The head that head.from names, or that of a checkpoint of the run, in float32, to be trained
-    with a recipe. Its sizes stay; with head.vocabulary it drafts the most frequent tokens of these
-    documents.
+    with a recipe. Its sizes stay, but head.vocabulary of MTP heads, which learn no matrix of it:
+    they draft the most frequent tokens of these documents.
 
-    Raises ValueError for a head of another kind, width or vocabulary of the target.
+    Raises ValueError for a head of another kind, sizes, or width or vocabulary of the target.
     """
     if is_native(recipe) and saved is None:
         head: DraftHead = native_head(target)
@@ -88,9 +86,9 @@ def initial_head(
         with warnings.catch_warnings(action="ignore"):
             head = folder.load(target, dtype=torch.float32)
     size = recipe.head.draft_vocabulary
-    if size is not None:
+    if size is not None and isinstance(head, MtpHead):
         frequent = documents.frequent_tokens(size, target.vocab_size)
-        head = with_vocabulary(head, target, token_map(frequent, target.vocab_size))
+        head.limit_to(token_map(frequent, target.vocab_size))
     head.train_with(recipe.head)
     head.check_labels(target)
     if head.needs_unembed:
@@ -119,7 +117,9 @@ def shape_of(folder: HeadFolder, recipe: Recipe, target: Target) -> DraftHead:
         )
     for key, value in sizes_of(head, recipe.head).items():
         given = getattr(recipe.head, key)
-        if key in recipe.head.model_fields_set and given not in (None, value):
+        is_free = key == "vocabulary" and isinstance(head, MtpHead)
+        is_given = key in recipe.head.model_fields_set and not is_free
+        if is_given and given not in (None, value):
             raise ValueError(
                 f"head.{key}: expected {value}, which the head has that head.from names, got "
                 f"{given}; leave it out, or leave head.from out to train a new head"
@@ -132,6 +132,8 @@ def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
     """What a head is, by those keys of a recipe that only new heads obey."""
     design = getattr(head, "design", None)
     sizes: dict[str, Any] = {}
+    if "vocabulary" in type(choices).model_fields:
+        sizes["vocabulary"] = None if head.token_map is None else len(head.token_map)
     for key in type(choices).model_fields.keys() - choices.decoding_keys - {"vocabulary"}:
         given = getattr(choices, key)
         for owner in (head, design, getattr(design, "shape", None)):
@@ -140,62 +142,3 @@ def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
             if isinstance(value, int | str | list) and isinstance(given, type(value) | None):
                 sizes[key] = value
     return sizes
-
-
-def difference(facts: HeadFacts, target: Target) -> str:
-    """How a target differs from the one that a head was trained on; "" if it does not."""
-    recorded, now = facts.target, target.fingerprint()
-    differences = []
-    if not same_weights(recorded.fingerprint, now):
-        vectors = (recorded.fingerprint or "").partition("-")[0]
-        is_near = vectors and vectors == now.partition("-")[0]
-        what = "matrices of layers (a LoRA or a fine-tune)" if is_near else "weights"
-        differences.append(f"other {what} than {recorded.name}")
-    if facts.is_ours and recorded.quantisation != target.quantisation:
-        before, after = recorded.quantisation or "no", target.quantisation or "no"
-        differences.append(f"{after} quantisation instead of {before}")
-    if facts.adapter_fingerprint and not target.adapter:
-        differences.append("no adapter, with which the head was trained")
-    return "; ".join(differences)
-
-
-def with_vocabulary(head: DraftHead, target: Target, ids_v: Tensor | None) -> DraftHead:
-    """The head with another draft vocabulary (None: all tokens): what it has learned of a token
-    stays, others start as those of a new head do.
-
-    Raises ValueError for a block head that has no lm_head of its own.
-    """
-    before = head.token_map
-    old_v = torch.arange(head.vocab_size) if before is None else before.cpu()
-    new_v = torch.arange(head.vocab_size) if ids_v is None else ids_v
-    if torch.equal(old_v, new_v):
-        return head
-    tensors = {name: tensor.cpu() for name, tensor in head.state_dict().items()}
-    names = [name for name in tensors if re.match(head.vocabulary_weights, name)]
-    has_offsets = hasattr(head, "d2t")  # else it can draft from rows of the target's lm_head
-    if has_offsets and not any("lm_head" in name for name in names):
-        raise ValueError(
-            "head.vocabulary: expected head.from with an lm_head of its own, got one that "
-            "uses the target's; leave head.vocabulary out"
-        )
-    place_V = torch.full((head.vocab_size,), -1)
-    place_V[old_v] = torch.arange(len(old_v))
-    places_v = place_V[new_v]
-    is_kept_v = places_v >= 0
-    for name in names:
-        rows_vD = torch.zeros(len(new_v), tensors[name].shape[1])
-        if "lm_head" in name:
-            rows_vD = lm_head_rows(target, ids_v).clone()
-        rows_vD[is_kept_v] = tensors[name][places_v[is_kept_v]]
-        tensors[name] = rows_vD
-    for name in ("token_map", "d2t", "t2d"):
-        tensors.pop(name, None)
-    if ids_v is not None and has_offsets:
-        tensors["d2t"] = ids_v - torch.arange(len(ids_v))
-        tensors["t2d"] = t2d(ids_v, head.vocab_size)
-    elif ids_v is not None:
-        tensors["token_map"] = ids_v
-    other = type(head).from_config({**head.config(), "draft_vocab_size": len(new_v)}, tensors)
-    other.load_state_dict(tensors)
-    other.tree = head.tree
-    return other

@@ -77,8 +77,8 @@ class DataChoices(Section):
 class FeatureChoices(Section):
     """Source of the target's features: a forward in every step, files written once, or servers."""
 
-    mode: Literal["online", "cached", "served"] = Field(
-        "online", description="cached: from features.path; served: from features.server"
+    mode: Literal["online", "cached"] = Field(
+        "online", description="online: at every step; cached: once, into features.path"
     )
     path: Path | None = Field(
         None, description="null: next to data.path, or where another toolkit writes states"
@@ -89,7 +89,6 @@ class FeatureChoices(Section):
         "transformers' numbers; null: 0, what the head reads and the last; in files 2, half of the "
         "layers, the third last and the last",
     )
-    disk_gb: float = Field(100.0, gt=0, description="disk space for cached features, in GB")
     server: list[str] = Field(
         default_factory=list,
         description="addresses of vLLM servers that hold the target, whose layers are not loaded",
@@ -252,7 +251,12 @@ class Recipe(Section):
                 f"data.cache_gb should be 0 with target_placement=sharded, got "
                 f"{self.data.cache_gb}; set features.mode=cached instead"
             )
-        self._check_server()
+        is_changed = self.adapter or self.target_bits or self.target_placement != "whole"
+        if self.features.server and is_changed:
+            raise ValueError(
+                "features.server: expected adapter and target_bits null and target_placement "
+                "whole, as the layers of the target are not loaded; leave these keys out"
+            )
         if self.eval.best == "tokens_per_step" and not self.decodes:
             raise ValueError(
                 f"eval.best: expected simulated or loss, got {self.eval.best}, which needs "
@@ -271,25 +275,6 @@ class Recipe(Section):
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
-
-    def _check_server(self) -> None:
-        if self.features.mode == "served" and not self.features.server:
-            raise ValueError(
-                "features.server: expected an address with features.mode=served, got none; set "
-                "features.server=[http://HOST:PORT]"
-            )
-        if not self.features.server:
-            return
-        if self.features.mode == "online":
-            raise ValueError(
-                "features.mode: expected served or cached with features.server, got online; set "
-                "features.mode=served"
-            )
-        if self.adapter or self.target_bits or self.target_placement != "whole":
-            raise ValueError(
-                "features.server: expected adapter and target_bits null and target_placement "
-                "whole, as the layers of the target are not loaded; leave these keys out"
-            )
 
 
 @cache
@@ -347,7 +332,7 @@ def _fixed_choices(recipe: Recipe) -> dict[str, Any]:
     free: Any = {
         **dict.fromkeys(("target", "target_revision", "target_adapter", "target_placement"), True),
         "data": {"rows_per_batch", "cache_gb", "path"},
-        "features": {"path", "disk_gb", *SERVER_KEYS},
+        "features": {"path", *SERVER_KEYS},
         "head": set(recipe.head.decoding_keys),
         "eval": EvalChoices.model_fields.keys() - compared,
         "run": RunChoices.model_fields.keys() - {"seed", "tokens_per_step", "precision"},
@@ -371,15 +356,6 @@ def recipe_keys(
                 yield from recipe_keys(kind, section, f"{prefix}{name}.")
 
 
-def json_schema() -> dict[str, Any]:
-    """Of recipes, for editors: JSON Schema, with the choices of all kinds of heads."""
-    schema = Recipe.model_json_schema()
-    heads = _choices_of(tuple(HEADS.values())).json_schema()
-    schema["$defs"] |= heads.pop("$defs")
-    schema["properties"]["head"] = heads
-    return schema
-
-
 def key_table() -> list[tuple[str, ...]]:
     """(key, type, default or "required", description) of the keys of all kinds."""
     kinds_of: dict[tuple[str, ...], list[str]] = {}
@@ -390,12 +366,9 @@ def key_table() -> list[tuple[str, ...]]:
                 continue  # a section, whose keys follow
             value = json.dumps(default, default=str).strip('"')
             shown = "required" if field.is_required() else value
-            limits = re.findall(r"\w+=[^,)]+", str(field.metadata))
-            annotation = re.sub(
-                r"Annotated\[(\w+), [^\]]*\]", r"\1", inspect.formatannotation(field.annotation)
-            )
-            takes = ", ".join([annotation, *limits])
-            row = (key, takes.replace("typing.", ""), shown, field.description)
+            annotation = inspect.formatannotation(field.annotation).replace("typing.", "")
+            takes = re.sub(r"Annotated\[(\w+), [^\]]*\]", r"\1", annotation)
+            row = (key, takes, shown, field.description)
             kinds_of.setdefault(row, []).append(kind)
     sections = list(Recipe.model_fields)
     table = []

@@ -385,19 +385,23 @@ def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
     that the target does not have; warn when the target's weights or adapter are not those recorded
     in `facts`.
     """
-    name = facts.target.title if facts.target.name else "its target"
-    head.check_fit(target, name)
-    trained = facts.adapter_fingerprint
-    attached = target.adapter.fingerprint() if target.adapter else None
-    difference = None
-    if not same_weights(facts.target.fingerprint, target.fingerprint()):
-        difference = f"on other weights ({name}) than {target.title} has now"
-    elif trained != attached:
-        with_what = f"adapter {trained}" if trained else "no adapter"
-        difference = f"with {with_what}, {target.title} has {attached or 'none'}"
-    if difference:
+    head.check_fit(target, facts.target.title if facts.target.name else "its target")
+    if difference := target_difference(facts, target):
         warnings.warn(
             f"this head was trained {difference}: output stays the target's own, but fewer draft "
             "tokens will be accepted",
             stacklevel=4,
         )
+
+
+def target_difference(facts: HeadFacts, target: Target) -> str:
+    """How the target that a head was trained with differs from this one; "" if it does not."""
+    trained = facts.adapter_fingerprint
+    attached = target.adapter.fingerprint() if target.adapter else None
+    if not same_weights(facts.target.fingerprint, target.fingerprint()):
+        name = facts.target.title if facts.target.name else "its target"
+        return f"on other weights ({name}) than {target.title} has now"
+    if trained != attached:
+        with_what = f"adapter {trained}" if trained else "no adapter"
+        return f"with {with_what}, {target.title} has {attached or 'none'}"
+    return ""

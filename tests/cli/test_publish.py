@@ -300,9 +300,8 @@ def test_no_byte_that_is_published_names_a_server_or_what_it_calls_its_model(
 
 
 def test_a_recipe_is_published_without_its_servers(hub, tmp_path):
-    """What a run with features.mode=served records of them, all keys of that section included."""
+    """What a run with features.server records of them, all keys of that section included."""
     section = FeatureChoices(
-        mode="served",
         server=SERVERS,
         server_model=SERVED_AS,
         api_key_env="ACME_LLM_INTERNAL_KEY",
@@ -315,7 +314,7 @@ def test_a_recipe_is_published_without_its_servers(hub, tmp_path):
     hidden = [*NETWORK, section["api_key_env"], "/mnt"]
     assert [word for word in hidden if word.encode() in sent(hub)] == []
     public = json.loads(hub.repos["me/heads"]["files"]["config.json"])["draftheads"]["training"]
-    assert public["recipe"]["features"]["mode"] == "served"
+    assert public["recipe"]["features"]["mode"] == "online"
 
 
 def test_facts_that_readers_need_are_published_as_they_are(hub, tmp_path, made):

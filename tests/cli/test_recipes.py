@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 
@@ -38,10 +36,6 @@ def test_keys_of_one_section():
     assert line.startswith("run.minutes = null")
     with pytest.raises(ValueError, match=r"did you mean run\.minutes\?"):
         output("keys", "run.minuets")
-
-
-def test_the_schema_is_json():
-    assert json.loads(output("keys", "--schema"))["title"] == "Recipe"
 
 
 def test_the_demo_is_found_by_name_wherever_one_is(tmp_path, monkeypatch):

@@ -55,7 +55,6 @@ def capturing(target: str, exchange: Path, dtype: str = "float32") -> Iterator[S
 def features(server: Serving, exchange: Path) -> list[str]:
     """Of a recipe."""
     return [
-        "features.mode=served",
         f"features.server=[{server.url}]",
         f"features.exchange={exchange}",
         f"features.layers={CAPTURED}",
@@ -72,7 +71,7 @@ def served(demo_target, tmp_path_factory) -> Iterator[list[str]]:
 
 def differences(target: Target, url: str, exchange: Path, texts: list[list[int]]) -> list[float]:
     """Of each state: the largest distance from the target's own, over the largest number."""
-    choices = FeatureChoices(mode="served", server=[url], exchange=exchange)
+    choices = FeatureChoices(server=[url], exchange=exchange)
     asked = StateServers(target, choices, CAPTURED, 256)
     found = [0.0] * len(CAPTURED)
     nothing_learned = [np.zeros(len(text), dtype=bool) for text in texts]

@@ -44,7 +44,7 @@ from draftheads.train.evaluate import (
     heldout_loss,
 )
 from draftheads.train.features.sources import OnlineFeatures, SharedFaults
-from draftheads.train.metrics import Progress, evaluation_cells, read_metrics
+from draftheads.train.metrics import Progress, evaluation_line, read_metrics
 from draftheads.train.setup import create_head, load_data
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,8 @@ def test_a_head_that_knows_the_text_brings_depth_plus_one_and_a_random_one_nearl
     # 1 token of the prefill, then 23 in steps of 4, the last one cut
     assert verdict.measured.tokens_per_step == pytest.approx(23 / 6)
     assert verdict.measured.acceptance == [1.0, 1.0, 1.0]
-    assert evaluation_cells(7, verdict)[:3] == ["7", "3.75", "3.83 ± 0.00"]
+    line = evaluation_line(7, verdict)
+    assert line.startswith("step 7: τ 3.75 simulated, 3.83 ± 0.00 decoded, top-1 ")
     untrained = evaluator(random_head("medusa", target, depth=3), decode=True).measured
     assert untrained is not None and 1 <= untrained.tokens_per_step < 1.5
 

@@ -92,8 +92,8 @@ def place(rank: int = 0, world: int = 1, barrier: Callable[[], object] = lambda:
     )
 
 
-def fill(store: StoredFeatures, *, limit: int = AMPLE, at: Any = None) -> StoredFeatures:
-    write_missing([store], limit, at or place())
+def fill(store: StoredFeatures, *, at: Any = None) -> StoredFeatures:
+    write_missing([store], at or place())
     return store
 
 
@@ -358,15 +358,13 @@ def test_a_budget_that_is_too_small_is_refused_before_anything_is_written(
     store = store_of(tmp_path / "features", target)
     needed = sum(store.shard_bytes)
     forwards = counted(monkeypatch, target)
-    with pytest.raises(ValueError, match=r"features.disk_gb\).*mode=online"):
-        fill(store, limit=needed - 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - 1))
-        with pytest.raises(ValueError, match="free on that disk"):
+        with pytest.raises(ValueError, match="free on that disk.*mode=online"):
             fill(store)
     assert not (tmp_path / "features").exists()
     assert not forwards
-    fill(store, limit=needed)
+    fill(store)
     assert sum(map(len, files(store.folder).values())) <= needed
 
 

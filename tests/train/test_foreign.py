@@ -527,7 +527,7 @@ def test_a_run_says_what_its_data_are(made, tmp_path, capsys):
 @pytest.mark.parametrize("toolkit", ["speculators", "specforge"])
 def test_a_plan_counts_no_features_to_write(made, tmp_path, toolkit):
     plan = make_plan(recipe(made, made / toolkit, tmp_path / "run", mode="cached"), probe=False)
-    assert plan.work.rows and plan.disk["features"] == 0
+    assert plan.work.rows and not plan.work.stores
 
 
 def test_neither_data_set_nor_features_is_the_error_of_before(made, tmp_path):

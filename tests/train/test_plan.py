@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hybrid_targets import HYBRIDS, hybrid_model
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny_targets import CONFIGS, random_model
 from tiny_training import (
     HIDDEN,
     VOCABULARY,
@@ -30,12 +28,11 @@ from tiny_training import (
     tiny_target,
     write_answers,
 )
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.target.model import Target
 from draftheads.scripts import cli
-from draftheads.scripts.printing import print_plan, remedy
+from draftheads.scripts.printing import print_plan
 from draftheads.train.advice import plan as planning
 from draftheads.train.advice.plan import Shapes, make_plan
 from draftheads.train.batches import Documents
@@ -84,7 +81,8 @@ def test_shapes_count_what_real_modules_hold(made, kind, choices):
     head = create_head(recipe, target, Documents.read(random_answers(60)))
     state = head.state_dict()
     assert counted.head == sum(p.numel() for p in head.parameters())
-    assert counted.trained + counted.buffers == sum(x.nbytes for x in state.values())
+    moments = 2 * counted.trained
+    assert counted.checkpoint == moments + sum(x.nbytes for x in state.values())
     assert counted.states == len(head.training_layers)
 
 
@@ -94,11 +92,11 @@ def test_the_target_is_counted_by_part(made):
     assert sizes.frozen == sum(p.numel() for p in model.parameters())
     assert sizes.layers == 2
     assert sizes.per_layer == sum(p.numel() for p in model.model.layers[0].parameters())
-    assert sizes.target_bytes(2) == 4 * sizes.frozen
+    assert sizes.target_bytes() == 4 * sizes.frozen
     outside = 4 * (2 * VOCABULARY * HIDDEN + HIDDEN)  # the last norm, too
     four_bits = Shapes(recipe_of({**values, "target_bits": 4}))
-    assert four_bits.target_bytes(2) - outside == sizes.per_layer
-    assert sizes.target_bytes(2, shards=2) - outside == 4 * sizes.per_layer
+    assert four_bits.target_bytes() - outside == sizes.per_layer
+    assert sizes.target_bytes(shards=2) - outside == 4 * sizes.per_layer
 
 
 def test_tied_embeddings_are_counted_once(tmp_path, made):
@@ -109,63 +107,6 @@ def test_tied_embeddings_are_counted_once(tmp_path, made):
     assert sizes.frozen - sizes.layers * sizes.per_layer == 50 * 32 + 32
 
 
-def held_by(target: Target, tokens: int) -> tuple[int, int]:
-    """Bytes of keys and values of so many tokens, and of recurrent states, in a real cache."""
-    cache = target.new_cache(1, tokens)
-    target.prefill([[3] * 20], cache, ())
-    layers = [layer for layer in cache.layers if layer.is_initialized]
-    states = cache.states.committed.values() if cache.states else ()
-    return (
-        sum(layer.keys.nbytes + layer.values.nbytes for layer in layers),
-        sum(state.nbytes for kinds in states for state in kinds.values()),
-    )
-
-
-def plan_for(model: Any, made: Path, folder: Path, dtype: str = "float32") -> planning.Plan:
-    """Of a target without weights."""
-    model.config.save_pretrained(folder / "target")
-    values = tiny_recipe(made) | {"target": str(folder / "target"), "target_dtype": dtype}
-    values["data"] |= {"path": str(folder / "missing")}
-    return make_plan(recipe_of(values), probe=False)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_row_of_a_hybrid_takes_what_its_cache_holds(made, tmp_path, name, dtype):
-    """Recurrent states do not grow with the text; keys and values are those of attention layers."""
-    model = hybrid_model(name)
-    plan = plan_for(model, made, tmp_path, dtype)
-    held = held_by(Target(model.to(getattr(torch, dtype))), 1000)
-    assert plan.shapes.row == held and min(held) > 0
-    assert plan.to_json()["decoding"] == {"keys_and_values": held[0], "states": held[1]}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_row_of_other_targets_takes_keys_and_values_alone(made, tmp_path, name):
-    model = random_model(name)
-    row = plan_for(model, made, tmp_path).shapes.row
-    if name == "opt" and row is None:
-        pytest.skip("OPT of old transformers does not run on the meta device")
-    assert row == held_by(Target(model), 1000) and row.states == 0
-
-
-def test_memory_of_decoding_is_printed(made, tmp_path):
-    kind, options = HYBRIDS["qwen3.5"]
-    widths = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    config = CONFIG_MAPPING[kind](**{**options, **widths})
-    plan = plan_for(AutoModelForCausalLM.from_config(config), made, tmp_path)
-    keys_and_values = 2 * 2 * 16 * 1000 * 4  # of 2 heads of 16 in one layer
-    convolved = 2 * 2 * 128 + 4 * 128  # keys and queries of 2 heads, values of 4
-    states = 3 * 4 * (4 * 128 * 128 + 4 * convolved)
-    assert plan.shapes.row == (keys_and_values, states)
-    print_plan(plan, Console(file=(said := StringIO()), width=200))
-    line = "takes 0.3 MB for keys and values of 1,000 tokens, 0.8 MB per row for recurrent states"
-    assert line in said.getvalue()
-    print_plan(make_plan(recipe_of(tiny_recipe(made)), probe=False), Console(file=said, width=200))
-    assert said.getvalue().count("recurrent") == 1
-
-
 def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
     learned = tiny_recipe(made, "block")
     masked = {**learned, "head": {**learned["head"], "mask": 7, "conditioning": "markov"}}
@@ -173,23 +114,12 @@ def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
     for values in (learned, masked):
         plan = make_plan(recipe_of(values), probe=False)
         print_plan(plan, Console(file=(said := StringIO()), width=400))
-        [line] = [each for each in said.getvalue().splitlines() if each.startswith("refused by")]
-        lines.append(line.removeprefix("refused by").strip())
+        [line] = [each for each in said.getvalue().splitlines() if each.startswith("refused by: ")]
+        lines.append(line.removeprefix("refused by: "))
     assert "vllm" in lines[0] and "a learned mask vector" in lines[0]
     assert lines[1] == "openvino: slots or heads of DSpark"
     assert run(made, tmp_path / "run", "run.steps=1", "eval.every=0", kind="block") == 0
     assert f"convert will refuse this head for {lines[0]}\n" in capsys.readouterr().out
-
-
-def test_a_target_that_does_not_run_on_the_meta_device_is_planned_without(made, monkeypatch):
-    def prefill(*_: object) -> None:
-        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
-
-    monkeypatch.setattr(Target, "prefill", prefill)
-    plan = make_plan(recipe_of(tiny_recipe(made)), probe=False)
-    assert plan.shapes.row is None and plan.to_json()["decoding"] is None
-    print_plan(plan, Console(file=(said := StringIO()), width=200))
-    assert "decoding takes" not in said.getvalue()
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -199,18 +129,7 @@ def test_the_tensors_of_a_checkpoint_are_counted(made, tmp_path, kind):
     stored = sum(x.nbytes for path in files for x in load_file(path).values())
     values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
     plan = make_plan(recipe_of(values), probe=False)
-    assert plan.disk["checkpoint"] == pytest.approx(stored, rel=0.01)
-
-
-def test_cached_features_take_tokens_times_states(made):
-    values = tiny_recipe(made, "eagle3")
-    values["features"] = {"mode": "cached", "disk_gb": 1e-4}
-    plan = make_plan(recipe_of(values), probe=False)
-    tokens = plan.work.tokens + plan.work.heldout
-    states = plan.shapes.states
-    assert tokens == sum(len(answer.tokens) for answer in random_answers(60))
-    assert plan.disk["features"] == tokens * states * HIDDEN * 4
-    assert "features.disk_gb" in remedy(plan)
+    assert plan.shapes.checkpoint == pytest.approx(stored, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +183,7 @@ def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch, choice
     plan = make_plan(recipe_of(values))
     assert plan.reason == ""
     assert plan.time
-    assert min(plan.time["step"], plan.time["later"], plan.time["load"], plan.time["save"]) > 0
+    assert min(plan.trial.load, plan.trial.save, plan.time["step"]) > 0
     assert plan.time["total"] > 6 * plan.time["step"]
     assert plan.peak > plan.memory["libraries"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -291,15 +210,9 @@ def test_memory_that_was_freed_is_in_the_peak():
     assert planning.peak_memory() - before < 100 << 20
 
 
-def test_a_trial_is_no_part_of_the_launch(made, monkeypatch, capfd):
-    """Planned where a launcher has set its variables: one process tries, and the others are not
-    waited for. Of the run it makes, nothing is printed.
-    """
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    plan = make_plan(recipe_of(tiny_recipe(made, tokens_per_step=512)))
-    assert plan.processes == 4
+def test_one_process_tries_for_several_and_prints_nothing(made, capfd):
+    plan = make_plan(recipe_of(tiny_recipe(made, tokens_per_step=512)), 4)
     assert plan.time, plan.reason
-    assert os.environ["WORLD_SIZE"] == "4"
     assert capfd.readouterr() == ("", "")
 
 
@@ -311,7 +224,7 @@ def test_what_does_not_fit_is_said_in_one_line(made, tmp_path, monkeypatch, caps
     assert len(lines) == 1
     assert re.search(r"expected at most 1.0 MB, needs [\d.]+ .B of memory; lower", lines[0])
     assert "data.rows_per_batch" in lines[0]
-    assert "from shapes alone" in said
+    assert "unknown: --no-probe was given" in said
     assert re.search(r"activations +not measured", said)
     assert "sum without activations" in said
 
@@ -322,7 +235,7 @@ def test_missing_data_leaves_the_number_of_steps_open(made, tmp_path, monkeypatc
     assert command(monkeypatch, recipe, missing, "--no-probe") == 0
     said = capsys.readouterr().out
     assert "no data found" in said
-    assert "steps  unknown" in said
+    assert "steps: unknown" in said
     assert command(monkeypatch, recipe, "--no-probe") == 0
     assert "epochs of" in capsys.readouterr().out
 
@@ -374,15 +287,14 @@ def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):
     recipe = recipe_file(made, tmp_path)
     assert command(monkeypatch, recipe, "--no-probe", "--json", out) == 0
     plan = json.loads(out.read_text())
-    assert plan["head"]["kind"] == "medusa"
     assert plan["time"] is None
-    assert plan["steps"]["count"] == 6
+    assert plan["steps"] == 6
     memory = plan["memory"]
     parts = set(memory) - {"total", "limit"}
     assert memory["activations"] is None, "they are measured or unknown"
     assert memory["total"] == sum(memory[part] for part in parts - {"activations"})
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{plan['head']['parameters']:,} parameters trained" in said
+    assert f"{plan['parameters']['head']:,} parameters trained" in said
     assert [path.name for path in out.parent.iterdir()] == ["plan.json"]
 
 
@@ -434,14 +346,4 @@ def test_what_cannot_be_probed_is_not_told(made, monkeypatch):
     assert not plan.time
     assert "adapter: its divergence cannot be measured" in plan.reason
     print_plan(plan, Console(file=(said := StringIO()), width=400))
-    assert f"time   unknown: {plan.reason}" in said.getvalue()
-
-
-def test_held_out_features_are_not_stored_where_an_adapter_changes_them(made):
-    values = {"mode": "cached"}
-    sizes = []
-    for recipe in (recipe_of(tiny_recipe(made)), joint_recipe(made)):
-        features = recipe.features.model_copy(update=values)
-        plan = make_plan(recipe.model_copy(update={"features": features}), probe=False)
-        sizes.append(plan.disk["features"])
-    assert sizes[0] - sizes[1] == plan.work.heldout * 32 * 4
+    assert f"time: unknown: {plan.reason}" in said.getvalue()

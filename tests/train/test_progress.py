@@ -8,29 +8,19 @@ import sys
 from tiny_training import run
 
 from draftheads.train.checkpoint import BEST, read_state
-from draftheads.train.metrics import LEGEND, sparkline
 
 DECODING = ["eval.every=3", "eval.prompts=2", "eval.new_tokens=8", "run.save_every=3"]
 
 
-def test_a_sparkline_has_a_bar_per_depth_and_two_numbers():
-    assert sparkline([1.0, 0.5, 0.0]) == "█▅▁ 1.00 to 0.00"
-
-
-def test_evaluations_are_an_aligned_table_with_one_header(made, tmp_path, capsys):
-    for steps in (6, 9):  # the second launch resumes
-        assert run(made, tmp_path / "run", *DECODING, f"run.steps={steps}") == 0
-        lines = capsys.readouterr().out.splitlines()
-        [at] = [number for number, line in enumerate(lines) if "τ simulated" in line]
-        header = lines[at]
-        assert lines[at - 1] == LEGEND
-        rows = [line for line in lines[at + 1 :] if re.match(r" +\d+ +\d", line)]
-        assert len(rows) == (2 if steps == 6 else 1)
-        for row in rows:
-            assert row.index(" to ") < len(row) <= 80
-            end = header.index("τ decoded") + len("τ decoded")
-            assert re.search(r"\d\.\d\d ± \d\.\d\d$", row[:end])
-        assert max(map(len, [lines[at - 1], header])) <= 80
+def test_an_evaluation_is_a_line(made, tmp_path, capsys):
+    assert run(made, tmp_path / "run", *DECODING) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if re.match(r"step \d: ", line)]
+    assert [row[:6] for row in rows] == ["step 3", "step 6"]
+    number = r"\d\.\d\d"
+    pattern = f"τ {number} simulated, {number} ± {number} decoded, top-1 {number} to {number}$"
+    for row in rows:
+        assert re.search(pattern, row) and len(row) <= 80
 
 
 def test_a_run_ends_with_what_its_best_step_is_worth(made, tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from minimal_recipe import MINIMAL, error
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.train.recipe import differences, json_schema, load_recipe
+from draftheads.train.recipe import differences, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -297,16 +297,6 @@ def test_recipes_of_the_package_are_found_by_name(tmp_path, monkeypatch):
         load_recipe("qwen3-0.6b")
     Path("demo-sequential").write_text(MINIMAL)
     assert load_recipe("demo-sequential").head.kind == "medusa"
-
-
-def test_the_schema_for_editors_knows_the_keys_of_all_kinds():
-    schema = json_schema()
-    kinds = schema["properties"]["head"]["discriminator"]["mapping"]
-    assert kinds.keys() == HEADS.keys()
-    for kind, place in kinds.items():
-        choices = schema["$defs"][place.rpartition("/")[2]]
-        fields = HEADS[kind].Choices.model_fields.items()
-        assert choices["properties"].keys() == {field.alias or name for name, field in fields}
 
 
 def test_an_override_needs_an_equals_sign(path):

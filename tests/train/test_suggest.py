@@ -27,7 +27,7 @@ def test_choices_have_reasons(tmp_path):
     lines = suggest("demo-target", "sequential", None).splitlines()
     plain = ("target", "path", "output")
     values = [line for line in lines if not line.endswith(":")]
-    assert all("  # " in line or line.strip().startswith(plain) for line in values)
+    assert all(" # " in line or line.strip().startswith(plain) for line in values)
 
 
 def test_it_follows_the_answers_that_are_there(tmp_path, monkeypatch):
@@ -42,7 +42,7 @@ def test_it_follows_the_answers_that_are_there(tmp_path, monkeypatch):
     assert values["run"]["epochs"] == 12, "many passes over so little"
 
 
-def test_a_large_target_has_a_draft_vocabulary_and_few_rows(tmp_path):
+def test_a_large_target_has_a_draft_vocabulary(tmp_path):
     config = AutoConfig.for_model(
         "qwen3", vocab_size=151_936, hidden_size=1024, num_hidden_layers=4, intermediate_size=3072
     )

@@ -6,7 +6,6 @@ TensorBoard comes with the project; the others are tried where they are installe
 
 from __future__ import annotations
 
-import json
 import struct
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import yaml
 from launching import CPU, ROOT, forks
 from tiny_training import run, tiny_recipe
 
-from draftheads.train.metrics import RECORD, read_metrics
+from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +176,10 @@ def test_a_run_and_its_continuation_are_one_run_of_a_tracker(tracker, made, tmp_
     for steps in (4, 6):
         status, says = launch(made, output, f"run.trackers=[{tracker}]", f"run.steps={steps}")
         assert status == 0, says
-    [found] = READERS[tracker](output)
+    found, *others = READERS[tracker](output)
+    for other in others:  # MLflow has a run per launch
+        assert tracker == "mlflow" and other.title == found.title
+        found.numbers |= other.numbers
     assert found.title.startswith("folder")
     assert CHOICES.items() <= found.choices.items()
     expected = said(output)
@@ -242,24 +244,11 @@ def test_a_tracker_that_is_not_there_is_one_line_before_anything_is_loaded(
 
 
 def test_a_tracker_that_cannot_begin_is_one_line(made, tmp_path):
-    """TensorBoard's folder is a file here, and a record says that there were runs before."""
+    """TensorBoard's folder is a file here."""
     output = tmp_path / "run"
     output.mkdir()
     (output / "logs").write_text("")
-    (output / RECORD).write_text(json.dumps({"wandb": "abc"}))
     status, line = launch(made, output, "run.trackers=[tensorboard]")
     assert status == 2
     assert line.startswith("error: run.trackers: cannot start tensorboard (")
-    assert line.endswith(
-        f"; to start a new run there, delete {output / RECORD}; "
-        "to train without, set run.trackers=[]"
-    )
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"tensorboard": {}}'])
-def test_a_damaged_record_is_one_line_that_names_it(made, tmp_path, capsys, content):
-    output = tmp_path / "run"
-    assert run(made, output, "run.trackers=[tensorboard]", "run.steps=1") == 0
-    (output / RECORD).write_text(content)
-    assert run(made, output, "run.trackers=[tensorboard]", "run.steps=2") == 2
-    assert f"; to start a new run there, delete {output / RECORD}" in capsys.readouterr().err
+    assert line.endswith("; to train without, set run.trackers=[]")

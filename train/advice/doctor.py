@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -16,20 +16,20 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from draftheads.heads.base import DraftHead
-from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
+from draftheads.heads.formats.hub import target_difference
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import same_weights
 from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
-from draftheads.train.evaluate import calibrate
+from draftheads.train.evaluate import Share, calibrate, heldout_ranks
 from draftheads.train.features.sources import OnlineFeatures
 
 TEXT_TOKENS = 4096
@@ -155,29 +155,11 @@ class Evidence:
             return 1.0
         return calibrate(self.observed_MK, self.nodes, self.head.tree).tokens_per_step
 
-    @cached_property
-    def falls_short(self) -> bool:
-        """Whether the head is right less often than training recorded, or than an ordinary head."""
-        recorded = self.training.get("predicted_tokens_per_step")
-        ranks_MK = self.observed_MK
-        if self.predicted >= (recorded or ORDINARY):
-            return False
-        if not recorded:
-            return is_above(-runs(ranks_MK), 1 - ORDINARY)
-        shares: list[float] = self.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
-        hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
-        return is_above(-hits_M, -sum(shares))
-
-    @torch.no_grad()
     def ranks_of(self, rows: Rows) -> Tensor:
         """ranks_MK of these rows."""
         source = OnlineFeatures(self.target, self.layers, adapted=True)
-        ranks: list[Tensor] = []
-        for numbers, on_host in batches(rows):
-            batch = on_host.to(self.target.device)
-            features_BTD = source(numbers, batch)
-            ranks.append(self.head.token_ranks(batch, features_BTD, self.target).cpu())
-        return torch.cat(ranks)
+        share = Share(rows, ROWS_PER_BATCH, Accelerator())
+        return heldout_ranks(self.head, self.target, share, source)
 
     def decode(
         self,
@@ -214,17 +196,11 @@ class Evidence:
         return DecodedAnswers(answers, torch.tensor(accepted), tokens_per_step, seconds)
 
 
-def batches(rows: Rows) -> Iterator[tuple[Sequence[int], Batch]]:
-    """All rows, in order, with their numbers."""
-    for start in range(0, len(rows), ROWS_PER_BATCH):
-        numbers = range(len(rows))[start : start + ROWS_PER_BATCH]
-        yield numbers, rows.batch(numbers)
-
-
 def truth(rows: Rows, depth: int) -> Tensor:
     """int64 (M, K): the tokens after each learned position; -1: not written by the target."""
     parts = []
-    for _, batch in batches(rows):
+    for number in range(len(rows)):
+        batch = rows.batch([number])
         columns = [
             torch.where(torch.from_numpy(here_BT), batch.tokens_BT.roll(-k, dims=1), -1)
             for k, here_BT in enumerate(batch.root_masks(depth), start=1)
@@ -302,23 +278,13 @@ def unfit_weights(evidence: Evidence) -> Finding | None:
 
 def other_target(evidence: Evidence) -> Finding | None:
     """A target or an adapter that the head was not trained on."""
-    facts, target = evidence.facts, evidence.target
-    recorded, now = facts.target, target.fingerprint()
-    if not same_weights(recorded.fingerprint, now):
-        return Finding(
-            "target",
-            f"trained on {recorded.title} with fingerprint {recorded.fingerprint} "
-            f"(revision {recorded.revision}); {target.title} has {now}",
-            "load the target that it was trained on, at that revision, or train on this one",
-        )
-    expected = facts.adapter_fingerprint or "none"
-    got = target.adapter.fingerprint() if target.adapter else "none"
-    if expected == got:
+    difference = target_difference(evidence.facts, evidence.target)
+    if not difference:
         return None
     return Finding(
-        "adapter",
-        f"trained with adapter {expected}, got {got}",
-        "restore adapter/ next to the head's config.json, or load the target without one",
+        "target",
+        f"trained {difference}",
+        "load the target, revision and adapter that it was trained with, or train on this one",
     )
 
 
@@ -392,26 +358,14 @@ def other_use(evidence: Evidence) -> Finding | None:
 
 
 def fallen_short(evidence: Evidence) -> Finding | None:
-    """A head no better than always predicting the most frequent token, or a prediction below the
-    one that training recorded.
-    """
-    if not evidence.falls_short:
-        return None
-    first_M = truth(evidence.rows, 1)[:, 0]
-    counts_V = torch.bincount(first_M[first_M >= 0], minlength=1)
-    chance = float(counts_V.max()) / max(1, int(counts_V.sum()))
-    hits_M = (evidence.ranks_MK[:, 0] == 0).float()
-    right = float(hits_M.mean())
-    if right <= 1.5 * chance + 2 * error(hits_M):
-        return Finding(
-            "untrained",
-            f"the first draft token is right {right:.1%} of the time ({len(hits_M)} positions), "
-            f"the most frequent token would be {chance:.1%}",
-            "check that the right file was loaded, that its feature layers (and mask_token_id) are "
-            "those it was trained with, and that training's loss fell",
-        )
+    """A head that is right less often than training recorded."""
     recorded = evidence.training.get("predicted_tokens_per_step")
-    if recorded is None:
+    if not recorded or evidence.predicted >= recorded:
+        return None
+    ranks_MK = evidence.observed_MK
+    shares: list[float] = evidence.training.get("heldout_top1", [])[: ranks_MK.shape[1]]
+    hits_M = (ranks_MK[:, : len(shares)] == 0).float().sum(1)
+    if not is_above(-hits_M, -sum(shares)):
         return None
     return Finding(
         "unexplained",
@@ -422,15 +376,16 @@ def fallen_short(evidence: Evidence) -> Finding | None:
 
 
 def undertrained(evidence: Evidence) -> Finding | None:
-    """A head as bad as training recorded, but worse than any that was trained for long enough."""
+    """A head that is worse than any that was trained for long enough."""
     few_M = -runs(evidence.observed_MK)
-    if evidence.falls_short or evidence.predicted >= ORDINARY or not is_above(few_M, 1 - ORDINARY):
+    if evidence.predicted >= ORDINARY or not is_above(few_M, 1 - ORDINARY):
         return None
     return Finding(
         "undertrained",
         f"{evidence.predicted:.2f} tokens per step predicted for the best tree of {evidence.nodes} "
         f"draft nodes; a trained head has {ORDINARY:.1f} or more",
-        "train longer, on more of the target's answers, until the held-out loss stops falling",
+        "train longer, on more of the target's answers, until the held-out loss stops falling; of "
+        "another project's head, check that the right file was loaded",
     )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
 
 from draftheads.heads.block import spare_token
 from draftheads.heads.target.placement import default_device, read_config
-from draftheads.train.advice.plan import make_plan
 from draftheads.train.data.answers import Counts, count, read_manifest
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.recipe import Recipe
 
 WHY_KIND = {
     "sequential": "fastest in this project's own engine; --kind eagle3 or block for others",
@@ -32,8 +32,6 @@ LONGEST = 2048
 """Tokens per row at most, where the answers do not ask for more."""
 EPOCHS = {300_000: 12, 3_000_000: 6}
 """Passes over so many tokens, at most; three over more."""
-FILL = 0.8
-"""Share of the memory that a plan without measured activations may take."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,9 @@ def suggest(
         *_head(config, target, revision, kind),
         *_run(name, kind, counts),
     ]
-    rows = fitting_rows(choices)
-    return rendered([*choices, rows])
+    text = StringIO()
+    YAML().dump(nested(choices), text)
+    return text.getvalue()
 
 
 def _placement(revision: str | None, lora: str | None) -> Iterator[Setting]:
@@ -98,6 +97,9 @@ def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Setting]
         why = "the target's context"
     yield Setting("data.path", str(folder), "")
     yield Setting("data.sequence_length", length, why)
+    tokens = 16_384 if default_device() != "cpu" else 2_048
+    rows = max(1, min(16, tokens // length))
+    yield Setting("data.rows_per_batch", rows, "draftheads plan measures whether they fit")
     if config.hidden_size < SMALL:
         yield Setting("data.cache_gb", 1, "features of a small target fit into memory")
 
@@ -141,45 +143,13 @@ def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Setting]:
         yield Setting("run.precision", "bf16", "weights stay float32")
 
 
-def fitting_rows(choices: list[Setting]) -> Setting:
-    """The largest power of two, up to 16, whose weights, optimizer and data fit into memory."""
-    key = "data.rows_per_batch"
-    length = next(each.value for each in choices if each.key == "data.sequence_length")
-    tokens = 16_384 if default_device() != "cpu" else 2_048
-    rows = max(1, min(16, tokens // length))
-    while True:
-        recipe = Recipe.model_validate(nested([*choices, Setting(key, rows, "")]))
-        plan = make_plan(recipe, probe=False)
-        if rows == 1 or plan.peak <= FILL * plan.limit:
-            break
-        rows //= 2
-    memory = f"{plan.peak / 1e9:.1f} of {plan.limit / 1e9:.0f} GB before activations"
-    return Setting(key, rows, f"{memory}; draftheads plan measures them")
-
-
-def nested(choices: list[Setting]) -> dict[str, Any]:
-    """The values of a recipe, by section."""
-    values: dict[str, Any] = {}
+def nested(choices: list[Setting]) -> CommentedMap:
+    """The values of a recipe by section, with the reasons as comments."""
+    values = CommentedMap()
     for choice in choices:
         section, dot, key = choice.key.rpartition(".")
-        place = values.setdefault(section, {}) if dot else values
+        place = values.setdefault(section, CommentedMap()) if dot else values
         place[key] = choice.value
+        if choice.why:
+            place.yaml_add_eol_comment(choice.why, key, column=28)
     return values
-
-
-def rendered(choices: list[Setting]) -> str:
-    """YAML with the reasons as comments."""
-    lines = []
-    whys = {choice.key: choice.why for choice in choices}
-    for name, value in nested(choices).items():
-        if not isinstance(value, dict):
-            lines.append(_line(name, value, whys[name]))
-            continue
-        lines.append(f"{name}:")
-        lines += [f"  {_line(key, x, whys[f'{name}.{key}'])}" for key, x in value.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _line(key: str, value: Any, why: str) -> str:
-    text = yaml.safe_dump({key: value}).strip()
-    return f"{text}  # {why}" if why else text

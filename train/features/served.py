@@ -63,8 +63,6 @@ FP8 = 0.12
 """Relative error of states that is rounding."""
 CONNECTOR = "ExampleHiddenStatesConnector"
 """vLLM's, which writes files."""
-TRIED = 10
-"""Rows that servers are measured with."""
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 """Tensors of a file."""
 
@@ -305,7 +303,15 @@ def served_features(
 
     @cache
     def servers() -> StateServers:
-        return proven_servers(target, recipe.features, captured, rows, log)
+        length = max(max(each.sizes) for each in rows)
+        asked = StateServers(target, recipe.features, captured, length)
+        try:
+            proof = asked.probe(documents_of(rows[0], 0)[0])
+        except BaseException:
+            asked.close()
+            raise
+        log(f"{asked.servers[0].url} serves {target.name}: {proof}")
+        return asked
 
     def close() -> None:
         if servers.cache_info().currsize:
@@ -319,27 +325,6 @@ def served_features(
 
     train, heldout = rows
     return features_of(train), features_of(heldout)
-
-
-def proven_servers(
-    target: Target,
-    choices: FeatureChoices,
-    captured: Sequence[int],
-    rows: Sequence[Rows],
-    log: Callable[[str], object],
-) -> StateServers:
-    """Servers for these rows, the first document of which has proven what they serve. Raises what
-    `StateServers` and their `probe` do.
-    """
-    length = max(max(each.sizes) for each in rows)
-    servers = StateServers(target, choices, captured, length)
-    try:
-        proof = servers.probe(documents_of(rows[0], 0)[0])
-    except BaseException:
-        servers.close()
-        raise
-    log(f"{servers.servers[0].url} serves {target.name}: {proof}")
-    return servers
 
 
 def documents_of(rows: Rows, number: int) -> list[Document]:
@@ -366,20 +351,6 @@ def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -
         f"--speculative-config {shlex.quote(json.dumps(drafting))} "
         f"--kv-transfer-config {shlex.quote(json.dumps(transfer))}"
     )
-
-
-def measured_rate(target: Target, recipe: Recipe, rows: Rows, captured: Sequence[int]) -> float:
-    """Tokens per second that the servers give, by the first rows. Raises what StateServers do."""
-    documents = [each for row in range(min(TRIED, len(rows))) for each in documents_of(rows, row)]
-    servers = proven_servers(target, recipe.features, captured, [rows], logger.debug)
-    try:
-        began = time.perf_counter()
-        for future in list(map(servers.ask, documents)):
-            future.result()
-        tokens = sum(len(tokens) for tokens, _ in documents)
-        return tokens / (time.perf_counter() - began)
-    finally:
-        servers.close()
 
 
 def captured_states(layers: Sequence[int], count: int) -> list[int]:

@@ -383,7 +383,7 @@ def make_features(
         return sources[0], evaluated if target.adapter else sources[1]
     stores = stored_features(recipe, rows, online, evaluated)
     try:
-        write_missing(stores, int(recipe.features.disk_gb * 1e9), accelerator)
+        write_missing(stores, accelerator)
     except BaseException:
         online.close()
         raise
@@ -433,29 +433,25 @@ def foreign_features(
     return [file_features(layout, each, states) for each in rows]
 
 
-def write_missing(stores: Sequence[StoredFeatures], limit: int, accelerator: Accelerator) -> None:
-    """Write missing and damaged shards, on all processes together. limit: bytes of all shards.
+def write_missing(stores: Sequence[StoredFeatures], accelerator: Accelerator) -> None:
+    """Write missing and damaged shards, on all processes together.
 
-    Raises ValueError, before writing anything, if the disk or the limit is too small, or if the
-    folder stores other features, and OSError if the disk fills up nevertheless.
+    Raises ValueError, before writing anything, if the disk is too small, or if the folder stores
+    other features, and OSError if the disk fills up nevertheless.
     """
     folder = stores[0].folder.parent
     missing = [store.missing() for store in stores]
-    needed = sum(sum(store.shard_bytes) for store in stores)
     pairs = list(zip(stores, missing, strict=True))
     to_write = sum(store.shard_bytes[shard] for store, shards in pairs for shard in shards)
     free = shutil.disk_usage(nearest(folder)).free
-    if to_write and (needed > limit or to_write > free):
+    if to_write > free:
         raise ValueError(
-            f"{folder}: features take {needed / 1e9:.3g} GB, of which {to_write / 1e9:.3g} GB are "
-            f"not yet written; expected at most {limit / 1e9:.3g} GB (features.disk_gb) and "
-            f"{free / 1e9:.3g} GB free on that disk; raise features.disk_gb, use "
-            "another features.path, or set features.mode=online"
+            f"{folder}: expected room for {to_write / 1e9:.3g} GB of features, got "
+            f"{free / 1e9:.3g} GB free on that disk; use another features.path, or set "
+            "features.mode=online"
         )
     if to_write:
-        main_process_log(accelerator)(
-            f"{folder}: writing {to_write / 1e9:.3g} of {needed / 1e9:.3g} GB of features"
-        )
+        main_process_log(accelerator)(f"{folder}: writing {to_write / 1e9:.3g} GB of features")
         for store in stores:
             store.folder.mkdir(parents=True, exist_ok=True)
             sweep(store.folder, "shard-*")
