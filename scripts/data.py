@@ -161,7 +161,7 @@ def distill(
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise Exit(1)
-    if not report.others:
+    if report.complete:
         say_init(target, out, placement.lora)
 
 

@@ -648,8 +648,7 @@ def finished(folder: Path, manifest: Manifest) -> bool:
 def finish(folder: Path, manifest: Manifest) -> Counts:
     """Count the answers and write the manifest; if none is missing, bring all into shards.
 
-    manifest: of the folder; counts and shards are written into it. All processes of a launch may
-    call this when they end: they take turns, and those that come later see the result.
+    manifest: of the folder; counts and shards are written into it.
     """
     with _locked(folder):
         if finished(folder, manifest):
@@ -749,7 +748,8 @@ class Journal:
     """The answer file of one process, open for appending; a context manager.
 
     A line survives the process as soon as it is appended, and the machine as soon as it is synced,
-    which at most one append per second waits for.
+    which at most one append per second waits for. others: processes of the launch that were still
+    writing when this one left.
 
     Raises OSError for a folder that cannot be written, and ValueError if another launch writes to
     it.
@@ -778,6 +778,7 @@ class Journal:
         self._file.seek(0)
         self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
         self._synced = 0.0
+        self.others = 0
 
     def append(self, records: Iterable[Record]) -> None:
         """Write lines; the file stays small."""
@@ -796,7 +797,9 @@ class Journal:
         return self
 
     def __exit__(self, fault: object, *_: object) -> None:
-        # what was not written is written once more, and must not hide that it could not be
-        with suppress(OSError) if fault else naming(self._path), self._file:
-            os.fsync(self._file.fileno())
-        _unlock(self._lock)
+        with _locked(self._path.parent):  # so that one process of a launch is the last
+            # what was not written is written once more, and must not hide that it could not be
+            with suppress(OSError) if fault else naming(self._path), self._file:
+                os.fsync(self._file.fileno())
+            _unlock(self._lock)
+            self.others = sum(map(is_open, journals(self._path.parent)))

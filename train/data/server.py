@@ -20,7 +20,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -160,9 +159,7 @@ class ServedTarget(Answerer):
             "server": {"urls": urls, "model": self.model, "context": self.context},
         }
 
-    def answer(
-        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
-    ) -> Generator[Answered]:
+    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
         What a server fails or refuses to answer goes to the others. A server is dropped if it is
@@ -172,7 +169,7 @@ class ServedTarget(Answerer):
         if sampling.temperature > 0:
             for server in self.servers:
                 server.warn_of_speculation()
-        work = _Work(self.servers, self._concurrency, chain.from_iterable(batches))
+        work = _Work(self.servers, self._concurrency, rows)
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self.servers}
 
