@@ -7,7 +7,6 @@
     prompts-0123456789ab.txt                the ids of the prompts in order, one per line
 and until all prompts are answered
     answers-00000-of-00002.jsonl            the newest answers, a line per prompt; one per process
-    part-00000-of-00002-00000.arrow         lines that a process has moved out of its file
 A line is one of
     {"id": "7f3a...", "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos"}
     {"id": "80c1...", "skipped": reason}        {"id": "94d2...", "failed": reason}
@@ -46,7 +45,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -85,20 +83,28 @@ LOCK_SECONDS = 1800.0
 PROBE_SECONDS = 0.2
 """A lock that is held for longer is no other process's `is_open`."""
 ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"\s*[,}]')
-COLUMNS = re.compile(
-    r"(answers-[0-9a-f]{16}-\d{5}-of-\d{5}|rest-[0-9a-f]{16}|part-\d{5}-of-\d{5}-\d{5,})\.arrow"
-)
+COLUMNS = re.compile(r"(answers-[0-9a-f]{16}-\d{5}-of-\d{5}|rest-[0-9a-f]{16})\.arrow")
 LINES = re.compile(r"answers-\d{5,}-of-\d{5,}\.jsonl")
 CARD = "README.md"
-BEGIN = "<!-- draftheads: rewritten with the data -->"
-END = "<!-- draftheads: end -->"
-"""Marks around the part of the card that is written again when the data change."""
+CARD_TEXT = """---
+configs:
+- config_name: default
+  data_files: answers-*.arrow
+tags:
+- draftheads
+---
+
+# Answers of {name}
+
+Token ids to train draft heads on. `learn` holds the half-open spans of `tokens` that the model
+wrote; manifest.json says how many and how they were made.
+"""
 REPAIR = "copy it again, or run the same `draftheads distill` again, which answers its prompts anew"
 PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
 SHARD_TOKENS = 1 << 25
 """Tokens of a shard: 128 MB."""
-JOURNAL_BYTES = 1 << 26
-"""Size of a file of lines above which its lines are moved into a part."""
+BATCH_BYTES = 1 << 26
+"""Bytes of lines that become columns together."""
 
 logger = logging.getLogger("draftheads")
 
@@ -389,9 +395,8 @@ def journals(folder: str | Path) -> list[Path]:
 
 
 def columns(folder: str | Path) -> list[Path]:
-    """The files of columns of a folder, parts last."""
-    paths = [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: path.name.startswith("part-"))
+    """The files of columns of a folder."""
+    return [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
 
 
 def read_ids(folder: str | Path, manifest: Manifest) -> Sequence[str]:
@@ -451,7 +456,7 @@ def _parse(path: Path) -> Iterator[pa.RecordBatch]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _damaged(path, number, line) from error
         size += len(line)
-        if size > JOURNAL_BYTES:
+        if size > BATCH_BYTES:
             yield to_batch(rows)
             rows = []
             size = 0
@@ -471,16 +476,6 @@ def is_open(path: Path) -> bool:
     lock = _lock(path)
     _unlock(lock)
     return lock is None
-
-
-def compact(path: Path) -> None:
-    """Move the lines of a file into parts. Killed in between, it leaves them in both."""
-    stem = path.stem.replace("answers", "part")
-    first = sum(part.name.startswith(stem) for part in columns(path.parent))
-    for number, batch in enumerate(_parse(path), start=first):
-        write_batch(path.with_name(f"{stem}-{number:05d}.arrow"), batch)
-    _sync(path.parent)
-    os.truncate(path, 0)
 
 
 def _sync(folder: Path) -> None:
@@ -584,8 +579,9 @@ def _locked(folder: Path) -> Iterator[None]:
     lock = _lock(path)
     if lock is None:
         logger.warning(
-            "%s: %s has it; waiting for at most %.0f minutes; end that one, or give another folder",
-            *(folder, _holder(_lock_file(path)), LOCK_SECONDS / 60),
+            "%s: another process has it; waiting for at most %.0f minutes; end that one, or give "
+            "another folder",
+            *(folder, LOCK_SECONDS / 60),
         )
         lock = _lock(path, LOCK_SECONDS)
     if lock is None:
@@ -604,26 +600,12 @@ def _lock(path: Path, seconds: float = PROBE_SECONDS) -> FileLock | None:
     one has had it for this long. The lock is a file beside the path, which all can still read on
     Windows.
     """
-    lock = FileLock(_lock_file(path), thread_local=False)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), thread_local=False)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
         return None
     return lock
-
-
-def _lock_file(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
-
-
-def _holder(lock: Path) -> str:
-    """The process of this machine that has a file open, for people."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # of another user, or gone
-            names = [each.path for each in process.open_files()]
-            if str(lock.resolve()) in names and process.pid != os.getpid():
-                return f"process {process.pid}"
-    return "another process"
 
 
 def _unlock(lock: FileLock | None) -> None:
@@ -692,7 +674,8 @@ def _store(folder: Path, manifest: Manifest, contents: _Contents) -> None:
         rest.append(_entry(path, Shard(batch)))
     _sync(folder)
     manifest |= {"digest": name, "shards": entries, "rest": rest}
-    _write_card(folder / CARD, manifest)
+    if not (folder / CARD).exists():
+        write_text(folder / CARD, CARD_TEXT.format(name=manifest["target"]["name"]))
     write_manifest(folder, manifest)
 
 
@@ -714,34 +697,6 @@ def _entry(path: Path, shard: Shard) -> Entry:
         "learned_tokens": int(shard.sizes_S.sum()),
         "largest_token": int(shard.tokens_N.max(initial=0)),
     }
-
-
-def _write_card(path: Path, manifest: Manifest) -> None:
-    """Write what `datasets` and the Hub need to read the shards, and what they hold. Of a card that
-    exists only our own part is replaced; a README without it is not ours and stays as it is.
-    """
-    counts = manifest["counts"]
-    name = manifest["target"]["name"]
-    text = (
-        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
-        f"{counts['learned_tokens']:,} of them written by the model, to train draft heads on. "
-        "`learn` holds the half-open spans of `tokens` that the model wrote; manifest.json says "
-        "how they were made."
-    )
-    ours = f"{BEGIN}\n{text}\n{END}"
-    pattern = f"answers-{manifest['digest']}-*.arrow"
-    if path.exists():
-        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        before, begin, rest = old.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            logger.warning("%s is not a data card of ours: left as it is", path)
-            return
-        before = re.sub(r"answers-[0-9a-f]{16}-\*\.arrow", pattern, before)
-        write_text(path, before + ours + after)
-        return
-    facts = f"configs:\n- config_name: default\n  data_files: {pattern}\ntags:\n- draftheads\n"
-    write_text(path, f"---\n{facts}---\n\n# Answers of {name}\n\n{ours}\n")
 
 
 class Journal:
@@ -781,7 +736,7 @@ class Journal:
         self.others = 0
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write lines; the file stays small."""
+        """Write lines."""
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()
@@ -790,8 +745,6 @@ class Journal:
                 self._synced = time.monotonic()
         except OSError as error:
             raise write_error(self._path, error) from error
-        if self._file.tell() > JOURNAL_BYTES:
-            compact(self._path)
 
     def __enter__(self) -> Journal:
         return self

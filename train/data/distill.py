@@ -19,7 +19,6 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,9 +67,6 @@ MANY_CUT = 0.2
 """Share of documents cut by length above which the report gives advice."""
 PROBE = "It's 1,234.5  \n\tna\u00efve \u6771\u4eac \u041f\u0440\u0438 \U0001f642 def f(x):\n  x**2"
 """A text that tokenizers divide in many ways."""
-QUESTION = {"role": "user", "content": "Hello"}
-PROBED = 64
-"""Conversations that a chat template is tried on, if it refuses a plain question."""
 MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
 MAX_EMPTY = 8
@@ -273,7 +269,6 @@ def distill(
         answerer = LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
     renderer = PromptRenderer(answerer.side, options.template_args)
     check_tools(renderer, (prompt.messages for prompt in prompts))
-    _check_template(renderer, prompts, answerer.side.name)
     names, sha256 = _identify(prompts)
     origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
     manifest = _begin(origin, names, sha256, options)
@@ -352,28 +347,6 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names, together.hexdigest()
-
-
-def _check_template(renderer: PromptRenderer, prompts: Sequence[Prompt], name: str) -> None:
-    """Raises ValueError for a chat template that renders neither a plain question nor any of the
-    first conversations: it is broken, and the prompts are not.
-    """
-    talks = islice((prompt for prompt in prompts if prompt.messages), PROBED)
-    turns = [turns_of(prompt)[0] for prompt in talks]
-    if not turns:
-        return
-    refusal: Exception | None = None
-    for turn in [[QUESTION], *turns]:
-        try:
-            renderer.text(turn)
-            return
-        except Exception as error:  # templates are programs: they raise what they like
-            refusal = refusal or error
-    raise ValueError(
-        f"{name}: expected a chat template that renders conversations, got one that fails for a "
-        f"plain question ({type(refusal).__name__}: {refusal}); mend it in the target's folder, or "
-        "set what it needs with --template-args"
-    ) from refusal
 
 
 def _text_identity(renderer: PromptRenderer) -> dict[str, str]:
