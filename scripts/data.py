@@ -25,10 +25,8 @@ from draftheads.scripts.options import (
     Sampling,
     Seed,
     ServerAccess,
-    Split,
     TargetName,
     TemplateArgs,
-    Tools,
     check_places,
     chosen_tree,
     names,
@@ -37,7 +35,6 @@ from draftheads.scripts.options import (
     say_next,
     target_options,
 )
-from draftheads.train.data.prompts import Hub
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
@@ -80,7 +77,6 @@ class Questions(PromptSet):
     """Reading of prompts."""
 
     prompt_words: PromptWords = None
-    skip_empty: Annotated[bool, Option("--skip-empty", help="skip empty prompts")] = False
 
 
 BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
@@ -151,7 +147,7 @@ def distill(
         **vars(sampling),
         **vars(answers),
     )
-    texts = read_prompts(prompts, **questions.arguments())
+    texts = read_prompts(prompts, **vars(questions))
     answerer: distillation.Answerer
     if servers.server:
         asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
@@ -215,7 +211,7 @@ def import_answers(
 
     side = TextSide.load(target)
     arguments = parsed_template_args(template_args)
-    talks = read_conversations(conversations, reasoning=reasoning, **subset.arguments())
+    talks = read_conversations(conversations, reasoning=reasoning, **vars(subset))
     counts = run(side, talks, out, template_args=arguments, source=conversations)
     say(
         f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
@@ -228,18 +224,12 @@ def import_answers(
 
 
 def data_preview(
-    path: Annotated[
-        str,
-        Argument(callback=PROMPT_CHECK, help="a distillation folder, or prompts (with --target)"),
-    ],
+    path: Annotated[Path, Argument(callback=PROMPT_CHECK, help="a distillation folder")],
     target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
     check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
-    split: Split = None,
-    tools: Tools = "drop",
-    template_args: TemplateArgs = "{}",
 ) -> None:
-    """Print documents with the target's tokens marked, and a summary; or rendered prompts.
+    """Print documents with the target's tokens marked, and a summary.
 
     Marks are colours on a terminal, else [[ and ]].
     Loads a tokenizer, no weights; --check loads neither.
@@ -254,21 +244,21 @@ def data_preview(
         )
         return
     from draftheads.heads.terminal import SafeConsole
-    from draftheads.infer.prompt import PromptRenderer
-    from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
-    from draftheads.train.data.answers import MANIFEST
-    from draftheads.train.data.conversation import check_tools
-    from draftheads.train.data.prompts import read_prompts
+    from draftheads.scripts.printing import Pen, show_answers
+    from draftheads.train.data.answers import read_manifest
+    from draftheads.train.data.text_side import TextSide
 
-    side = text_side(target, path)
+    manifest = read_manifest(path)
+    origin = manifest["target"]
+    if not origin:
+        raise ValueError(
+            f"{path}: expected a folder that `draftheads distill` wrote, got a "
+            f"{manifest['prompts']['source']}"
+        )
+    if target:
+        origin = {"name": target}
+    side = TextSide.load(origin["name"], origin.get("revision"))
     out = SafeConsole(highlight=False, soft_wrap=True)
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
-    if (Path(path) / MANIFEST).is_file():
-        show_answers(Path(path), side, pen, count, out)
-        say_init(side.name, Path(path))
-        return
-    renderer = PromptRenderer(side, parsed_template_args(template_args))
-    prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=tools)
-    check_tools(renderer, (prompt.messages for prompt in prompts))
-    show_prompts(prompts, renderer, pen, out)
-    say_next("distill", "--target", side.name, "--prompts", path, "--out", "data")
+    show_answers(path, side, pen, count, out)
+    say_init(side.name, path)

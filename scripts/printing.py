@@ -20,13 +20,10 @@ from draftheads.heads.tree import DynamicTree
 from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.tune import Tuned
-from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.text import TextStream
 from draftheads.train.advice.plan import Plan, RowBytes
-from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
-from draftheads.train.data.conversation import Conversation
-from draftheads.train.data.prompts import Prompt, check_source
+from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.text_side import TextSide
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
@@ -97,33 +94,6 @@ def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Consol
 def coverage(learned: Counter[int], size: int) -> float:
     """Share of the learned tokens covered by the `size` most frequent token ids."""
     return sum(number for _, number in learned.most_common(size)) / max(1, learned.total())
-
-
-def show_prompts(
-    prompts: Sequence[Prompt], renderer: PromptRenderer, pen: Pen, out: Console
-) -> None:
-    """Print each prompt's first rendered turn, or why it is skipped."""
-    for prompt in prompts:
-        conversation = Conversation(prompt, renderer, context=1 << 30)
-        conversation.ask()
-        reasons = [f"{kind}: {why}" for kind, why in conversation.outcome.items()]
-        title = "".join(reasons) or f"{len(conversation.tokens)} tokens in the first turn"
-        out.print(Text(f"prompt {prompt.index}: {title}", style="bold"))
-        out.print(pen.document(conversation.tokens, []), end="\n\n")
-
-
-def text_side(target: str | None, folder: str) -> TextSide:
-    """The text side of `target`, default: of the target in the folder's manifest."""
-    if target:
-        return TextSide.load(target)
-    if not (Path(folder) / MANIFEST).is_file():
-        check_source(folder)
-        raise ValueError(
-            f"{folder}: expected --target to render prompts with, got none; pass the target's "
-            "folder or Hub id, or give a folder that `draftheads distill` wrote"
-        )
-    origin = read_manifest(folder)["target"]
-    return TextSide.load(origin["name"], origin.get("revision"))
 
 
 TOO_MUCH_MEMORY = """memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, \

@@ -69,17 +69,7 @@ KeepOrDrop = Literal["keep", "drop"]
 
 
 class EmptyPromptError(ValueError):
-    """A record without a question."""
-
-
-@dataclass(frozen=True)
-class Hub:
-    """How a Hub data set is read. streaming: download only the records that are used; default: if
-    a limit is given.
-    """
-
-    split: str | None = None  # default: that of one of SETS, else "train"
-    streaming: bool | None = None
+    """A record without a question, which is left out."""
 
 
 @dataclass(frozen=True)
@@ -104,30 +94,31 @@ class _Parts:
     tools: bool
     answers: bool = False
     reasoning: bool = True
-    left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
+    left_out: Counter[str] = field(default_factory=Counter)  # what is not text, or empty, by type
 
 
 def read_prompts(
     source: str | Path,
     *,
-    hub: Hub | None = None,
+    split: str | None = None,
     limit: int | None = None,
     prompt_words: int | None = None,
-    skip_empty: bool = False,
     tools: KeepOrDrop = "drop",
 ) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
-    limit: read at most this many. prompt_words: one prompt per line of plain text, cut to its first
-    words. skip_empty: skip records without a question. tools: "keep" tool calls and results as
-    context. Raises ValueError, naming the record, and if there are none.
+    Records without a question are left out and counted. split: of a Hub data set; default: that of
+    one of SETS, else "train". limit: read at most this many; of a Hub data set no more is
+    downloaded then. prompt_words: one prompt per line of plain text, cut to its first words. tools:
+    "keep" tool calls and results as context. Raises ValueError, naming the record, and if there are
+    none.
     """
     for name, value in (("limit", limit), ("prompt_words", prompt_words)):
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected a positive number, got {value}")
-    records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
+    records = _records(source, split, limit, by_line=prompt_words is not None)
     prompts = []
-    for where, prompt in _parsed(records, _Parts(tools == "keep"), limit, skip_empty):
+    for where, prompt in _parsed(records, _Parts(tools == "keep"), limit):
         prompts.append(prompt if prompt_words is None else _shortened(where, prompt, prompt_words))
     if not prompts:
         raise ValueError(
@@ -150,20 +141,20 @@ def _shortened(where: str, prompt: Prompt, words: int) -> Prompt:
 def read_conversations(
     source: str | Path,
     *,
-    hub: Hub | None = None,
+    split: str | None = None,
     limit: int | None = None,
     tools: KeepOrDrop = "keep",
     reasoning: KeepOrDrop = "keep",
 ) -> list[Messages]:
     """Read conversations up to their last answer; those without an answer are left out.
 
-    hub, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
+    split, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
     answers. Raises ValueError, naming the record.
     """
     parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
-    records = _records(source, hub or Hub(), limit, by_line=False)
+    records = _records(source, split, limit, by_line=False)
     conversations = []
-    for where, prompt in _parsed(records, parts, limit, skip_empty=True):
+    for where, prompt in _parsed(records, parts, limit):
         if prompt.messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(prompt.messages)
@@ -198,7 +189,7 @@ def check_source(source: str | Path) -> Path:
     )
 
 
-def _records(source: str | Path, hub: Hub, limit: int | None, by_line: bool) -> Records:
+def _records(source: str | Path, split: str | None, limit: int | None, by_line: bool) -> Records:
     """Yield (place, record). by_line: each line of plain text is a record, not each paragraph."""
     path = check_source(source)
     if path.is_file():
@@ -213,7 +204,7 @@ def _records(source: str | Path, hub: Hub, limit: int | None, by_line: bool) -> 
         for file in files:
             yield from _file_records(file, by_line)
     else:
-        yield from _hub_records(str(source), hub, limit)
+        yield from _hub_records(str(source), split, limit)
 
 
 def _has_prompts(path: Path, folder: Path) -> bool:
@@ -222,19 +213,18 @@ def _has_prompts(path: Path, folder: Path) -> bool:
     return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
-def _hub_records(source: str, hub: Hub, limit: int | None) -> Records:
+def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
     with extras():
         import datasets  # slow, and optional
 
     name, _, config = source.partition(":")
     choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
-    split = hub.split or choice["split"]
-    streaming = limit is not None if hub.streaming is None else hub.streaming
+    split = split or choice["split"]
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ConnectionError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
         with extras():  # a file at a URL needs aiohttp
-            rows = datasets.load_dataset(**choice | {"split": split}, streaming=streaming)
+            rows = datasets.load_dataset(**choice | {"split": split}, streaming=limit is not None)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -322,9 +312,7 @@ TEXTS = (".txt", ".md")
 SUFFIXES = (*READERS, *TEXTS)
 
 
-def _parsed(
-    records: Records, parts: _Parts, limit: int | None, skip_empty: bool
-) -> Iterator[tuple[str, Prompt]]:
+def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tuple[str, Prompt]]:
     """Yield (place, prompt), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
@@ -334,8 +322,7 @@ def _parsed(
             category = category if isinstance(category, str) else None
             json.dumps([messages, text, category], ensure_ascii=False).encode()
         except EmptyPromptError:
-            if not skip_empty:
-                raise
+            parts.left_out["empty records"] += 1
             continue
         except (TypeError, UnicodeError) as error:  # such as "\ud83d", half a character
             raise ValueError(
@@ -406,9 +393,7 @@ def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
     while messages and messages[-1]["role"] not in last:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
-        raise EmptyPromptError(
-            f"{where}: expected a user turn, found none; remove the record, or pass --skip-empty"
-        )
+        raise EmptyPromptError
     return tuple(messages)
 
 
@@ -496,10 +481,7 @@ def _call(call: Message) -> Message:
 def _question(where: str, value: Any, parts: _Parts) -> str:
     text = _text(where, value, parts)
     if not text.strip():
-        raise EmptyPromptError(
-            f"{where}: expected a question, got an empty string; remove the record, or pass "
-            "--skip-empty"
-        )
+        raise EmptyPromptError
     return text
 
 
