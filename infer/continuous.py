@@ -59,24 +59,16 @@ def seeded(temperature: float, top_p: float, top_k: int, limit: int) -> Acceptan
 class ContinuousBatch:
     """Decodes requests, up to `rows` at a time.
 
-    most_slots: limit of rows x (longest prompt + its new tokens + tree), as far as more than one
-    row is decoded; None: no limit. Rows that need more memory than there is are decoded again, in
-    a batch half as large.
+    Rows that need more memory than there is are decoded again, in a batch half as large.
 
     Raises ValueError for drafters other than heads, whose texts cannot be replaced.
     """
 
-    def __init__(
-        self,
-        engine: Speculator,
-        accept: Acceptance,
-        rows: int,
-        most_slots: int | None = None,
-    ) -> None:
+    def __init__(self, engine: Speculator, accept: Acceptance, rows: int) -> None:
         if not engine.rows_may_leave:
             raise ValueError("expected draft heads or none, got other drafts; pass a head")
         self.engine, self.accept = engine, accept
-        self.rows, self.most_slots = rows, most_slots
+        self.rows = rows
         self.steps = self.row_steps = 0  # forward passes after the prompts; rows that took part
         self._limit = self._ceiling = rows
         self._waiting: deque[Request] = deque()  # taken, but not decoded
@@ -157,15 +149,9 @@ class ContinuousBatch:
         free = self._limit - len(self._active)
         if self._active and free < self._few():
             return new
-        longest = max(map(self._slots, self._active.values()), default=0)
         while len(new) < free:
             request = self._waiting.popleft() if self._waiting else take()
             if request is None:
-                break
-            longest = max(longest, self._slots(request))
-            rows = len(self._active) + len(new) + 1
-            if rows > 1 and self.most_slots and rows * longest > self.most_slots:
-                self._waiting.appendleft(request)
                 break
             new.append(request)
         return new
@@ -174,13 +160,9 @@ class ContinuousBatch:
         """Places that are not worth a forward pass over new prompts."""
         return max(1, min(self._limit, len(self._active)) // REFILL)
 
-    def _slots(self, request: Request) -> int:
-        return len(request.prompt) + request.max_new_tokens + self.engine.tree.nodes
-
     def _prefilled(self, new: Sequence[Request]) -> Decoding:
         rows = [Row(self.engine.target, r.prompt, r.max_new_tokens, seed=r.seed) for r in new]
-        longest = max(request.max_new_tokens for request in new)
-        reserved = longest if self.most_slots else min(RESERVED, longest)
+        reserved = min(RESERVED, max(request.max_new_tokens for request in new))
         if self._active:
             reserved = 0  # what is read now is copied into the caches of the others
         *_, decoding = self.engine.prefill(rows, self.accept, reserved)

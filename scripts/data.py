@@ -28,7 +28,6 @@ from draftheads.scripts.options import (
     TargetName,
     TemplateArgs,
     check_places,
-    chosen_tree,
     names,
     parsed_template_args,
     prepared,
@@ -79,29 +78,15 @@ class Questions(PromptSet):
     prompt_words: PromptWords = None
 
 
-BATCH_TOKENS = "limit of prompts answered together x longest prompt and answer"
-
-
 @dataclass(frozen=True)
 class Answers:
     """Answers."""
 
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32
-    max_batch_tokens: Annotated[int | None, Option(min=1, help=BATCH_TOKENS)] = None
     max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None
     reasoning: Reasoning = "keep"
     seed: Seed = 0
-
-
-@dataclass(frozen=True)
-class AnswerDrafts:
-    """Drafts."""
-
-    head: Annotated[
-        str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
-    ] = None
-    tree: Annotated[str | None, Option(help="default: the head's own")] = None
 
 
 SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one model"
@@ -124,10 +109,12 @@ def distill(
     ],
     questions: Questions,
     answers: Answers,
-    drafts: AnswerDrafts,
     servers: AnswerServers,
     placement: Placement,
     sampling: Sampling = Sampling(temperature=0.3),
+    head: Annotated[
+        str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
+    ] = None,
     revision: Revision = None,
     template_args: TemplateArgs = "{}",
 ) -> None:
@@ -138,8 +125,7 @@ def distill(
     from draftheads.train.data.prompts import read_prompts
     from draftheads.train.data.server import ServedTarget
 
-    local = names(AnswerDrafts) | {"max_batch_tokens", "lora"}
-    check_places(context, names(AnswerServers), local, "the server decodes")
+    check_places(context, names(AnswerServers), {"head", "lora"}, "the server decodes")
     options = distillation.DistillOptions(
         out=out,
         source=prompts,
@@ -153,7 +139,7 @@ def distill(
         asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
         answerer = ServedTarget(target, asked, revision)
     else:
-        answerer = local_answerer(target, revision, placement, drafts, options)
+        answerer = local_answerer(target, revision, placement, head, options)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise Exit(1)
@@ -165,7 +151,7 @@ def local_answerer(
     target: str,
     revision: str | None,
     placement: Placement,
-    drafts: AnswerDrafts,
+    head: str | None,
     options: DistillOptions,
 ) -> Answerer:
     """A target in this process that answers, with or without heads."""
@@ -179,9 +165,8 @@ def local_answerer(
     if not threads and (options.out / MANIFEST).is_file():  # another number may round differently
         threads = read_manifest(options.out).get("threads")
     choose_threads(threads, loaded, options.batch_size)
-    head = load_head(drafts.head, target=loaded) if drafts.head else None
-    engine = Speculator(loaded, head, tree=chosen_tree(head, drafts.tree, None))
-    return LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+    drafts = load_head(head, target=loaded) if head else None
+    return LocalAnswerer(Speculator(loaded, drafts), options.batch_size)
 
 
 def say_init(target: str, out: Path, lora: str | None = None) -> None:

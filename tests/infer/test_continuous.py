@@ -129,24 +129,6 @@ def test_most_places_decode_a_token():
     assert batch.useful >= 0.9
 
 
-@pytest.mark.parametrize("most", [40, 100, 200])
-def test_slots_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, asked = tiny_target(), requests()
-    held: list[int] = []
-    verify = Target.verify
-
-    def noted(self: Target, tree: Any, cache: Any, layers: Any) -> Any:
-        held.append(len(cache.table.lengths) * (cache.table.longest + 1))
-        return verify(self, tree, cache, layers)
-
-    monkeypatch.setattr(Target, "verify", noted)
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
-    alone_needs = max(held)
-    held.clear()
-    assert run(ContinuousBatch(Speculator(target), rule(), 12, most), asked) == plain
-    assert max(held) <= max(most, alone_needs)
-
-
 @pytest.fixture(params=["prompts", "steps"])
 def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """A device on which no more than three rows find room, at first or later."""

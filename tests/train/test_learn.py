@@ -33,7 +33,6 @@ from draftheads.train.learn.learner import (
     UseLearner,
     answer_of,
     is_apart,
-    learned_of,
 )
 from draftheads.train.learn.place import HeadStore, delete, place_of, rollback
 from draftheads.train.learn.texts import Texts
@@ -249,7 +248,8 @@ def test_rounds_get_done_however_much_is_new(made, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "NEWS", (64, 200))
     learner, place = learner_in(made, "medusa", tmp_path / "place")
     use(learner, 24)
-    assert 200 < sum(map(learned_of, learner._lesson())) <= 2 * PASSES * 240
+    spans = [span for answer in learner._lesson() for span in answer.learn]
+    assert 200 < sum(stop - start for start, stop in spans) <= 2 * PASSES * 240
     assert learner._lesson() == [], "what was too much is not new later"
     place.close()
 

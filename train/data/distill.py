@@ -55,7 +55,6 @@ from draftheads.train.data.answers import (
 )
 from draftheads.train.data.conversation import Conversation, check_tools, turns_of
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
 from draftheads.train.features.foreign import open_foreign
 from draftheads.train.launch import check_environment
@@ -71,7 +70,7 @@ MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
 MAX_EMPTY = 8
 """Consecutive prompts with empty answers alone, after which the server is the cause."""
-UNRECORDED = {"out", "batch_size", "max_batch_tokens", "seed", "source"}
+UNRECORDED = {"out", "batch_size", "seed", "source"}
 """Options that the manifest records elsewhere, or not at all."""
 
 logger = logging.getLogger("draftheads")
@@ -107,7 +106,6 @@ class DistillOptions(AnswerSampling):
 
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
-    max_batch_tokens: int | None = Field(None, ge=1)  # in the cache, answers at full length
     max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
     reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
@@ -190,14 +188,13 @@ class Answerer(ABC):
 class LocalAnswerer(Answerer):
     """The target in this process, with or without draft heads, which change no answer.
 
-    rows: prompts answered together. most_tokens: as `ContinuousBatch`'s `most_slots`.
+    rows: prompts answered together.
     """
 
-    def __init__(self, engine: Speculator, rows: int = 32, most_tokens: int | None = None) -> None:
+    def __init__(self, engine: Speculator, rows: int = 32) -> None:
         super().__init__(engine.target, engine.target.context)
         self._engine = engine
         self._rows = rows
-        self._most_tokens = most_tokens
 
     def origin(self) -> Entry:
         """The target's name, revision, LoRA, fingerprint and dtype."""
@@ -214,7 +211,7 @@ class LocalAnswerer(Answerer):
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
         accept = seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
-        batch = ContinuousBatch(self._engine, accept, self._rows, self._most_tokens)
+        batch = ContinuousBatch(self._engine, accept, self._rows)
         asking: dict[Request, Conversation] = {}
         asked = deque[Conversation]()  # with their next question
         ended: list[Conversation] = []  # without an answer
@@ -265,8 +262,7 @@ def distill(
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
     answerer = target
     if not isinstance(answerer, Answerer):
-        engine = Speculator(answerer)
-        answerer = LocalAnswerer(engine, options.batch_size, options.max_batch_tokens)
+        answerer = LocalAnswerer(Speculator(answerer), options.batch_size)
     renderer = PromptRenderer(answerer.side, options.template_args)
     check_tools(renderer, (prompt.messages for prompt in prompts))
     names, sha256 = _identify(prompts)
@@ -458,14 +454,11 @@ def _store(
     Raises the answerer's error after `patience` consecutive prompts without an answer. Their lines
     are not written, as these prompts are not the cause.
     """
-    started = time.monotonic()
-    learned = 0
     lost = 0
     held = list[Record]()
     for conversations, error in answers:
         new = [row for row in conversations if row.prompt.index in missing]
-        records = [row.record() for row in new]
-        held += records
+        held += [row.record() for row in new]
         if error is not None and not any(row.has_text for row in conversations):
             lost += len(conversations)
             if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
@@ -475,9 +468,5 @@ def _store(
             lost = 0
             held = []
         missing.difference_update(row.prompt.index for row in new)
-        documents = [document for record in records for document in documents_of(record)]
-        learned += sum(end - start for each in documents for start, end in each["learn"])
-        speed = learned / (time.monotonic() - started)
-        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
         bar.update(len(new))
     journal.append(held)

@@ -353,7 +353,9 @@ def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str
     if layout == "text":
         return None, _question(where, turns, parts)
     if layout == "instruction":
-        turns = [_instruction(where, record, parts)]
+        extra = _text(f"{where}, input", record.get("input") or "", parts)
+        task = _question(where, turns, parts)
+        turns = [f"{task}\n\n{extra}" if extra.strip() else task]
     elif layout in ("prompt", "question") and isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list):
@@ -363,12 +365,6 @@ def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str
     if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
-
-
-def _instruction(where: str, record: Message, parts: _Parts) -> str:
-    task = _question(where, record["instruction"], parts)
-    extra = _text(f"{where}, input", record.get("input") or "", parts)
-    return f"{task}\n\n{extra}" if extra.strip() else task
 
 
 def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:

@@ -170,9 +170,15 @@ class ServedTarget(Answerer):
 
             try:
                 while ended := runner.run(work.next_ended(converse)):
-                    for asked in ended:
-                        if work.is_done(asked):
-                            yield [asked.row], asked.error or self._emptiness(asked)
+                    for asked in filter(work.is_done, ended):
+                        error: OSError | None = asked.error
+                        if asked.row.answers and not asked.row.has_text:
+                            error = error or EmptyAnswer(
+                                f"{asked.server.url}: expected answers with text, got empty ones "
+                                "alone; ask the server for a completion by hand, then run the same "
+                                "command again"
+                            )
+                        yield [asked.row], error
             finally:
                 for task in work.pending:
                     task.cancel()
@@ -195,14 +201,6 @@ class ServedTarget(Answerer):
             asked.reason = str(error)
             advice = "check the server, then run the same command again to resume"
             asked.error = type(error)(f"{server.url}: {error}; {advice}")
-
-    def _emptiness(self, asked: _Asked) -> EmptyAnswer | None:
-        if asked.row.has_text or not asked.row.answers:
-            return None
-        return EmptyAnswer(
-            f"{asked.server.url}: expected answers with text, got empty ones alone; ask the server "
-            "for a completion by hand, then run the same command again"
-        )
 
     def request(self, prompt: Sequence[int], sampling: AnswerSampling, seed: str) -> dict[str, Any]:
         """The body that asks for one completion of token ids, with this seed."""

@@ -206,7 +206,8 @@ class UseLearner:
     def _train(self, lesson: Sequence[Answer]) -> Iterator[float]:
         """Optimizer steps over the lesson."""
         optim = self.source.optim
-        steps = max(1, sum(map(learned_of, lesson)) // STEP)
+        learned = sum(stop - start for answer in lesson for start, stop in answer.learn)
+        steps = max(1, learned // STEP)
         step = waiting = 0
         for number, answer in enumerate(lesson, start=1):
             for part in self._parts([answer], self._training):
@@ -352,11 +353,6 @@ def is_apart(talk: Dialogue) -> bool:
 def answer_of(talk: Dialogue) -> Answer:
     """A document that learns its answers."""
     return Answer(talk.tokens.tolist(), talk.answers)
-
-
-def learned_of(answer: Answer) -> int:
-    """Tokens to learn of a document."""
-    return sum(stop - start for start, stop in answer.learn)
 
 
 def replay(
