@@ -19,7 +19,6 @@ from draftheads.scripts.options import (
     Placement,
     Prompts,
     PromptSet,
-    PromptWords,
     Reasoning,
     Revision,
     Sampling,
@@ -72,19 +71,11 @@ def prompts() -> None:
 
 
 @dataclass(frozen=True)
-class Questions(PromptSet):
-    """Reading of prompts."""
-
-    prompt_words: PromptWords = None
-
-
-@dataclass(frozen=True)
 class Answers:
     """Answers."""
 
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32
-    max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None
     reasoning: Reasoning = "keep"
     seed: Seed = 0
 
@@ -107,7 +98,7 @@ def distill(
     out: Annotated[
         Path, Option(callback=OUT_CHECK, help="folder to write; an unfinished one is resumed")
     ],
-    questions: Questions,
+    questions: PromptSet,
     answers: Answers,
     servers: AnswerServers,
     placement: Placement,

@@ -27,7 +27,6 @@ from draftheads.scripts.options import (
     MaybeTemplateArgs,
     Placement,
     Prompts,
-    PromptWords,
     Revision,
     Sampling,
     Seed,
@@ -61,7 +60,6 @@ class BenchPrompts:
 
     prompts: Prompts
     limit: Annotated[int, Option(min=1, help="prompts, taken evenly from all categories")] = 16
-    prompt_words: PromptWords = None
     template_args: MaybeTemplateArgs = None
 
 
@@ -190,7 +188,7 @@ def bench(
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
     loaded = load_drafts(drafts, model, options.sampling)
     entries = entries_of(model, loaded, contestants.tree or (), options)
-    ids, categories = openings(model, texts.prompts, texts.prompt_words, texts.limit)
+    ids, categories = openings(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
     report = benches.bench(model, entries, ids, options, categories=categories)
     outputs.write(report, drafts)
@@ -227,7 +225,7 @@ def bench_server(
     if sampling.temperature:
         model.servers[0].warn_of_speculation()
     side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
-    ids, _ = openings(side, texts.prompts, texts.prompt_words, texts.limit)
+    ids, _ = openings(side, texts.prompts, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
     race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
     rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))
@@ -335,7 +333,6 @@ class TunePrompts:
         str | None, Option(callback=PROMPT_CHECK, help="as for bench; needed with --head")
     ] = None
     limit: Annotated[int, Option(min=2, help="use only the first N prompts")] = 24
-    prompt_words: PromptWords = None
     template_args: MaybeTemplateArgs = None
 
 
@@ -396,7 +393,7 @@ def tune(
     name, commit = (target, revision) if target else drafts.target
     place = place if target else place.recorded(folders[0])
     model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
-    ids = opening_ids(model, texts.prompts, texts.prompt_words, texts.limit)
+    ids = opening_ids(model, texts.prompts, texts.limit)
     trained = [folder.facts.trained_tree for folder in folders]
     tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
     print_tuned(tuned)

@@ -184,7 +184,6 @@ ngram, model:PATH, early-exit:K; or several of these joined by +"""
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""
 Prompts = Annotated[str, Option(callback=PROMPT_CHECK, help=PROMPTS)]
-PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
 Reasoning = Annotated[KeepOrDrop, Option(help="<think> ... </think> of the answers")]
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 MaybeTemplateArgs = Annotated[

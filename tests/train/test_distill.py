@@ -153,9 +153,7 @@ def test_learned_spans_are_exactly_what_the_target_wrote(target: Target, tmp_pat
         assert record["learn"][-1][1] == len(record["tokens"])  # no padding
 
 
-def test_max_turns_and_template_args(target: Target, tmp_path: Path) -> None:
-    distill(target, prompts(1, turns=3), options(tmp_path / "o", max_turns=2))
-    assert records(tmp_path / "o")[0]["turns"] == 2
+def test_template_args(tmp_path: Path) -> None:
     asking = llama(template="{{ mood }}:" + TEMPLATE)
     distill(asking, prompts(1), options(tmp_path / "p", template_args={"mood": "calm"}))
     [answer] = read_answers(tmp_path / "p")

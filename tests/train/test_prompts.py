@@ -61,12 +61,9 @@ def test_real_files_are_read_completely(file: str, count: int, turns: int) -> No
 
 
 @needs_data
-def test_stories_give_paragraphs_or_openings() -> None:
+def test_stories_give_paragraphs_or_lines() -> None:
     paragraphs = read_prompts(DATA / "tinystories/train.txt")
     assert len(paragraphs) > 4000
-    openings = read_prompts(DATA / "tinystories/train.txt", prompt_words=6)
-    assert len(openings) > len(paragraphs)  # a line each: stories follow one another without a gap
-    assert openings[0] == Prompt(0, text="One day, a little girl named")
     assert (
         len(read_prompts(DATA / "tinystories/valid.txt")) == 19
     )  # no blank line: a story per line
@@ -119,11 +116,6 @@ def test_files_of_every_kind_in_a_folder(tmp_path: Path) -> None:
     texts = [prompt.text or (prompt.messages or ())[0]["content"] for prompt in prompts]
     assert texts == [*"abcdefghi", "first line\nsecond line", *"jklm"]
     assert read_prompts(tmp_path, limit=3) == prompts[:3]
-
-
-def test_prompt_words_cut_text_and_keep_its_spacing(tmp_path: Path) -> None:
-    path = lines(tmp_path / "p.jsonl", {"text": "def  f(x):\n  return x"}, {"text": "short"})
-    assert [p.text for p in read_prompts(path, prompt_words=3)] == ["def  f(x):\n  return", "short"]
 
 
 def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -482,11 +474,7 @@ def test_a_hub_data_set_that_breaks_midway(monkeypatch: Any, tmp_path: Path) -> 
         read_prompts("owner/name")
 
 
-def test_prompt_words_refuse_conversations_and_zero(tmp_path: Path) -> None:
-    path = lines(tmp_path / "p.jsonl", {"prompt": "hi"})
-    with pytest.raises(
-        ValueError, match=r"line 1: expected plain text for --prompt-words to cut, got"
-    ):
-        read_prompts(path, prompt_words=3)
-    with pytest.raises(ValueError, match="prompt_words: expected a positive number, got 0"):
-        read_prompts(path, prompt_words=0)
+def test_a_limit_of_none_is_refused(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"text": "a"})
+    with pytest.raises(ValueError, match="limit: expected a positive number, got 0"):
+        read_prompts(path, limit=0)

@@ -475,15 +475,6 @@ def is_open(path: Path) -> bool:
     return lock is None
 
 
-def _sync(folder: Path) -> None:
-    """Flush the names of a folder's files to disk, which Windows does by itself."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
 class _Contents:
     """All rows of a folder: in columns, some of them mapped from files.
 
@@ -669,7 +660,6 @@ def _store(folder: Path, manifest: Manifest, contents: _Contents) -> None:
         path = folder / f"rest-{ids.hexdigest()[:16]}.arrow"
         write_batch(path, batch)
         rest.append(_entry(path, Shard(batch)))
-    _sync(folder)
     manifest |= {"digest": name, "shards": entries, "rest": rest}
     if not (folder / CARD).exists():
         write_text(folder / CARD, CARD_TEXT.format(name=manifest["target"]["name"]))

@@ -53,7 +53,7 @@ from draftheads.train.data.answers import (
     set_aside,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, check_tools, turns_of
+from draftheads.train.data.conversation import Conversation, check_tools
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.text_side import TextSide
 from draftheads.train.features.foreign import open_foreign
@@ -106,7 +106,6 @@ class DistillOptions(AnswerSampling):
 
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
-    max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
     reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
     source: str = ""  # where the prompts came from; for the manifest
@@ -257,8 +256,6 @@ def distill(
     a KeyboardInterrupt everything answered so far is kept.
     """
     started = time.monotonic()
-    if prompts and not isinstance(prompts[0], Prompt):
-        raise TypeError(f"expected prompts, as of read_prompts, got {prompts[0]!r:.80}")
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
     answerer = target
     if not isinstance(answerer, Answerer):
@@ -311,9 +308,8 @@ def _answer(
             prompts[place],
             renderer,
             answerer.context,
-            turns_of(prompts[place])[: options.max_turns],
-            options.reasoning,
-            names[place],
+            reasoning=options.reasoning,
+            name=names[place],
         )
         for place in mine
     )

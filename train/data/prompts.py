@@ -21,7 +21,6 @@ In any layout, `category` may name the kind of a prompt. Errors name the record:
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import itertools
 import json
@@ -31,10 +30,11 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
 from draftheads.recipes import FOLDER, packaged
 
@@ -102,40 +102,24 @@ def read_prompts(
     *,
     split: str | None = None,
     limit: int | None = None,
-    prompt_words: int | None = None,
     tools: KeepOrDrop = "drop",
 ) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
     Records without a question are left out and counted. split: of a Hub data set; default: that of
     one of SETS, else "train". limit: read at most this many; of a Hub data set no more is
-    downloaded then. prompt_words: one prompt per line of plain text, cut to its first words. tools:
-    "keep" tool calls and results as context. Raises ValueError, naming the record, and if there are
-    none.
+    downloaded then. tools: "keep" tool calls and results as context. Raises ValueError, naming the
+    record, and if there are none.
     """
-    for name, value in (("limit", limit), ("prompt_words", prompt_words)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
-    records = _records(source, split, limit, by_line=prompt_words is not None)
-    prompts = []
-    for where, prompt in _parsed(records, _Parts(tools == "keep"), limit):
-        prompts.append(prompt if prompt_words is None else _shortened(where, prompt, prompt_words))
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: expected a positive number, got {limit}")
+    records = _records(source, split, limit)
+    prompts = [prompt for _, prompt in _parsed(records, _Parts(tools == "keep"), limit)]
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
         )
     return prompts
-
-
-def _shortened(where: str, prompt: Prompt, words: int) -> Prompt:
-    """The first words of a plain text, with the space between them."""
-    if prompt.text is None:
-        raise ValueError(
-            f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
-            'omit the option, or give {"text": ...} records'
-        )
-    first = itertools.islice(re.finditer(r"\S+", prompt.text), words)
-    return replace(prompt, text=prompt.text[: max(word.end() for word in first)])
 
 
 def read_conversations(
@@ -152,7 +136,7 @@ def read_conversations(
     answers. Raises ValueError, naming the record.
     """
     parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
-    records = _records(source, split, limit, by_line=False)
+    records = _records(source, split, limit)
     conversations = []
     for where, prompt in _parsed(records, parts, limit):
         if prompt.messages is None:
@@ -176,24 +160,24 @@ def check_source(source: str | Path) -> Path:
     if path.parent.is_dir():
         files = [other.name for other in path.parent.iterdir() if other.is_file()]
     sets = [] if "/" in str(source) else [*SETS, *PACKAGED]  # openai/gsm8k is a data set itself
-    near = difflib.get_close_matches(path.name, [*files, *sets], n=1)
-    named = re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", str(source))
+    near = suggestion(path.name, [*files, *sets])
+    named = HUB_ID.fullmatch(re.sub(r":[\w.-]+$", "", str(source)))
     in_folder = "/" in str(source) and path.parent.is_dir()
     if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
     hint = "check the path, or give a Hub data set as owner/name"
     if near:
-        hint = f"did you mean {path.parent / near[0]}?"
+        hint = f"did you mean {path.parent / near}?"
     raise ValueError(
         f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; {hint}"
     )
 
 
-def _records(source: str | Path, split: str | None, limit: int | None, by_line: bool) -> Records:
-    """Yield (place, record). by_line: each line of plain text is a record, not each paragraph."""
+def _records(source: str | Path, split: str | None, limit: int | None) -> Records:
+    """Yield (place, record)."""
     path = check_source(source)
     if path.is_file():
-        yield from _file_records(path, by_line)
+        yield from _file_records(path)
     elif path.is_dir():
         files = [file for file in sorted(path.rglob("*")) if _has_prompts(file, path)]
         if not files:
@@ -202,7 +186,7 @@ def _records(source: str | Path, split: str | None, limit: int | None, by_line: 
                 "give the folder that has them"
             )
         for file in files:
-            yield from _file_records(file, by_line)
+            yield from _file_records(file)
     else:
         yield from _hub_records(str(source), split, limit)
 
@@ -234,12 +218,12 @@ def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
         ) from error
 
 
-def _file_records(path: Path, by_line: bool) -> Records:
+def _file_records(path: Path) -> Records:
     suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
-        yield from _texts(path, by_line) if suffix in TEXTS else READERS[suffix](path)
+        yield from READERS[suffix](path)
     # gzip, codecs and pyarrow do not name the file
     except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
@@ -250,10 +234,10 @@ def _file_records(path: Path, by_line: bool) -> Records:
         ) from e
 
 
-def _texts(path: Path, by_line: bool) -> Records:
+def _paragraphs(path: Path) -> Records:
     text = path.read_text(encoding="utf-8-sig").lstrip()
     parts = re.split(r"\n(?:[ \t]*\n)+", text)
-    if by_line or len(parts) == 1:
+    if len(parts) == 1:
         parts = text.split("\n")
     for number, part in enumerate(filter(str.strip, parts), start=1):
         yield f"{path} prompt {number}", {"text": part.strip()}
@@ -306,10 +290,11 @@ READERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".parquet": _table_rows,
+    ".txt": _paragraphs,
+    ".md": _paragraphs,
 }
 """By the end of a file's name: its records."""
-TEXTS = (".txt", ".md")
-SUFFIXES = (*READERS, *TEXTS)
+SUFFIXES = tuple(READERS)
 
 
 def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tuple[str, Prompt]]:
