@@ -36,7 +36,7 @@ from draftheads.scripts.options import (
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.train.data.distill import Answerer, DistillOptions
+    from draftheads.train.data.distill import Answerer
 
 SETS = {
     "to distil from (--prompts NAME; the Hub's need a network)": {
@@ -130,7 +130,7 @@ def distill(
         asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
         answerer = ServedTarget(target, asked, revision)
     else:
-        answerer = local_answerer(target, revision, placement, head, options)
+        answerer = local_answerer(target, revision, placement, head, answers.batch_size)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise Exit(1)
@@ -143,21 +143,17 @@ def local_answerer(
     revision: str | None,
     placement: Placement,
     head: str | None,
-    options: DistillOptions,
+    batch_size: int,
 ) -> Answerer:
     """A target in this process that answers, with or without heads."""
     from draftheads.heads.formats.hub import load_head
     from draftheads.infer.engine import Speculator
-    from draftheads.train.data.answers import MANIFEST, read_manifest
     from draftheads.train.data.distill import LocalAnswerer
 
     loaded = load_target(target, placement.place(), revision, template_args=prepared())
-    threads = placement.threads
-    if not threads and (options.out / MANIFEST).is_file():  # another number may round differently
-        threads = read_manifest(options.out).get("threads")
-    choose_threads(threads, loaded, options.batch_size)
+    choose_threads(placement.threads, loaded, batch_size)
     drafts = load_head(head, target=loaded) if head else None
-    return LocalAnswerer(Speculator(loaded, drafts), options.batch_size)
+    return LocalAnswerer(Speculator(loaded, drafts), batch_size)
 
 
 def say_init(target: str, out: Path, lora: str | None = None) -> None:

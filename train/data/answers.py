@@ -36,7 +36,6 @@ import logging
 import os
 import platform
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -47,7 +46,6 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from filelock import FileLock, Timeout
 from pydantic import (
     BaseModel,
@@ -76,8 +74,6 @@ from draftheads.train.features.foreign import open_foreign
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-SYNC_SECONDS = 1.0
-"""Least time between two waits for the disk."""
 LOCK_SECONDS = 1800.0
 """Longest wait for another process that brings answers into shards."""
 PROBE_SECONDS = 0.2
@@ -195,7 +191,6 @@ class _Manifest(_Section):
     complete: bool
     counts: Counts
     seed: int | None = None
-    threads: Annotated[int, Field(ge=1)] | None = None
     text: dict[str, str] = {}
     digest: str = ""
     shards: list[_File] = []
@@ -267,7 +262,6 @@ def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) ->
         "prompts": prompts,
         "complete": False,
         "counts": {},
-        "threads": torch.get_num_threads(),
         "versions": versions,
         **more,
     }
@@ -689,8 +683,8 @@ def _entry(path: Path, shard: Shard) -> Entry:
 class Journal:
     """The answer file of one process, open for appending; a context manager.
 
-    A line survives the process as soon as it is appended, and the machine as soon as it is synced,
-    which at most one append per second waits for. others: processes of the launch that were still
+    A line survives the process as soon as it is appended, and the machine as soon as the system has
+    written it to disk. others: processes of the launch that were still
     writing when this one left.
 
     Raises OSError for a folder that cannot be written, and ValueError if another launch writes to
@@ -719,7 +713,6 @@ class Journal:
             )
         self._file.seek(0)
         self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
-        self._synced = 0.0
         self.others = 0
 
     def append(self, records: Iterable[Record]) -> None:
@@ -727,9 +720,6 @@ class Journal:
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()
-            if time.monotonic() > self._synced + SYNC_SECONDS:
-                os.fsync(self._file.fileno())
-                self._synced = time.monotonic()
         except OSError as error:
             raise write_error(self._path, error) from error
 

@@ -179,7 +179,13 @@ def _records(source: str | Path, split: str | None, limit: int | None) -> Record
     if path.is_file():
         yield from _file_records(path)
     elif path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if _has_prompts(file, path)]
+        files = []
+        for file in sorted(path.rglob("*")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            is_about = file.stem.upper().startswith(("README", "LICENSE"))
+            is_ours = file.name.lower().endswith(SUFFIXES) and file.is_file()
+            if is_ours and not (is_about or is_hidden):
+                files.append(file)
         if not files:
             raise ValueError(
                 f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
@@ -189,12 +195,6 @@ def _records(source: str | Path, split: str | None, limit: int | None) -> Record
             yield from _file_records(file)
     else:
         yield from _hub_records(str(source), split, limit)
-
-
-def _has_prompts(path: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    about = path.stem.upper().startswith(("README", "LICENSE"))
-    return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
 
 
 def _hub_records(source: str, split: str | None, limit: int | None) -> Records:

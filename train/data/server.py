@@ -43,8 +43,6 @@ BUSY = {408, 425, 429}
 """HTTP statuses below 500 that a retry may fix."""
 REFUSED = {400, 413, 422}
 """HTTP statuses about one prompt; all others below 500 are about all prompts."""
-LONGEST_PAUSE = 60.0
-"""Seconds before a retry."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
 VARIANT = re.compile(r"(\.gguf|:latest|[-@]\d{4}-?\d{2}-?\d{2})+$")
@@ -440,8 +438,7 @@ class Server:
                 if number == tries:
                     tried = f", tried {tries} times" if tries > 1 else ""
                     raise type(fault)(f"{fault}{tried}") from None
-                pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
-                await asyncio.sleep(pause)
+                await asyncio.sleep(self._options.pause * 2 ** (number - 1))
                 number += 1
 
     async def _attempt(self, client: Any, request: dict[str, Any]) -> ServedCompletion:
