@@ -232,5 +232,5 @@ def data_preview(
     side = TextSide.load(origin["name"], origin.get("revision"))
     out = SafeConsole(highlight=False, soft_wrap=True)
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
-    show_answers(path, side, pen, count, out)
+    show_answers(path, pen, count, out)
     say_init(side.name, path)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tiny_chat import END, byte_tokenizer, llama, options, prompts
 
 from draftheads.scripts.data import data_preview, import_answers
 from draftheads.scripts.options import PromptSet
-from draftheads.scripts.printing import Pen, coverage, show_answers
+from draftheads.scripts.printing import Pen, show_answers
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.distill import distill
 from draftheads.train.data.text_side import TextSide
@@ -57,7 +56,6 @@ def test_imported_answers_are_shown_and_summed_up(
     assert f"answered by {side} (imported, not checked)" in shown
     assert "documents      2; 0 prompts skipped" in shown
     assert "answers        3, 10.0 tokens on average; 0.0% of the documents cut" in shown
-    assert "draft tokens   14 all" in shown
     assert "\x1b" not in shown
 
 
@@ -119,7 +117,7 @@ def test_colours_on_a_terminal(side: str, talks: str, tmp_path: Path) -> None:
     assert target.eos_ids == (END,)
     out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
     pen = Pen(target, is_plain=False)
-    show_answers(tmp_path / "data", target, pen, 1, out)
+    show_answers(tmp_path / "data", pen, 1, out)
     shown = out.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[32mHi there.\x1b[0m\x1b[1;7;32m<|im_end|>" in shown
     assert "[[" not in shown
@@ -138,11 +136,6 @@ def test_control_characters_do_not_reach_the_terminal(side: str) -> None:
     tokens = TextSide.load(side).tokenizer("a\x1b[2Jb")["input_ids"]
     pen = Pen(TextSide.load(side), is_plain=True)
     assert "\x1b" not in pen.document(tokens, [(1, len(tokens))]).plain
-
-
-def test_coverage_counts_the_most_frequent_tokens() -> None:
-    learned = Counter([1, 1, 1, 2, 3])
-    assert [coverage(learned, size) for size in (0, 1, 2, 9)] == [0, 0.6, 0.8, 1.0]
 
 
 @pytest.mark.parametrize(
