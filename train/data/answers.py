@@ -408,25 +408,18 @@ def ids_file(folder: str | Path, manifest: Manifest) -> Path:
     return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
 
-def answered(folder: str | Path, ids: Sequence[str]) -> Array:
-    """Indices of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
-    names: list[str] = []
+def answered(folder: str | Path, ids: Sequence[str]) -> list[int]:
+    """Places of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
+    names = set[str]()
     for path in journals(folder):
         for number, line in _lines(path):
             start = ID.match(line)  # much faster than parsing the whole line
             if start is None:
                 raise _damaged(path, number, line)
-            names.append(start[1].decode())
-    stored = [read_batch(path)["id"] for path in columns(folder)]
-    places = _places(pa.chunked_array([*stored, pa.array(names, pa.string())]), ids)
-    return np.unique(places[places >= 0])
-
-
-def _places(names: pa.ChunkedArray, ids: Sequence[str]) -> Array:
-    """Index in `ids` of each name, or -1."""
-    places = pc.index_in(names, value_set=pa.array(ids, pa.string()))
-    indices: Array = places.fill_null(-1).to_numpy()
-    return indices
+            names.add(start[1].decode())
+    for path in columns(folder):
+        names.update(read_batch(path)["id"].to_pylist())
+    return [place for place, name in enumerate(ids) if name in names]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -479,21 +472,19 @@ class _Contents:
 
     def __init__(self, batches: Iterable[pa.RecordBatch], ids: Sequence[str]) -> None:
         self._table = pa.Table.from_batches(batches, SCHEMA)
-        names = self._table["id"]
         follows = self._table["follows"].to_numpy()
         starts = np.flatnonzero(~follows)
-        sizes = np.diff(np.append(starts, len(follows)))
-        others = names.filter(pa.array(_places(names, ids) < 0)).unique().to_pylist()
-        places, records = np.unique(_places(names, [*ids, *others])[starts], return_index=True)
+        stops = np.append(starts, len(follows))[1:]
+        first: dict[str, int] = {}
+        for record, name in enumerate(self._table["id"].take(pa.array(starts)).to_pylist()):
+            first.setdefault(name, record)
 
-        def rows(chosen: Array) -> Array:
-            first = starts[chosen]
-            size = sizes[chosen]
-            numbers: Array = np.arange(size.sum()) + np.repeat(first - (size.cumsum() - size), size)
-            return numbers
+        def rows(records: Iterable[int]) -> Array:
+            spans = [np.arange(starts[record], stops[record]) for record in records]
+            return np.concatenate([np.zeros(0, np.int64), *spans])
 
-        self._asked = rows(records[places < len(ids)])
-        self.others = rows(records[places >= len(ids)])
+        self._asked = rows([first.pop(name) for name in ids if name in first])
+        self.others = rows(first.values())
         has_answer = self._table["turns"].to_numpy()[self._asked] > 0
         self.documents = self._asked[has_answer]
         self.refused = self._asked[~has_answer]
@@ -693,15 +684,9 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self._path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b")
-            self._lock = _lock(self._path)
-        except OSError as error:
-            raise OSError(
-                f"--out: expected a folder that can be written, got {folder} ({error.strerror}); "
-                "give another one"
-            ) from error
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+b")
+        self._lock = _lock(self._path)
         launched = f"-of-{world:05d}.jsonl"
         others = [path for path in journals(folder) if not path.name.endswith(launched)]
         if self._lock is None or any(map(is_open, others)):

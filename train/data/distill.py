@@ -300,7 +300,7 @@ def _answer(
     of those that its server failed on.
     """
     rank, world = _launched()
-    stored = set(answered(options.out, names).tolist())
+    stored = set(answered(options.out, names))
     mine = [place for place in range(rank, len(prompts), world) if place not in stored]
     missing = set(mine)
     rows = (
