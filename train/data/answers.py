@@ -675,11 +675,10 @@ class Journal:
     """The answer file of one process, open for appending; a context manager.
 
     A line survives the process as soon as it is appended, and the machine as soon as the system has
-    written it to disk. others: processes of the launch that were still
-    writing when this one left.
+    written it to disk. others: processes that were still writing to the folder when this one left.
 
     Raises OSError for a folder that cannot be written, and ValueError if another launch writes to
-    it.
+    the same file.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -687,11 +686,8 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("a+b")
         self._lock = _lock(self._path)
-        launched = f"-of-{world:05d}.jsonl"
-        others = [path for path in journals(folder) if not path.name.endswith(launched)]
-        if self._lock is None or any(map(is_open, others)):
+        if self._lock is None:
             self._file.close()
-            _unlock(self._lock)
             raise ValueError(
                 f"{folder}: expected to be the only launch that writes to it, found another one; "
                 "wait for it, or give another --out"
