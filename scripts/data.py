@@ -19,29 +19,24 @@ from draftheads.scripts.options import (
     Placement,
     Prompts,
     PromptSet,
-    PromptWords,
     Reasoning,
     Revision,
     Sampling,
     Seed,
     ServerAccess,
-    Split,
     TargetName,
     TemplateArgs,
-    Tools,
     check_places,
-    chosen_tree,
     names,
     parsed_template_args,
     prepared,
     say_next,
     target_options,
 )
-from draftheads.train.data.prompts import Hub
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.train.data.distill import Answerer, DistillOptions
+    from draftheads.train.data.distill import Answerer
 
 SETS = {
     "to distil from (--prompts NAME; the Hub's need a network)": {
@@ -76,32 +71,13 @@ def prompts() -> None:
 
 
 @dataclass(frozen=True)
-class Questions(PromptSet):
-    """Reading of prompts."""
-
-    prompt_words: PromptWords = None
-    skip_empty: Annotated[bool, Option("--skip-empty", help="skip empty prompts")] = False
-
-
-@dataclass(frozen=True)
 class Answers:
     """Answers."""
 
     max_new_tokens: Annotated[int, Option(min=1, help="tokens per answer")] = 512
     batch_size: Annotated[int, Option(min=1, help="prompts answered together")] = 32
-    max_turns: Annotated[int | None, Option(min=1, help="user turns per conversation")] = None
     reasoning: Reasoning = "keep"
     seed: Seed = 0
-
-
-@dataclass(frozen=True)
-class AnswerDrafts:
-    """Drafts."""
-
-    head: Annotated[
-        str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
-    ] = None
-    tree: Annotated[str | None, Option(help="default: the head's own")] = None
 
 
 SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one model"
@@ -122,12 +98,14 @@ def distill(
     out: Annotated[
         Path, Option(callback=OUT_CHECK, help="folder to write; an unfinished one is resumed")
     ],
-    questions: Questions,
+    questions: PromptSet,
     answers: Answers,
-    drafts: AnswerDrafts,
     servers: AnswerServers,
     placement: Placement,
     sampling: Sampling = Sampling(temperature=0.3),
+    head: Annotated[
+        str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
+    ] = None,
     revision: Revision = None,
     template_args: TemplateArgs = "{}",
 ) -> None:
@@ -138,8 +116,7 @@ def distill(
     from draftheads.train.data.prompts import read_prompts
     from draftheads.train.data.server import ServedTarget
 
-    local = names(AnswerDrafts) | {"lora"}
-    check_places(context, names(AnswerServers), local, "the server decodes")
+    check_places(context, names(AnswerServers), {"head", "lora"}, "the server decodes")
     options = distillation.DistillOptions(
         out=out,
         source=prompts,
@@ -147,17 +124,17 @@ def distill(
         **vars(sampling),
         **vars(answers),
     )
-    texts = read_prompts(prompts, **questions.arguments())
+    texts = read_prompts(prompts, **vars(questions))
     answerer: distillation.Answerer
     if servers.server:
         asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
         answerer = ServedTarget(target, asked, revision)
     else:
-        answerer = local_answerer(target, revision, placement, drafts, options)
+        answerer = local_answerer(target, revision, placement, head, answers.batch_size)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise Exit(1)
-    if not report.others:
+    if report.complete:
         say_init(target, out, placement.lora)
 
 
@@ -165,23 +142,18 @@ def local_answerer(
     target: str,
     revision: str | None,
     placement: Placement,
-    drafts: AnswerDrafts,
-    options: DistillOptions,
+    head: str | None,
+    batch_size: int,
 ) -> Answerer:
     """A target in this process that answers, with or without heads."""
     from draftheads.heads.formats.hub import load_head
     from draftheads.infer.engine import Speculator
-    from draftheads.train.data.answers import MANIFEST, read_manifest
     from draftheads.train.data.distill import LocalAnswerer
 
     loaded = load_target(target, placement.place(), revision, template_args=prepared())
-    threads = placement.threads
-    if not threads and (options.out / MANIFEST).is_file():  # another number may round differently
-        threads = read_manifest(options.out).get("threads")
-    choose_threads(threads, loaded, options.batch_size)
-    head = load_head(drafts.head, target=loaded) if drafts.head else None
-    engine = Speculator(loaded, head, tree=chosen_tree(head, drafts.tree, None))
-    return LocalAnswerer(engine, options.batch_size)
+    choose_threads(placement.threads, loaded, batch_size)
+    drafts = load_head(head, target=loaded) if head else None
+    return LocalAnswerer(Speculator(loaded, drafts), batch_size)
 
 
 def say_init(target: str, out: Path, lora: str | None = None) -> None:
@@ -211,7 +183,7 @@ def import_answers(
 
     side = TextSide.load(target)
     arguments = parsed_template_args(template_args)
-    talks = read_conversations(conversations, reasoning=reasoning, **subset.arguments())
+    talks = read_conversations(conversations, reasoning=reasoning, **vars(subset))
     counts = run(side, talks, out, template_args=arguments, source=conversations)
     say(
         f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
@@ -224,18 +196,12 @@ def import_answers(
 
 
 def data_preview(
-    path: Annotated[
-        str,
-        Argument(callback=PROMPT_CHECK, help="a distillation folder, or prompts (with --target)"),
-    ],
+    path: Annotated[Path, Argument(callback=PROMPT_CHECK, help="a distillation folder")],
     target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
     check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
-    split: Split = None,
-    tools: Tools = "drop",
-    template_args: TemplateArgs = "{}",
 ) -> None:
-    """Print documents with the target's tokens marked, and a summary; or rendered prompts.
+    """Print documents with the target's tokens marked, and a summary.
 
     Marks are colours on a terminal, else [[ and ]].
     Loads a tokenizer, no weights; --check loads neither.
@@ -250,21 +216,21 @@ def data_preview(
         )
         return
     from draftheads.heads.terminal import SafeConsole
-    from draftheads.infer.prompt import PromptRenderer
-    from draftheads.scripts.printing import Pen, show_answers, show_prompts, text_side
-    from draftheads.train.data.answers import MANIFEST
-    from draftheads.train.data.conversation import check_tools
-    from draftheads.train.data.prompts import read_prompts
+    from draftheads.scripts.printing import Pen, show_answers
+    from draftheads.train.data.answers import read_manifest
+    from draftheads.train.data.text_side import TextSide
 
-    side = text_side(target, path)
+    manifest = read_manifest(path)
+    origin = manifest["target"]
+    if not origin:
+        raise ValueError(
+            f"{path}: expected a folder that `draftheads distill` wrote, got a "
+            f"{manifest['prompts']['source']}"
+        )
+    if target:
+        origin = {"name": target}
+    side = TextSide.load(origin["name"], origin.get("revision"))
     out = SafeConsole(highlight=False, soft_wrap=True)
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
-    if (Path(path) / MANIFEST).is_file():
-        show_answers(Path(path), side, pen, count, out)
-        say_init(side.name, Path(path))
-        return
-    renderer = PromptRenderer(side, parsed_template_args(template_args))
-    prompts = read_prompts(path, hub=Hub(split), limit=max(count, 1), tools=tools)
-    check_tools(renderer, (prompt.messages for prompt in prompts))
-    show_prompts(prompts, renderer, pen, out)
-    say_next("distill", "--target", side.name, "--prompts", path, "--out", "data")
+    show_answers(path, pen, count, out)
+    say_init(side.name, path)

@@ -18,7 +18,6 @@ from draftheads.scripts.options import (
     Json,
     MaybeTemplateArgs,
     Placement,
-    PromptWords,
     TargetName,
     prepared,
     say_next,
@@ -42,7 +41,6 @@ class DoctorPrompts:
         str | None,
         Option(callback=PROMPT_CHECK, help="decode these prompts instead of the data's own"),
     ] = None
-    prompt_words: PromptWords = None
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64
 
@@ -104,7 +102,7 @@ def _openings(
     from draftheads.train.advice.doctor import openings_of, unseen
 
     if texts.prompts:
-        return opening_ids(target, texts.prompts, texts.prompt_words, texts.limit)
+        return opening_ids(target, texts.prompts, texts.limit)
     assert documents
     spans = unseen(folder.facts.training, documents)
     step = max(1, len(spans) // texts.limit)

@@ -26,7 +26,6 @@ from draftheads.scripts.options import (
     MaybeTemplateArgs,
     Placement,
     Prompts,
-    PromptWords,
     Revision,
     Sampling,
     Seed,
@@ -59,7 +58,6 @@ class BenchPrompts:
 
     prompts: Prompts
     limit: Annotated[int, Option(min=1, help="prompts, taken evenly from all categories")] = 16
-    prompt_words: PromptWords = None
     template_args: MaybeTemplateArgs = None
 
 
@@ -199,7 +197,7 @@ def bench(
     entries = with_trees(loaded, contestants.tree or ())
     if options.nodes and not entries.keys() & loaded.keys():
         raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
-    ids, categories = openings(model, texts.prompts, texts.prompt_words, texts.limit)
+    ids, categories = openings(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
     report = benches.bench(model, entries, ids, options, categories=categories)
     outputs.write(report, drafts)
@@ -236,7 +234,7 @@ def bench_server(
     if sampling.temperature:
         model.servers[0].warn_of_speculation()
     side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
-    ids, _ = openings(side, texts.prompts, texts.prompt_words, texts.limit)
+    ids, _ = openings(side, texts.prompts, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
     race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
     rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))
@@ -368,7 +366,7 @@ def tune(
     if target is None:
         place = place.recorded(folders[0])
     model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
-    ids = opening_ids(model, texts.prompts, texts.prompt_words, texts.limit)
+    ids = opening_ids(model, texts.prompts, texts.limit)
     trained = [folder.facts.trained_tree for folder in folders]
     say_compiling(speed.compile)
     tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)

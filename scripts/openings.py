@@ -13,23 +13,21 @@ CATEGORISED = 10_000
 """Prompts that are read, at most, to take some of every category."""
 
 
-def opening_ids(
-    target: TextSource, source: str, prompt_words: int | None, limit: int | None
-) -> list[list[int]]:
+def opening_ids(target: TextSource, source: str, limit: int | None) -> list[list[int]]:
     """Token ids of the prompts in `source`; conversations end with their first user turn."""
-    return openings(target, source, prompt_words, limit)[0]
+    return openings(target, source, limit)[0]
 
 
 def openings(
-    target: TextSource, source: str, prompt_words: int | None, limit: int | None
+    target: TextSource, source: str, limit: int | None
 ) -> tuple[list[list[int]], list[str | None]]:
     """Token ids as of `opening_ids`, and categories. If the prompts have categories, the first
     CATEGORISED are read, and `limit` are taken in turns from each.
     """
-    prompts = read_prompts(source, limit=limit, prompt_words=prompt_words)
+    prompts = read_prompts(source, limit=limit)
     if limit and any(prompt.category for prompt in prompts):
         by_category: dict[str | None, list[Prompt]] = defaultdict(list)
-        for prompt in read_prompts(source, limit=CATEGORISED, prompt_words=prompt_words):
+        for prompt in read_prompts(source, limit=CATEGORISED):
             by_category[prompt.category].append(prompt)
         turns = chain.from_iterable(zip_longest(*by_category.values()))
         prompts = list(islice(filter(None, turns), limit))

@@ -28,7 +28,7 @@ from draftheads.arguments import (
 )
 from draftheads.infer.pipeline.loading import Place
 from draftheads.recipes import find_recipe
-from draftheads.train.data.prompts import Hub, KeepOrDrop, check_source
+from draftheads.train.data.prompts import KeepOrDrop, check_source
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
@@ -166,9 +166,6 @@ ngram, model:PATH, early-exit:K; or several of these joined by +"""
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""
 Prompts = Annotated[str, Option(callback=PROMPT_CHECK, help=PROMPTS)]
-PromptWords = Annotated[int | None, Option(min=1, help="truncate plain texts to N words")]
-Split = Annotated[str | None, Option(help="of a Hub data set; default: the set's own, else train")]
-Tools = Annotated[KeepOrDrop, Option(help="tool calls and results in conversations")]
 Reasoning = Annotated[KeepOrDrop, Option(help="<think> ... </think> of the answers")]
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 MaybeTemplateArgs = Annotated[
@@ -262,17 +259,10 @@ class PromptSet:
     limit: Annotated[
         int | None, Option(min=1, help="use only the first N prompts or conversations")
     ] = None
-    split: Split = None
-    streaming: Annotated[
-        bool | None, Option(help="do not store a Hub data set; default: --limit")
+    split: Annotated[
+        str | None, Option(help="of a Hub data set; default: the set's own, else train")
     ] = None
-    tools: Tools = "drop"
-
-    def arguments(self) -> dict[str, Any]:
-        """What `read_prompts` and `read_conversations` take."""
-        arguments = dict(vars(self))
-        hub = Hub(arguments.pop("split"), arguments.pop("streaming"))
-        return {"hub": hub, **arguments}
+    tools: Annotated[KeepOrDrop, Option(help="tool calls and results in conversations")] = "drop"
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,13 @@ from draftheads.heads.tree import DynamicTree
 from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.measure.tune import Tuned
-from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
 from draftheads.train.advice.plan import Plan
-from draftheads.train.data.answers import MANIFEST, count, read_answers, read_manifest
-from draftheads.train.data.conversation import Conversation
-from draftheads.train.data.prompts import Prompt, check_source
+from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.text_side import TextSide
 
 LEARNED, ENDING, REST = "green", "bold reverse green", "dim"
-VOCABULARIES = (1024, 4096, 8192, 32768)
-"""Draft vocabulary sizes whose coverage the summary reports."""
 
 
 @dataclass
@@ -62,67 +57,30 @@ class Pen:
         text.append(printable(stream.feed(tokens)), style="" if self.is_plain else style)
 
 
-def show_answers(folder: Path, side: TextSide, pen: Pen, limit: int, out: Console) -> None:
+def show_answers(folder: Path, pen: Pen, limit: int, out: Console) -> None:
     """Print the first `limit` documents of a folder and a summary of all."""
-    learned: Counter[int] = Counter()
-    for number, answer in enumerate(read_answers(folder)):
-        written = [token for start, stop in answer.learn for token in answer.tokens[start:stop]]
-        learned.update(written)
-        if number < limit:
-            out.print(
-                f"document {number}: {len(answer.tokens)} tokens, {len(written)} learned in "
-                f"{len(answer.learn)} answers",
-                style="bold",
-            )
-            out.print(pen.document(answer.tokens, answer.learn), end="\n\n")
+    for number, answer in enumerate(islice(read_answers(folder), limit)):
+        learned = sum(stop - start for start, stop in answer.learn)
+        out.print(
+            f"document {number}: {len(answer.tokens)} tokens, {learned} learned in "
+            f"{len(answer.learn)} answers",
+            style="bold",
+        )
+        out.print(pen.document(answer.tokens, answer.learn), end="\n\n")
     manifest = read_manifest(folder)
     counts = count(folder, manifest)
     note = " (imported, not checked)" if "imported" in manifest else ""
-    sizes = [size for size in VOCABULARIES if size < len(learned)]
-    shares = [f"{size:,} cover {coverage(learned, size):.1%}" for size in sizes]
+    learned = counts.learned_tokens
     lines = [
         f"documents      {counts.documents:,}; {counts.skipped:,} prompts skipped, "
         f"{counts.failed:,} failed",
-        f"tokens         {counts.tokens:,}, {learned.total() / max(1, counts.tokens):.1%} learned",
-        f"answers        {counts.turns:,}, {learned.total() / max(1, counts.turns):.1f} tokens on "
+        f"tokens         {counts.tokens:,}, {learned / max(1, counts.tokens):.1%} learned",
+        f"answers        {counts.turns:,}, {learned / max(1, counts.turns):.1f} tokens on "
         f"average; {counts.cut / max(1, counts.documents):.1%} of the documents cut by length",
-        f"draft tokens   {', '.join([*shares, f'{len(learned):,} all'])} (of the learned tokens)",
         *(f"               {number:,} {why}" for why, number in counts.reasons.most_common()),
     ]
     out.print(Text(f"{folder}, answered by {manifest['target']['name']}{note}", style="bold"))
     out.print(Text("\n".join(lines)))
-
-
-def coverage(learned: Counter[int], size: int) -> float:
-    """Share of the learned tokens covered by the `size` most frequent token ids."""
-    return sum(number for _, number in learned.most_common(size)) / max(1, learned.total())
-
-
-def show_prompts(
-    prompts: Sequence[Prompt], renderer: PromptRenderer, pen: Pen, out: Console
-) -> None:
-    """Print each prompt's first rendered turn, or why it is skipped."""
-    for prompt in prompts:
-        conversation = Conversation(prompt, renderer, context=1 << 30)
-        conversation.ask()
-        reasons = [f"{kind}: {why}" for kind, why in conversation.outcome.items()]
-        title = "".join(reasons) or f"{len(conversation.tokens)} tokens in the first turn"
-        out.print(Text(f"prompt {prompt.index}: {title}", style="bold"))
-        out.print(pen.document(conversation.tokens, []), end="\n\n")
-
-
-def text_side(target: str | None, folder: str) -> TextSide:
-    """The text side of `target`, default: of the target in the folder's manifest."""
-    if target:
-        return TextSide.load(target)
-    if not (Path(folder) / MANIFEST).is_file():
-        check_source(folder)
-        raise ValueError(
-            f"{folder}: expected --target to render prompts with, got none; pass the target's "
-            "folder or Hub id, or give a folder that `draftheads distill` wrote"
-        )
-    origin = read_manifest(folder)["target"]
-    return TextSide.load(origin["name"], origin.get("revision"))
 
 
 TOO_MUCH_MEMORY = """memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, \

@@ -22,7 +22,7 @@ steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe
 rank alpha modules parameters drift
 versions hardware merged_adapter continued has_moved tokens_per_step
 documents learned_tokens digest sampling prompts seed
-temperature top_p top_k max_new_tokens max_turns reasoning template_args
+temperature top_p top_k max_new_tokens reasoning template_args
 source count sha256
 
 target_dtype target_revision target_adapter target_placement target_bits

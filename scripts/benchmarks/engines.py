@@ -231,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     with mistakes_in_one_line():
         target = Target.load(options.target, dtype="float32")
-        prompts = opening_ids(target, options.prompts, None, options.limit)
+        prompts = opening_ids(target, options.prompts, options.limit)
         rows = []
         for engine in VARIABLES:
             if not (place := getattr(options, engine)):

@@ -125,9 +125,8 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
     source = prompt_file(tmp_path, json.dumps({"messages": talk}))
     distill = ["distill", "--target", target, "--prompts", source, "--max-new-tokens", 4,
                "--out", tmp_path / "data"]  # fmt: skip
-    for command in (distill, ["data-preview", source, "--target", target]):
-        failed(run(*command, "--tools", "keep"), "drops them", "leave them out with --tools drop")
-        failed(run(*command, "--tools", "some"), "--tools: expected keep or drop, got 'some'")
+    failed(run(*distill, "--tools", "keep"), "drops them", "leave them out with --tools drop")
+    failed(run(*distill, "--tools", "some"), "--tools: expected keep or drop, got 'some'")
     assert not (tmp_path / "data").exists()
     failed(run(*distill, "--reasoning", "some"), "--reasoning: expected keep or drop, got 'some'")
     assert run(*distill, "--tools", "drop")[0] == 0
@@ -454,7 +453,6 @@ def test_a_part_of_a_name_that_is_empty_is_refused(run, head, target, monkeypatc
     "line",
     [
         "chat --target ~nobody-of-that-name/x",
-        "data-preview PROMPTS --target ~nobody-of-that-name/x",
         "chat --head ~nobody-of-that-name/x",
         "distill --target ~nobody-of-that-name/x --prompts PROMPTS --out o",
     ],

@@ -39,7 +39,6 @@ COMMANDS = {
     "doctor": "doctor --target TARGET --head HEAD --prompts PROMPTS",
     "distill": "distill --target TARGET --prompts PROMPTS --out out",
     "import-answers": "import-answers CONVERSATIONS --target TARGET --out out",
-    "data-preview": "data-preview PROMPTS --target TARGET",
     "plan": "plan RECIPE --no-probe",
     "draft model": "chat --target TARGET --head model:TARGET",
 }

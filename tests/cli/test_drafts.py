@@ -103,11 +103,11 @@ def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
     path = tmp_path / "question.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     tiny = llama()
-    ids, categories = openings(tiny, str(path), None, 6)
+    ids, categories = openings(tiny, str(path), 6)
     assert categories == ["writing", "qa", "rag", "writing", "qa", "writing"]
     one = [{"role": "user", "content": "question 5"}]
     assert ids[1] == encode_prompt(tiny, one)
-    assert openings(tiny, str(path), None, 99)[1].count("writing") == 5
+    assert openings(tiny, str(path), 99)[1].count("writing") == 5
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ NEEDS = {
     "bench --target TARGET --head ngram --prompts gsm8k": "prompts",
     "convert HEAD out/vllm --to vllm": None,
     "convert HEAD out/head.gguf --to gguf --target TARGET/model.gguf": "gguf",
-    "data-preview p.txt --target TARGET": "train",
+    "data-preview p.txt": "train",
     "demo": "train",
     "distill --target TARGET --prompts p.txt --out out": "train",
     "doctor --target TARGET --head HEAD": "train",

@@ -60,7 +60,7 @@ def agrees(job: Job, target: Target) -> None:
 
 
 def job_of(target: Target, prompts: Any, head: Path, drafts: int) -> Job:
-    ids = opening_ids(target, str(prompts), 10 if prompts.suffix == ".txt" else None, 24)
+    ids = opening_ids(target, str(prompts), 24)
     return Job(str(target.name), ids, str(head), method(str(head)), drafts, 48)
 
 
@@ -100,11 +100,17 @@ def test_requests_decoded_together_get_drafts_of_their_own(demo_target, trained,
 
 def test_a_sentencepiece_target_agrees_to_the_last_draft(stories, tmp_path):
     target, text = Target.load(stories, dtype="float32"), stories.parent / "tinystories"
-    openings = read_prompts(text / "train.txt", prompt_words=10, limit=300)
-    distill(target, openings, DistillOptions(out=tmp_path / "data", max_new_tokens=100))
+    lines = (text / "train.txt").read_text().splitlines()
+    openings = tmp_path / "ten-words.txt"
+    openings.write_text("\n".join(" ".join(line.split()[:10]) for line in lines if line.strip()))
+    distill(
+        target,
+        read_prompts(openings, limit=300),
+        DistillOptions(out=tmp_path / "data", max_new_tokens=100),
+    )
     places = (f"target={stories}", f"data.path={tmp_path / 'data'}", f"run.output={tmp_path}/head")
     fit(load_recipe(RECIPES / "stories260k-eagle3.yaml", [*places, "run.steps=60"]))
-    agrees(job_of(target, text / "train.txt", tmp_path / "head", 3), target)
+    agrees(job_of(target, openings, tmp_path / "head", 3), target)
 
 
 def test_a_published_head_by_its_id(hub, demo_target, trained, tmp_path, monkeypatch):

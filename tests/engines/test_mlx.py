@@ -47,7 +47,7 @@ HEADS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def plain(demo_target) -> Job:
-    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 20)
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), 20)
     return Job(str(demo_target.name), prompts, eos=list(demo_target.eos_ids))
 
 

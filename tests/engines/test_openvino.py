@@ -41,7 +41,7 @@ BLOCKS = {"dflash": ["head.mask=0"], "window": ["head.mask=0", "head.sliding_win
 
 @pytest.fixture(scope="module")
 def job(demo_target) -> Job:
-    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 24)
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), 24)
     return Job(str(demo_target.name), prompts, method="eagle3")
 
 
@@ -114,7 +114,7 @@ class Relative:
 @pytest.fixture(scope="module", params=RELATIVES)
 def related(request, relative) -> Relative:
     target = relative(request.param)
-    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, 24)
+    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), 24)
     job = Job(str(target.name), prompts, method="eagle3")
     return Relative(target, job, ours(job.plain, target))
 

@@ -43,7 +43,7 @@ HEADS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture(scope="module")
 def plain(demo_target) -> Job:
-    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, PROMPTS)
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), PROMPTS)
     return Job(demo_target.name, prompts)
 
 
@@ -124,7 +124,7 @@ class Qwen3:
 @pytest.fixture(scope="module")
 def qwen3(relative) -> Qwen3:
     target = relative("qwen3")
-    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, PROMPTS)
+    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), PROMPTS)
     plain = Job(target.name, prompts)
     return Qwen3(target, plain, ours(plain, target).answers)
 
@@ -155,7 +155,7 @@ def as_vllm_runs_glm(monkeypatch) -> None:
 def test_multi_token_prediction_in_its_targets_folder(count, relative, trained, monkeypatch):
     target = relative("glm4_moe")
     folder = trained("mtp", *FEW, target=target) / "best"
-    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, PROMPTS)
+    prompts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), PROMPTS)
     plain = Job(target.name, prompts)
     job = replace(plain, head=str(folder), method="mtp", draft_tokens=count)
     answers = ours(plain, target).answers

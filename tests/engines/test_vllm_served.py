@@ -44,7 +44,7 @@ def test_a_served_chain_is_measured_as_our_own(run, trained, demo_target, tmp_pa
     assert (code, errors) == (0, [])
     print(table)
     figures = json.loads(out.read_text())
-    ids = opening_ids(demo_target, str(PAGE), None, PROMPTS)
+    ids = opening_ids(demo_target, str(PAGE), PROMPTS)
     entries = {"head": (load_head(str(head), target=demo_target), parse_tree("1,1,1"))}
     [own] = bench(demo_target, entries, ids, BenchOptions(max_new_tokens=NEW)).heads
     assert figures["drafts"] == own.steps

@@ -90,7 +90,7 @@ def differences(target: Target, url: str, exchange: Path, texts: list[list[int]]
 def test_all_states_are_those_of_transformers(demo_target, relative, tmp_path, name, dtype, most):
     folder = demo_target.name if name == "llama" else relative(name).name
     target = Target.load(folder, dtype=dtype)
-    texts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
+    texts = opening_ids(target, str(RECIPES / "demo-prompts.jsonl"), 12)
     texts.append([*range(5, 205)])
     exchange = tmp_path / "exchange"
     with capturing(folder, exchange, dtype) as server:
@@ -140,7 +140,7 @@ def losses(output: Path) -> list[float]:
 
 def test_vllm_drafts_with_a_head_that_learned_from_it(data, served, demo_target, tmp_path):
     folder = train("eagle3", data, tmp_path / "run", "run.steps=200", *served) / "best"
-    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), None, 12)
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), 12)
     plain = Job(demo_target.name, prompts)
     job = Job(plain.target, prompts, str(folder), "eagle3", 3)
     expected, found = ours(job, demo_target), theirs("vllm", PLACE, job)

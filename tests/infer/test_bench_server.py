@@ -281,7 +281,7 @@ def test_our_own_server_counts_as_bench_does(run, folder, tmp_path, has_head):
     if head is None:
         assert figures["tokens_per_step"] == 1
         return
-    ids = opening_ids(target, str(source), None, None)
+    ids = opening_ids(target, str(source), None)
     [own] = bench(target, {"head": head}, ids, BenchOptions(max_new_tokens=24)).heads
     assert figures["drafts"] == own.steps
 

@@ -25,7 +25,7 @@ from draftheads.infer import (
     encode_prompt,
     load,
 )
-from draftheads.train import DistillOptions, distill, fit
+from draftheads.train import fit
 
 QUESTIONS = ["What is it?", "Why?", "And how does one do that?"]
 NEW_TOKENS = 40
@@ -313,9 +313,6 @@ def test_what_is_made_by_another_call_is_named(target, tmp_path):
             target, NGram(), tree="4,2"
         ),
         "expected a Recipe, as of load_recipe, got 'recipe.yaml'": lambda: fit("recipe.yaml"),
-        "expected prompts, as of read_prompts, got 'Why.'": lambda: distill(
-            target, ["Why?"], DistillOptions(out=tmp_path)
-        ),
         "repetitions: expected 1 or more, got 0": lambda: BenchOptions(repetitions=0),
         "batch: expected 1 or more, got -1": lambda: BenchOptions(batch=-1),
         "temperature '1': expected above 0": lambda: Sampled("1"),

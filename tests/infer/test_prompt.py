@@ -88,7 +88,7 @@ def everywhere(target: Target, prompt: Prompt, folder: Path) -> dict[str, list[i
         asked = ChatRequest(messages=list(prompt.messages))
     return {
         "distill": conversation.tokens,
-        "bench, tune, doctor": opening_ids(target, str(file), None, None)[0],
+        "bench, tune, doctor": opening_ids(target, str(file), None)[0],
         "chat": History(target, system, None).prompt(question)[0],
         "serve": Reader(target, "tiny", 1).encoded(asked),
         "Python": encode_prompt(target, prompt.text or list(prompt.messages or ())),

@@ -71,7 +71,7 @@ def answer_all(
     """Distill with two processes, or resume. written: gets what was appended."""
     manifest = read_manifest(folder)
     if not answers.has_shards(manifest):
-        known = answers.answered(folder, [record["id"] for record in records]).tolist()
+        known = answers.answered(folder, [record["id"] for record in records])
         missing = [n for n in range(len(records)) if n not in known]
         for rank in (1, 0):
             with Journal(folder, rank, 2) as journal:
@@ -79,8 +79,6 @@ def answer_all(
                     journal.append([records[number]])
                     if written is not None:
                         written.add(number)
-        sizes = [path.stat().st_size for path in answers.journals(folder)]
-        assert max(sizes, default=0) <= answers.JOURNAL_BYTES
     return answers.finish(folder, manifest)
 
 
@@ -111,9 +109,9 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(params=[(10**9, 10**9), (300, 700)], ids=["whole", "divided"])
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards of this many tokens, files of lines of this many bytes."""
+    """Shards of this many tokens, batches of lines of this many bytes."""
     monkeypatch.setattr(answers, "SHARD_TOKENS", request.param[0])
-    monkeypatch.setattr(answers, "JOURNAL_BYTES", request.param[1])
+    monkeypatch.setattr(answers, "BATCH_BYTES", request.param[1])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -130,8 +128,8 @@ def test_a_finished_folder_says_what_was_answered(small: None, tmp_path: Path, s
     documents = [(d, n > 0) for r in records for n, d in enumerate(shards.documents_of(r))]
     assert found == [(d["tokens"], d["learn"], follows) for d, follows in documents]
     assert sum(entry["tokens"] for entry in manifest["shards"]) == expected.tokens
-    assert answers.answered(tmp_path, [r["id"] for r in records]).tolist() == [*range(40)]
-    assert not answers.journals(tmp_path) and not list(tmp_path.glob("part-*"))
+    assert answers.answered(tmp_path, [r["id"] for r in records]) == [*range(40)]
+    assert not answers.journals(tmp_path)
 
 
 def test_a_lost_shard_is_answered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +177,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_there_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "SHARD_TOKENS", 300)
-    monkeypatch.setattr(answers, "JOURNAL_BYTES", 900)
+    monkeypatch.setattr(answers, "BATCH_BYTES", 900)
     records = drawn(0, 16)
     new_folder(tmp_path / "whole", records)
     counts = answer_all(tmp_path / "whole", records)
@@ -195,11 +193,11 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_there_twice(
                 pass
             else:
                 break
-        assert written <= {*answers.answered(folder, [r["id"] for r in records]).tolist()}
+        assert written <= {*answers.answered(folder, [r["id"] for r in records])}
         assert len(list(read_answers(folder))) <= counts.documents
         assert answer_all(folder, records) == counts
         assert content(folder) == content(tmp_path / "whole")
-    assert step > 30, "many moments"
+    assert step > 15, "many moments"
 
 
 def test_a_finished_folder_is_not_read_again(
@@ -221,7 +219,7 @@ def test_prompts_may_be_added_removed_and_come_back(tmp_path: Path) -> None:
         new_folder(tmp_path / "o", part)
         answer_all(tmp_path / "o", part)
         ids = [record["id"] for record in records]
-        assert answers.answered(tmp_path / "o", ids).tolist() == [*range(5, 30)]
+        assert answers.answered(tmp_path / "o", ids) == [*range(5, 30)]
         assert read_manifest(tmp_path / "o")["counts"]["done"] == answered_in(part)
     new_folder(tmp_path / "o", records)
     answer_all(tmp_path / "o", records)

@@ -347,7 +347,7 @@ def test_thoughts_that_are_dropped_are_seen_and_not_learned(
     thinking: Target, forgetful: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     distill(thinking, talks(2), options(tmp_path / "o", reasoning="drop", **CHOSEN))
-    data_preview(str(tmp_path / "o"), target=str(forgetful), count=99)
+    data_preview(tmp_path / "o", target=str(forgetful), count=99)
     shown = capsys.readouterr().out
     assert shown.count("</think>[[so ") == shown.count("</think>") > 0
     assert "[[<think>" not in shown

@@ -157,20 +157,16 @@ def test_half_a_character_in_an_answer_is_refused_with_its_line(tmp_path: Path) 
 # ---------------------------------------------------------------- one launch at a time
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_second_launch_into_a_folder_is_refused(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int
-) -> None:
-    """Also one with another number of processes; the processes of one launch are let in."""
+def test_second_launch_into_a_folder_is_refused(target: Target, tmp_path: Path) -> None:
     out = tmp_path / "o"
     distill(target, prompts(4), options(tmp_path / "whole"))
     out.mkdir()
     calls = on_call(target, lambda call, rows: None)
-    with Journal(out, 0, world):
-        with pytest.raises(ValueError, match="o: expected to be the only launch .*; wait for"):
-            distill(target, prompts(4), options(out))
-        with Journal(out, 1, 2) if world == 2 else Journal(tmp_path, 1, 2):
-            pass
+    with (
+        Journal(out, 0, 1),
+        pytest.raises(ValueError, match="o: expected to be the only launch .*; wait for"),
+    ):
+        distill(target, prompts(4), options(out))
     assert not calls and not (out / MANIFEST).exists()
     assert distill(target, prompts(4), options(out)).complete
     assert records(out) == records(tmp_path / "whole")
@@ -228,13 +224,26 @@ def test_two_processes_divide_the_work_and_one_reports(target: Target, tmp_path:
         process.join(timeout=120)
         assert process.exitcode == 0
     said = "".join((tmp_path / f"output-{rank}").read_text() for rank in (0, 1))
-    assert said.count("the last one reports") == 1  # the first process to end
     assert said.count(f"{len(BEFORE)} prompts = {len(BEFORE)} done") == 1
     assert said.count("next: draftheads init") == 1
     distill(target, asked(BEFORE), options(tmp_path / "whole"))
     assert records(tmp_path / "o") == records(tmp_path / "whole")
     assert read_manifest(tmp_path / "o")["complete"]
     assert files(tmp_path / "o").keys() == files(tmp_path / "whole").keys()
+
+
+def test_the_last_process_reports(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with Journal(tmp_path / "o", 1, 2):
+        report = distill(target, asked(BEFORE), options(tmp_path / "o"))
+    assert report.others == 1 and "1 still answer theirs; the last one reports" in str(report)
+    assert not report.complete and "prompts =" not in str(report)
+    monkeypatch.setenv("RANK", "1")
+    report = distill(target, asked(BEFORE), options(tmp_path / "o"))
+    assert report.complete and "10 prompts = 10 done" in str(report)
 
 
 @pytest.mark.slow
@@ -257,8 +266,8 @@ def test_launcher_that_starts_one_process_is_refused(target: Target, tmp_path: P
 def test_a_process_that_is_killed_is_not_waited_for(
     shared_target: Target, tmp_path: Path, killed: int
 ) -> None:
-    """Without torchrun nobody ends the others: the one that is left says so, and the next launch
-    has all answers.
+    """Without torchrun nobody ends the others: the one that is left answers its share and says what
+    is missing, and the next launch has all answers.
     """
     texts = [f"question {n}" for n in range(400)]
     ask_in(tmp_path, shared_target, texts)
@@ -274,16 +283,10 @@ def test_a_process_that_is_killed_is_not_waited_for(
         for process in processes:
             process.kill()
             process.join()
-    errors = (tmp_path / f"output-{1 - killed}").read_text()
-    assert processes[1 - killed].exitcode == 2
-    assert "Traceback" not in errors
-    got = ("on process 1: expected 2 processes", "got no connection to process 0 (")
-    if killed == 1:
-        got = (
-            "error: expected 2 processes",
-            "got 1 that ended their share, the others were killed",
-        )
-    assert all(said in errors for said in got), errors
+    said = (tmp_path / f"output-{1 - killed}").read_text()
+    assert processes[1 - killed].exitcode == 0
+    assert "400 prompts = " in said and "not answered yet" in said
+    assert "next: draftheads init" not in said
     chosen = options(tmp_path / "o", batch_size=8)
     report = distill(shared_target, asked(texts), chosen)
     assert report.complete and report.counts.done == 400

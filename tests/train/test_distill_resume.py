@@ -183,7 +183,7 @@ def test_folder_that_cannot_be_written_is_refused_before_generation(
 ) -> None:
     calls = on_call(target, lambda call, rows: None)
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="--out: expected a folder that can be written, got .*file/o"):
+    with pytest.raises(OSError, match="Not a directory.*file/o"):
         distill(target, prompts(1), options(tmp_path / "file" / "o"))
 
     def full(*args: Any) -> None:

@@ -15,7 +15,7 @@ from tiny_chat import byte_tokenizer, files, llama, on_call, options, records
 
 from draftheads.scripts.cli import app
 from draftheads.train.data.distill import distill
-from draftheads.train.data.prompts import Hub, Prompt, read_prompts
+from draftheads.train.data.prompts import Prompt, read_prompts
 
 SHARDS, ROWS = 4, 50
 """Of a data set; a shard holds so many rows."""
@@ -86,11 +86,9 @@ def mirror(
 
 @pytest.mark.parametrize("limit", [1, ROWS, ROWS + 7])
 def test_stream_is_read_up_to_the_limit(mirror: Mirror, limit: int) -> None:
-    prompts = read_prompts("owner/name", hub=Hub(streaming=True), limit=limit)
+    prompts = read_prompts("owner/name", limit=limit)
     assert texts(prompts) == [question(row) for row in range(limit)]
     assert mirror.rows == limit
-    with pytest.raises(Exception, match=r".+"):  # datasets' own, of many classes
-        read_prompts("owner/name", hub=Hub(streaming=True))
 
 
 def test_distillation_of_a_stream_goes_on(mirror: Mirror, tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ def test_distillation_of_a_stream_goes_on(mirror: Mirror, tmp_path: Path) -> Non
     """
 
     def asked(limit: int = 10) -> list[Prompt]:
-        return read_prompts("owner/name", hub=Hub(streaming=True), limit=limit)
+        return read_prompts("owner/name", limit=limit)
 
     def interrupt(call: int, rows: int) -> None:
         if call == 1:
@@ -124,15 +122,14 @@ def test_distillation_of_a_stream_goes_on(mirror: Mirror, tmp_path: Path) -> Non
         distill(target, others, options(tmp_path / "o"))
 
 
-def test_streams_are_asked_for_on_the_command_line(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_limit_on_the_command_line_streams(mirror: Mirror, tmp_path: Path) -> None:
     target = tmp_path / "target"
     llama().model.save_pretrained(target)
     byte_tokenizer().save_pretrained(target)
     words = ["distill", "--target", target, "--prompts", "owner/name", "--out", tmp_path / "o"]
     words += ["--limit", 3, "--max-new-tokens", 4]
-    for how in ([], ["--streaming"]):  # a limit alone says as much
-        app([str(word) for word in (*words, *how)], standalone_mode=False)
-    assert len(records(tmp_path / "o")) == 3 and mirror.rows == 6
+    app([str(word) for word in words], standalone_mode=False)
+    assert len(records(tmp_path / "o")) == 3 and mirror.rows == 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@
     prompts-0123456789ab.txt                the ids of the prompts in order, one per line
 and until all prompts are answered
     answers-00000-of-00002.jsonl            the newest answers, a line per prompt; one per process
-    part-00000-of-00002-00000.arrow         lines that a process has moved out of its file
 A line is one of
     {"id": "7f3a...", "tokens": [...], "learn": [[start, end), ...], "turns": 2, "finish": "eos"}
     {"id": "80c1...", "skipped": reason}        {"id": "94d2...", "failed": reason}
@@ -37,7 +36,6 @@ import logging
 import os
 import platform
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,10 +44,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from filelock import FileLock, Timeout
 from pydantic import (
     BaseModel,
@@ -78,27 +74,33 @@ from draftheads.train.features.foreign import open_foreign
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-SYNC_SECONDS = 1.0
-"""Least time between two waits for the disk."""
 LOCK_SECONDS = 1800.0
 """Longest wait for another process that brings answers into shards."""
 PROBE_SECONDS = 0.2
 """A lock that is held for longer is no other process's `is_open`."""
 ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"\s*[,}]')
-COLUMNS = re.compile(
-    r"(answers-[0-9a-f]{16}-\d{5}-of-\d{5}|rest-[0-9a-f]{16}|part-\d{5}-of-\d{5}-\d{5,})\.arrow"
-)
+COLUMNS = re.compile(r"(answers-[0-9a-f]{16}-\d{5}-of-\d{5}|rest-[0-9a-f]{16})\.arrow")
 LINES = re.compile(r"answers-\d{5,}-of-\d{5,}\.jsonl")
 CARD = "README.md"
-BEGIN = "<!-- draftheads: rewritten with the data -->"
-END = "<!-- draftheads: end -->"
-"""Marks around the part of the card that is written again when the data change."""
+CARD_TEXT = """---
+configs:
+- config_name: default
+  data_files: answers-*.arrow
+tags:
+- draftheads
+---
+
+# Answers of {name}
+
+Token ids to train draft heads on. `learn` holds the half-open spans of `tokens` that the model
+wrote; manifest.json says how many and how they were made.
+"""
 REPAIR = "copy it again, or run the same `draftheads distill` again, which answers its prompts anew"
 PACKAGES = ("draftheads", "torch", "transformers", "tokenizers")
 SHARD_TOKENS = 1 << 25
 """Tokens of a shard: 128 MB."""
-JOURNAL_BYTES = 1 << 26
-"""Size of a file of lines above which its lines are moved into a part."""
+BATCH_BYTES = 1 << 26
+"""Bytes of lines that become columns together."""
 
 logger = logging.getLogger("draftheads")
 
@@ -189,7 +191,6 @@ class _Manifest(_Section):
     complete: bool
     counts: Counts
     seed: int | None = None
-    threads: Annotated[int, Field(ge=1)] | None = None
     text: dict[str, str] = {}
     digest: str = ""
     shards: list[_File] = []
@@ -261,7 +262,6 @@ def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) ->
         "prompts": prompts,
         "complete": False,
         "counts": {},
-        "threads": torch.get_num_threads(),
         "versions": versions,
         **more,
     }
@@ -313,9 +313,6 @@ def check(folder: str | Path) -> Counts:
     manifest = read_manifest(folder)
     verify(folder, manifest)
     shards, _ = open_shards(folder)
-    for shard in shards:
-        if shard.tokens_N.min(initial=0) < 0:
-            raise ValueError(f"{shard.path or folder}: expected token ids, got a negative one")
     if has_shards(manifest) and (actual := digest(shards)) != manifest["digest"]:
         raise ValueError(
             f"{folder}: expected data of digest {manifest['digest']}, got {actual}; {REPAIR}"
@@ -389,9 +386,8 @@ def journals(folder: str | Path) -> list[Path]:
 
 
 def columns(folder: str | Path) -> list[Path]:
-    """The files of columns of a folder, parts last."""
-    paths = [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: path.name.startswith("part-"))
+    """The files of columns of a folder."""
+    return [path for path in sorted(Path(folder).iterdir()) if COLUMNS.fullmatch(path.name)]
 
 
 def read_ids(folder: str | Path, manifest: Manifest) -> Sequence[str]:
@@ -412,25 +408,18 @@ def ids_file(folder: str | Path, manifest: Manifest) -> Path:
     return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
 
 
-def answered(folder: str | Path, ids: Sequence[str]) -> Array:
-    """Indices of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
-    names: list[str] = []
+def answered(folder: str | Path, ids: Sequence[str]) -> list[int]:
+    """Places of the prompts in `ids` that have a record, ascending. Lines are not parsed."""
+    names = set[str]()
     for path in journals(folder):
         for number, line in _lines(path):
             start = ID.match(line)  # much faster than parsing the whole line
             if start is None:
                 raise _damaged(path, number, line)
-            names.append(start[1].decode())
-    stored = [read_batch(path)["id"] for path in columns(folder)]
-    places = _places(pa.chunked_array([*stored, pa.array(names, pa.string())]), ids)
-    return np.unique(places[places >= 0])
-
-
-def _places(names: pa.ChunkedArray, ids: Sequence[str]) -> Array:
-    """Index in `ids` of each name, or -1."""
-    places = pc.index_in(names, value_set=pa.array(ids, pa.string()))
-    indices: Array = places.fill_null(-1).to_numpy()
-    return indices
+            names.add(start[1].decode())
+    for path in columns(folder):
+        names.update(read_batch(path)["id"].to_pylist())
+    return [place for place, name in enumerate(ids) if name in names]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -451,7 +440,7 @@ def _parse(path: Path) -> Iterator[pa.RecordBatch]:
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise _damaged(path, number, line) from error
         size += len(line)
-        if size > JOURNAL_BYTES:
+        if size > BATCH_BYTES:
             yield to_batch(rows)
             rows = []
             size = 0
@@ -473,25 +462,6 @@ def is_open(path: Path) -> bool:
     return lock is None
 
 
-def compact(path: Path) -> None:
-    """Move the lines of a file into parts. Killed in between, it leaves them in both."""
-    stem = path.stem.replace("answers", "part")
-    first = sum(part.name.startswith(stem) for part in columns(path.parent))
-    for number, batch in enumerate(_parse(path), start=first):
-        write_batch(path.with_name(f"{stem}-{number:05d}.arrow"), batch)
-    _sync(path.parent)
-    os.truncate(path, 0)
-
-
-def _sync(folder: Path) -> None:
-    """Flush the names of a folder's files to disk, which Windows does by itself."""
-    if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
 class _Contents:
     """All rows of a folder: in columns, some of them mapped from files.
 
@@ -502,21 +472,19 @@ class _Contents:
 
     def __init__(self, batches: Iterable[pa.RecordBatch], ids: Sequence[str]) -> None:
         self._table = pa.Table.from_batches(batches, SCHEMA)
-        names = self._table["id"]
         follows = self._table["follows"].to_numpy()
         starts = np.flatnonzero(~follows)
-        sizes = np.diff(np.append(starts, len(follows)))
-        others = names.filter(pa.array(_places(names, ids) < 0)).unique().to_pylist()
-        places, records = np.unique(_places(names, [*ids, *others])[starts], return_index=True)
+        stops = np.append(starts, len(follows))[1:]
+        first: dict[str, int] = {}
+        for record, name in enumerate(self._table["id"].take(pa.array(starts)).to_pylist()):
+            first.setdefault(name, record)
 
-        def rows(chosen: Array) -> Array:
-            first = starts[chosen]
-            size = sizes[chosen]
-            numbers: Array = np.arange(size.sum()) + np.repeat(first - (size.cumsum() - size), size)
-            return numbers
+        def rows(records: Iterable[int]) -> Array:
+            spans = [np.arange(starts[record], stops[record]) for record in records]
+            return np.concatenate([np.zeros(0, np.int64), *spans])
 
-        self._asked = rows(records[places < len(ids)])
-        self.others = rows(records[places >= len(ids)])
+        self._asked = rows([first.pop(name) for name in ids if name in first])
+        self.others = rows(first.values())
         has_answer = self._table["turns"].to_numpy()[self._asked] > 0
         self.documents = self._asked[has_answer]
         self.refused = self._asked[~has_answer]
@@ -584,8 +552,9 @@ def _locked(folder: Path) -> Iterator[None]:
     lock = _lock(path)
     if lock is None:
         logger.warning(
-            "%s: %s has it; waiting for at most %.0f minutes; end that one, or give another folder",
-            *(folder, _holder(_lock_file(path)), LOCK_SECONDS / 60),
+            "%s: another process has it; waiting for at most %.0f minutes; end that one, or give "
+            "another folder",
+            *(folder, LOCK_SECONDS / 60),
         )
         lock = _lock(path, LOCK_SECONDS)
     if lock is None:
@@ -604,26 +573,12 @@ def _lock(path: Path, seconds: float = PROBE_SECONDS) -> FileLock | None:
     one has had it for this long. The lock is a file beside the path, which all can still read on
     Windows.
     """
-    lock = FileLock(_lock_file(path), thread_local=False)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), thread_local=False)
     try:
         lock.acquire(timeout=seconds)
     except Timeout:
         return None
     return lock
-
-
-def _lock_file(path: Path) -> Path:
-    return path.with_name(f".{path.name}.lock")
-
-
-def _holder(lock: Path) -> str:
-    """The process of this machine that has a file open, for people."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # of another user, or gone
-            names = [each.path for each in process.open_files()]
-            if str(lock.resolve()) in names and process.pid != os.getpid():
-                return f"process {process.pid}"
-    return "another process"
 
 
 def _unlock(lock: FileLock | None) -> None:
@@ -648,8 +603,7 @@ def finished(folder: Path, manifest: Manifest) -> bool:
 def finish(folder: Path, manifest: Manifest) -> Counts:
     """Count the answers and write the manifest; if none is missing, bring all into shards.
 
-    manifest: of the folder; counts and shards are written into it. All processes of a launch may
-    call this when they end: they take turns, and those that come later see the result.
+    manifest: of the folder; counts and shards are written into it.
     """
     with _locked(folder):
         if finished(folder, manifest):
@@ -691,9 +645,9 @@ def _store(folder: Path, manifest: Manifest, contents: _Contents) -> None:
         path = folder / f"rest-{ids.hexdigest()[:16]}.arrow"
         write_batch(path, batch)
         rest.append(_entry(path, Shard(batch)))
-    _sync(folder)
     manifest |= {"digest": name, "shards": entries, "rest": rest}
-    _write_card(folder / CARD, manifest)
+    if not (folder / CARD).exists():
+        write_text(folder / CARD, CARD_TEXT.format(name=manifest["target"]["name"]))
     write_manifest(folder, manifest)
 
 
@@ -717,86 +671,46 @@ def _entry(path: Path, shard: Shard) -> Entry:
     }
 
 
-def _write_card(path: Path, manifest: Manifest) -> None:
-    """Write what `datasets` and the Hub need to read the shards, and what they hold. Of a card that
-    exists only our own part is replaced; a README without it is not ours and stays as it is.
-    """
-    counts = manifest["counts"]
-    name = manifest["target"]["name"]
-    text = (
-        f"{counts['documents']:,} documents, {counts['tokens']:,} tokens, "
-        f"{counts['learned_tokens']:,} of them written by the model, to train draft heads on. "
-        "`learn` holds the half-open spans of `tokens` that the model wrote; manifest.json says "
-        "how they were made."
-    )
-    ours = f"{BEGIN}\n{text}\n{END}"
-    pattern = f"answers-{manifest['digest']}-*.arrow"
-    if path.exists():
-        old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        before, begin, rest = old.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not (begin and end):
-            logger.warning("%s is not a data card of ours: left as it is", path)
-            return
-        before = re.sub(r"answers-[0-9a-f]{16}-\*\.arrow", pattern, before)
-        write_text(path, before + ours + after)
-        return
-    facts = f"configs:\n- config_name: default\n  data_files: {pattern}\ntags:\n- draftheads\n"
-    write_text(path, f"---\n{facts}---\n\n# Answers of {name}\n\n{ours}\n")
-
-
 class Journal:
     """The answer file of one process, open for appending; a context manager.
 
-    A line survives the process as soon as it is appended, and the machine as soon as it is synced,
-    which at most one append per second waits for.
+    A line survives the process as soon as it is appended, and the machine as soon as the system has
+    written it to disk. others: processes that were still writing to the folder when this one left.
 
     Raises OSError for a folder that cannot be written, and ValueError if another launch writes to
-    it.
+    the same file.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
         self._path = folder / f"answers-{rank:05d}-of-{world:05d}.jsonl"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+b")
-            self._lock = _lock(self._path)
-        except OSError as error:
-            raise OSError(
-                f"--out: expected a folder that can be written, got {folder} ({error.strerror}); "
-                "give another one"
-            ) from error
-        launched = f"-of-{world:05d}.jsonl"
-        others = [path for path in journals(folder) if not path.name.endswith(launched)]
-        if self._lock is None or any(map(is_open, others)):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+b")
+        self._lock = _lock(self._path)
+        if self._lock is None:
             self._file.close()
-            _unlock(self._lock)
             raise ValueError(
                 f"{folder}: expected to be the only launch that writes to it, found another one; "
                 "wait for it, or give another --out"
             )
         self._file.seek(0)
         self._file.truncate(sum(len(line) for line in self._file if line.endswith(b"\n")))
-        self._synced = 0.0
+        self.others = 0
 
     def append(self, records: Iterable[Record]) -> None:
-        """Write lines; the file stays small."""
+        """Write lines."""
         try:
             self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
             self._file.flush()
-            if time.monotonic() > self._synced + SYNC_SECONDS:
-                os.fsync(self._file.fileno())
-                self._synced = time.monotonic()
         except OSError as error:
             raise write_error(self._path, error) from error
-        if self._file.tell() > JOURNAL_BYTES:
-            compact(self._path)
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, fault: object, *_: object) -> None:
-        # what was not written is written once more, and must not hide that it could not be
-        with suppress(OSError) if fault else naming(self._path), self._file:
-            os.fsync(self._file.fileno())
-        _unlock(self._lock)
+        with _locked(self._path.parent):  # so that one process of a launch is the last
+            # what was not written is written once more, and must not hide that it could not be
+            with suppress(OSError) if fault else naming(self._path), self._file:
+                os.fsync(self._file.fileno())
+            _unlock(self._lock)
+            self.others = sum(map(is_open, journals(self._path.parent)))

@@ -16,17 +16,14 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
@@ -50,32 +47,25 @@ from draftheads.train.data.answers import (
     finish,
     finished,
     ids_file,
-    is_open,
     journals,
     new_manifest,
     read_manifest,
     set_aside,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, check_tools, turns_of
+from draftheads.train.data.conversation import Conversation, check_tools
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
 from draftheads.train.features.foreign import open_foreign
-from draftheads.train.launch import PATIENCE, check_environment
+from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
 
 MANY_CUT = 0.2
 """Share of documents cut by length above which the report gives advice."""
-WINDOW = 16
-"""Batches of prompts that are ordered by length together."""
 PROBE = "It's 1,234.5  \n\tna\u00efve \u6771\u4eac \u041f\u0440\u0438 \U0001f642 def f(x):\n  x**2"
 """A text that tokenizers divide in many ways."""
-QUESTION = {"role": "user", "content": "Hello"}
-PROBED = 64
-"""Conversations that a chat template is tried on, if it refuses a plain question."""
 MAX_LOST_BATCHES = 3
 """Consecutive batches of prompts without any answer after which the cause is not the prompts."""
 MAX_EMPTY = 8
@@ -116,7 +106,6 @@ class DistillOptions(AnswerSampling):
 
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
-    max_turns: int | None = Field(None, ge=1)  # user turns asked per conversation
     template_args: dict[str, Any] = {}  # chat template variables
     reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
     source: str = ""  # where the prompts came from; for the manifest
@@ -135,13 +124,12 @@ class DistillReport:
     others: int = 0  # processes of this launch that were still answering
 
     def __str__(self) -> str:
+        lines = self._lines()
         if self.others:
             lines = [
                 f"{self.out}: this process has no more prompts, {self.others} still answer theirs; "
                 "the last one reports"
             ]
-        else:
-            lines = self._lines()
         if self.missing:
             lines.append(
                 f"the server failed on {self.missing} prompts; run the same command again to retry"
@@ -177,11 +165,7 @@ class EmptyAnswer(OSError):
 
 
 class Answerer(ABC):
-    """Answers prompts. context: length of prompt and answer in tokens. window: batches of
-    conversations that it wants to see at once.
-    """
-
-    window = 1
+    """Answers prompts. context: length of prompt and answer in tokens."""
 
     def __init__(self, side: Target | TextSide, context: int) -> None:
         self.side = side
@@ -192,10 +176,8 @@ class Answerer(ABC):
         """The manifest's entry for the target."""
 
     @abstractmethod
-    def answer(
-        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
-    ) -> Generator[Answered]:
-        """Answer all turns of the batches' conversations, in place.
+    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
+        """Answer all turns of the conversations, in place.
 
         Yields finished conversations, with the last error of a prompt that could not be answered,
         or None. Conversations that failed for a reason other than their prompt are not yielded.
@@ -207,8 +189,6 @@ class LocalAnswerer(Answerer):
 
     rows: prompts answered together.
     """
-
-    window = WINDOW
 
     def __init__(self, engine: Speculator, rows: int = 32) -> None:
         super().__init__(engine.target, engine.target.context)
@@ -226,22 +206,23 @@ class LocalAnswerer(Answerer):
             "dtype": dtype_name(target.model.dtype),
         }
 
-    def answer(
-        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
-    ) -> Generator[Answered]:
+    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
         accept = seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
         batch = ContinuousBatch(self._engine, accept, self._rows)
         asking: dict[Request, Conversation] = {}
-        more = deque[Conversation]()  # whose next turn is asked
+        asked = deque[Conversation]()  # with their next question
         ended: list[Conversation] = []  # without an answer
-        new = _by_length(batches, ended)
+        new = iter(rows)
 
         def take() -> Request | None:
-            row = more.popleft() if more else next(new, None)
-            if row is None:
-                return None
+            while not asked:
+                row = next(new, None)
+                if row is None:
+                    return None
+                (asked if row.ask() else ended).append(row)
+            row = asked.popleft()
             room = self.context - len(row.tokens)
             request = Request(row.tokens, min(limit, room), sampling.seed_of(row))
             asking[request] = row
@@ -252,7 +233,7 @@ class LocalAnswerer(Answerer):
             if error is None:
                 row.answer(ids)
                 if row.ask():
-                    more.append(row)
+                    asked.append(row)
                     continue
             else:  # this prompt is lost, the run is not
                 reason = str(error).splitlines()[0][:200]
@@ -262,89 +243,6 @@ class LocalAnswerer(Answerer):
                 yield ended[:], None
                 ended.clear()
         yield ended, None
-
-
-def _by_length(
-    windows: Iterable[list[Conversation]], ended: list[Conversation]
-) -> Iterator[Conversation]:
-    """The conversations with their first question, those of each window by length, so that prompts
-    of similar length are read together. Those that cannot be asked are added to `ended`.
-    """
-    for number, window in enumerate(windows):
-        asked = [(row.ask(), row) for row in window]
-        ended += [row for can, row in asked if not can]
-        rows = [row for can, row in asked if can]
-        # longest first, then shortest first: at the border both are equally long
-        yield from sorted(rows, key=lambda row: len(row.tokens), reverse=number % 2 == 0)
-
-
-@dataclass
-class Claims:
-    """Divides the prompts among the processes of a launch: each claims as many as it can soon
-    answer, fewer towards the end, so that all end together.
-
-    Processes without a launcher's address divide them evenly beforehand. Without torchrun's agent
-    the first process serves the claims, so it waits for the others, as long as one of them lives.
-    folder: where each process has a journal open. Raises ConnectionError if a process is gone.
-    """
-
-    total: int
-    most: int
-    rank: int
-    world: int
-    folder: Path
-
-    def __post_init__(self) -> None:
-        self._store: Store | None = None
-        if self.world > 1 and "MASTER_ADDR" in os.environ:
-            meeting = rendezvous("env://", self.rank, self.world, timeout=PATIENCE)
-            with self._others_lost():
-                self._store, _, _ = next(meeting)
-
-    def __iter__(self) -> Iterator[range]:
-        if self._store is None:
-            size = min(self.most, -(-self.total // self.world))
-            for start in range(self.rank * size, self.total, self.world * size):
-                yield range(start, min(start + size, self.total))
-            return
-        start = 0
-        while start < self.total:
-            size = min(self.most, max(1, (self.total - start) // (2 * self.world)))
-            with self._others_lost():
-                start = self._store.add("claimed", size) - size
-            yield range(start, min(start + size, self.total))
-
-    def close(self) -> int:
-        """Wait for the others, if they claim from this process. Returns how many of them were still
-        at work; 0 if that is not known.
-        """
-        if self._store is None:
-            return 0
-        with self._others_lost():
-            ended = self._store.add("ended", 1)
-        others = self.world - ended
-        serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        while serves and ended < self.world:
-            time.sleep(1)
-            living = sum(map(is_open, journals(self.folder))) - 1
-            ended = self._store.add("ended", 0)
-            if ended + living < self.world and not living:
-                raise self._lost(f"{ended} that ended their share, the others were killed")
-        return others
-
-    @contextmanager
-    def _others_lost(self) -> Iterator[None]:
-        try:
-            yield
-        except DistError as error:
-            reason = " ".join(str(error).split())[:120]
-            raise self._lost(f"no connection to process 0 ({reason})") from error
-
-    def _lost(self, found: str) -> ConnectionError:
-        return ConnectionError(
-            f"expected {self.world} processes to share the prompts, got {found}; run the same "
-            "command again to resume"
-        )
 
 
 def distill(
@@ -358,29 +256,24 @@ def distill(
     a KeyboardInterrupt everything answered so far is kept.
     """
     started = time.monotonic()
-    if prompts and not isinstance(prompts[0], Prompt):
-        raise TypeError(f"expected prompts, as of read_prompts, got {prompts[0]!r:.80}")
     check_environment(os.environ, has_gpu=torch.cuda.is_available())
     answerer = target
     if not isinstance(answerer, Answerer):
-        engine = Speculator(answerer)
-        answerer = LocalAnswerer(engine, options.batch_size)
+        answerer = LocalAnswerer(Speculator(answerer), options.batch_size)
     renderer = PromptRenderer(answerer.side, options.template_args)
     check_tools(renderer, (prompt.messages for prompt in prompts))
-    _check_template(renderer, prompts, answerer.side.name)
     names, sha256 = _identify(prompts)
     origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
     manifest = _begin(origin, names, sha256, options)
     missing = set[int]()
     others = 0
-    if finished(options.out, manifest):
-        counts = finish(options.out, manifest)
-    else:
+    if not finished(options.out, manifest):
         with Journal(options.out, *_launched()) as journal:
             write_text(ids_file(options.out, manifest), "".join(f"{name}\n" for name in names))
             write_manifest(options.out, manifest)
-            missing, others = _answer(answerer, renderer, prompts, names, options, journal)
-            counts = finish(options.out, manifest)
+            missing = _answer(answerer, renderer, prompts, names, options, journal)
+        others = journal.others
+    counts = Counts() if others else finish(options.out, manifest)
     complete = manifest["complete"]
     seconds = time.monotonic() - started
     report = DistillReport(
@@ -402,44 +295,36 @@ def _answer(
     names: Sequence[str],
     options: DistillOptions,
     journal: Journal,
-) -> tuple[set[int], int]:
+) -> set[int]:
     """Store the answers to this process's part of the prompts that have none; returns the places
-    of those that its server failed on, and how many other processes were still answering.
+    of those that its server failed on.
     """
     rank, world = _launched()
-    stored = set(answered(options.out, names).tolist())
-    claims = Claims(len(prompts), options.batch_size * answerer.window, rank, world, options.out)
-    missing = set[int]()
-
-    def conversation(place: int) -> Conversation:
-        return Conversation(
+    stored = set(answered(options.out, names))
+    mine = [place for place in range(rank, len(prompts), world) if place not in stored]
+    missing = set(mine)
+    rows = (
+        Conversation(
             prompts[place],
             renderer,
             answerer.context,
-            turns_of(prompts[place])[: options.max_turns],
-            options.reasoning,
-            names[place],
+            reasoning=options.reasoning,
+            name=names[place],
         )
-
-    def conversations(places: range) -> list[Conversation]:
-        mine = [place for place in places if place not in stored]
-        missing.update(mine)
-        return [conversation(place) for place in mine]
-
-    left = -(-(len(prompts) - len(stored)) // world)
+        for place in mine
+    )
     patience = MAX_LOST_BATCHES * options.batch_size
     if not stored:
-        patience = max(1, min(patience, left))
-    rows = filter(None, map(conversations, claims))
+        patience = max(1, min(patience, len(mine)))
     answers = answerer.answer(rows, options)
-    bar = progress_bar(total=left, desc="distill", unit="prompt", disable=rank > 0)
+    bar = progress_bar(total=len(mine), desc="distill", unit="prompt", disable=rank > 0)
     try:
         with bar, closing(answers):
             _store(answers, journal, missing, patience, bar)
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
-    return missing, claims.close()
+    return missing
 
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
@@ -454,28 +339,6 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names, together.hexdigest()
-
-
-def _check_template(renderer: PromptRenderer, prompts: Sequence[Prompt], name: str) -> None:
-    """Raises ValueError for a chat template that renders neither a plain question nor any of the
-    first conversations: it is broken, and the prompts are not.
-    """
-    talks = islice((prompt for prompt in prompts if prompt.messages), PROBED)
-    turns = [turns_of(prompt)[0] for prompt in talks]
-    if not turns:
-        return
-    refusal: Exception | None = None
-    for turn in [[QUESTION], *turns]:
-        try:
-            renderer.text(turn)
-            return
-        except Exception as error:  # templates are programs: they raise what they like
-            refusal = refusal or error
-    raise ValueError(
-        f"{name}: expected a chat template that renders conversations, got one that fails for a "
-        f"plain question ({type(refusal).__name__}: {refusal}); mend it in the target's folder, or "
-        "set what it needs with --template-args"
-    ) from refusal
 
 
 def _text_identity(renderer: PromptRenderer) -> dict[str, str]:
@@ -587,14 +450,11 @@ def _store(
     Raises the answerer's error after `patience` consecutive prompts without an answer. Their lines
     are not written, as these prompts are not the cause.
     """
-    started = time.monotonic()
-    learned = 0
     lost = 0
     held = list[Record]()
     for conversations, error in answers:
         new = [row for row in conversations if row.prompt.index in missing]
-        records = [row.record() for row in new]
-        held += records
+        held += [row.record() for row in new]
         if error is not None and not any(row.has_text for row in conversations):
             lost += len(conversations)
             if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
@@ -604,9 +464,5 @@ def _store(
             lost = 0
             held = []
         missing.difference_update(row.prompt.index for row in new)
-        documents = [document for record in records for document in documents_of(record)]
-        learned += sum(end - start for each in documents for start, end in each["learn"])
-        speed = learned / (time.monotonic() - started)
-        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
         bar.update(len(new))
     journal.append(held)

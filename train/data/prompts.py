@@ -21,7 +21,6 @@ In any layout, `category` may name the kind of a prompt. Errors name the record:
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import itertools
 import json
@@ -31,10 +30,11 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
 from draftheads.recipes import FOLDER, packaged
 
@@ -69,17 +69,7 @@ KeepOrDrop = Literal["keep", "drop"]
 
 
 class EmptyPromptError(ValueError):
-    """A record without a question."""
-
-
-@dataclass(frozen=True)
-class Hub:
-    """How a Hub data set is read. streaming: download only the records that are used; default: if
-    a limit is given.
-    """
-
-    split: str | None = None  # default: that of one of SETS, else "train"
-    streaming: bool | None = None
+    """A record without a question, which is left out."""
 
 
 @dataclass(frozen=True)
@@ -104,31 +94,27 @@ class _Parts:
     tools: bool
     answers: bool = False
     reasoning: bool = True
-    left_out: Counter[str] = field(default_factory=Counter)  # content that is not text, by type
+    left_out: Counter[str] = field(default_factory=Counter)  # what is not text, or empty, by type
 
 
 def read_prompts(
     source: str | Path,
     *,
-    hub: Hub | None = None,
+    split: str | None = None,
     limit: int | None = None,
-    prompt_words: int | None = None,
-    skip_empty: bool = False,
     tools: KeepOrDrop = "drop",
 ) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
-    limit: read at most this many. prompt_words: one prompt per line of plain text, cut to its first
-    words. skip_empty: skip records without a question. tools: "keep" tool calls and results as
-    context. Raises ValueError, naming the record, and if there are none.
+    Records without a question are left out and counted. split: of a Hub data set; default: that of
+    one of SETS, else "train". limit: read at most this many; of a Hub data set no more is
+    downloaded then. tools: "keep" tool calls and results as context. Raises ValueError, naming the
+    record, and if there are none.
     """
-    for name, value in (("limit", limit), ("prompt_words", prompt_words)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: expected a positive number, got {value}")
-    records = _records(source, hub or Hub(), limit, by_line=prompt_words is not None)
-    prompts = []
-    for where, prompt in _parsed(records, _Parts(tools == "keep"), limit, skip_empty):
-        prompts.append(prompt if prompt_words is None else _shortened(where, prompt, prompt_words))
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit: expected a positive number, got {limit}")
+    records = _records(source, split, limit)
+    prompts = [prompt for _, prompt in _parsed(records, _Parts(tools == "keep"), limit)]
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
@@ -136,34 +122,23 @@ def read_prompts(
     return prompts
 
 
-def _shortened(where: str, prompt: Prompt, words: int) -> Prompt:
-    """The first words of a plain text, with the space between them."""
-    if prompt.text is None:
-        raise ValueError(
-            f"{where}: expected plain text for --prompt-words to cut, got a conversation; "
-            'omit the option, or give {"text": ...} records'
-        )
-    first = itertools.islice(re.finditer(r"\S+", prompt.text), words)
-    return replace(prompt, text=prompt.text[: max(word.end() for word in first)])
-
-
 def read_conversations(
     source: str | Path,
     *,
-    hub: Hub | None = None,
+    split: str | None = None,
     limit: int | None = None,
     tools: KeepOrDrop = "keep",
     reasoning: KeepOrDrop = "keep",
 ) -> list[Messages]:
     """Read conversations up to their last answer; those without an answer are left out.
 
-    hub, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
+    split, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
     answers. Raises ValueError, naming the record.
     """
     parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
-    records = _records(source, hub or Hub(), limit, by_line=False)
+    records = _records(source, split, limit)
     conversations = []
-    for where, prompt in _parsed(records, parts, limit, skip_empty=True):
+    for where, prompt in _parsed(records, parts, limit):
         if prompt.messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
         conversations.append(prompt.messages)
@@ -185,56 +160,55 @@ def check_source(source: str | Path) -> Path:
     if path.parent.is_dir():
         files = [other.name for other in path.parent.iterdir() if other.is_file()]
     sets = [] if "/" in str(source) else [*SETS, *PACKAGED]  # openai/gsm8k is a data set itself
-    near = difflib.get_close_matches(path.name, [*files, *sets], n=1)
-    named = re.fullmatch(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?", str(source))
+    near = suggestion(path.name, [*files, *sets])
+    named = HUB_ID.fullmatch(re.sub(r":[\w.-]+$", "", str(source)))
     in_folder = "/" in str(source) and path.parent.is_dir()
     if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
         return path
     hint = "check the path, or give a Hub data set as owner/name"
     if near:
-        hint = f"did you mean {path.parent / near[0]}?"
+        hint = f"did you mean {path.parent / near}?"
     raise ValueError(
         f"{source or 'empty name'}: expected a file, a folder or a Hub data set, found none; {hint}"
     )
 
 
-def _records(source: str | Path, hub: Hub, limit: int | None, by_line: bool) -> Records:
-    """Yield (place, record). by_line: each line of plain text is a record, not each paragraph."""
+def _records(source: str | Path, split: str | None, limit: int | None) -> Records:
+    """Yield (place, record)."""
     path = check_source(source)
     if path.is_file():
-        yield from _file_records(path, by_line)
+        yield from _file_records(path)
     elif path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if _has_prompts(file, path)]
+        files = []
+        for file in sorted(path.rglob("*")):
+            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            is_about = file.stem.upper().startswith(("README", "LICENSE"))
+            is_ours = file.name.lower().endswith(SUFFIXES) and file.is_file()
+            if is_ours and not (is_about or is_hidden):
+                files.append(file)
         if not files:
             raise ValueError(
                 f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
                 "give the folder that has them"
             )
         for file in files:
-            yield from _file_records(file, by_line)
+            yield from _file_records(file)
     else:
-        yield from _hub_records(str(source), hub, limit)
+        yield from _hub_records(str(source), split, limit)
 
 
-def _has_prompts(path: Path, folder: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    about = path.stem.upper().startswith(("README", "LICENSE"))
-    return path.is_file() and path.name.lower().endswith(SUFFIXES) and not (about or hidden)
-
-
-def _hub_records(source: str, hub: Hub, limit: int | None) -> Records:
+def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
     with extras():
         import datasets  # slow, and optional
 
     name, _, config = source.partition(":")
     choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
-    split = hub.split or choice["split"]
-    streaming = limit is not None if hub.streaming is None else hub.streaming
+    split = split or choice["split"]
     failures: tuple[type[Exception], ...] = (FileNotFoundError, ConnectionError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
         with extras():  # a file at a URL needs aiohttp
-            rows = datasets.load_dataset(**choice | {"split": split}, streaming=streaming)
+            rows = datasets.load_dataset(**choice | {"split": split}, streaming=limit is not None)
         for number, record in enumerate(rows, start=1):
             yield f"{source} [{split}] record {number}", record
     except failures as error:
@@ -244,12 +218,12 @@ def _hub_records(source: str, hub: Hub, limit: int | None) -> Records:
         ) from error
 
 
-def _file_records(path: Path, by_line: bool) -> Records:
+def _file_records(path: Path) -> Records:
     suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
     if suffix is None:
         raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
-        yield from _texts(path, by_line) if suffix in TEXTS else READERS[suffix](path)
+        yield from READERS[suffix](path)
     # gzip, codecs and pyarrow do not name the file
     except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
         if str(path) in str(e):
@@ -260,10 +234,10 @@ def _file_records(path: Path, by_line: bool) -> Records:
         ) from e
 
 
-def _texts(path: Path, by_line: bool) -> Records:
+def _paragraphs(path: Path) -> Records:
     text = path.read_text(encoding="utf-8-sig").lstrip()
     parts = re.split(r"\n(?:[ \t]*\n)+", text)
-    if by_line or len(parts) == 1:
+    if len(parts) == 1:
         parts = text.split("\n")
     for number, part in enumerate(filter(str.strip, parts), start=1):
         yield f"{path} prompt {number}", {"text": part.strip()}
@@ -316,15 +290,14 @@ READERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": _json_lines,
     ".jsonl.gz": _json_lines,
     ".parquet": _table_rows,
+    ".txt": _paragraphs,
+    ".md": _paragraphs,
 }
 """By the end of a file's name: its records."""
-TEXTS = (".txt", ".md")
-SUFFIXES = (*READERS, *TEXTS)
+SUFFIXES = tuple(READERS)
 
 
-def _parsed(
-    records: Records, parts: _Parts, limit: int | None, skip_empty: bool
-) -> Iterator[tuple[str, Prompt]]:
+def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tuple[str, Prompt]]:
     """Yield (place, prompt), `limit` at most; then log what was left out."""
     number = 0
     for where, record in records:
@@ -334,8 +307,7 @@ def _parsed(
             category = category if isinstance(category, str) else None
             json.dumps([messages, text, category], ensure_ascii=False).encode()
         except EmptyPromptError:
-            if not skip_empty:
-                raise
+            parts.left_out["empty records"] += 1
             continue
         except (TypeError, UnicodeError) as error:  # such as "\ud83d", half a character
             raise ValueError(
@@ -366,7 +338,9 @@ def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str
     if layout == "text":
         return None, _question(where, turns, parts)
     if layout == "instruction":
-        turns = [_instruction(where, record, parts)]
+        extra = _text(f"{where}, input", record.get("input") or "", parts)
+        task = _question(where, turns, parts)
+        turns = [f"{task}\n\n{extra}" if extra.strip() else task]
     elif layout in ("prompt", "question") and isinstance(turns, str):
         turns = [turns]
     if not isinstance(turns, list):
@@ -376,12 +350,6 @@ def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str
     if system.strip() and messages[0]["role"] != "system":
         messages = ({"role": "system", "content": system}, *messages)
     return messages, None
-
-
-def _instruction(where: str, record: Message, parts: _Parts) -> str:
-    task = _question(where, record["instruction"], parts)
-    extra = _text(f"{where}, input", record.get("input") or "", parts)
-    return f"{task}\n\n{extra}" if extra.strip() else task
 
 
 def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
@@ -406,9 +374,7 @@ def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
     while messages and messages[-1]["role"] not in last:
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
-        raise EmptyPromptError(
-            f"{where}: expected a user turn, found none; remove the record, or pass --skip-empty"
-        )
+        raise EmptyPromptError
     return tuple(messages)
 
 
@@ -496,10 +462,7 @@ def _call(call: Message) -> Message:
 def _question(where: str, value: Any, parts: _Parts) -> str:
     text = _text(where, value, parts)
     if not text.strip():
-        raise EmptyPromptError(
-            f"{where}: expected a question, got an empty string; remove the record, or pass "
-            "--skip-empty"
-        )
+        raise EmptyPromptError
     return text
 
 

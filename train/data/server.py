@@ -12,15 +12,12 @@ number of times; errors that a retry cannot fix are raised at once.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import logging
-import random
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -46,12 +43,8 @@ BUSY = {408, 425, 429}
 """HTTP statuses below 500 that a retry may fix."""
 REFUSED = {400, 413, 422}
 """HTTP statuses about one prompt; all others below 500 are about all prompts."""
-LONGEST_PAUSE = 60.0
-LONGEST_RETRY_AFTER = 600.0
-"""Seconds before a retry: by our own schedule, and as requested by the server."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
-URL_SAFE = str.maketrans("+/", "-_")  # base64 of addresses
 VARIANT = re.compile(r"(\.gguf|:latest|[-@]\d{4}-?\d{2}-?\d{2})+$")
 """What servers and proxies append to the name of a model that stays the same."""
 GIVE_UP = 10
@@ -61,11 +54,7 @@ logger = logging.getLogger("draftheads")
 
 
 class ServerError(OSError):
-    """An error that every other request would meet, too. wait: seconds before a retry, if the
-    server asks for some.
-    """
-
-    wait = 0.0
+    """An error that every other request would meet, too."""
 
 
 class PromptRefused(ServerError):
@@ -160,9 +149,7 @@ class ServedTarget(Answerer):
             "server": {"urls": urls, "model": self.model, "context": self.context},
         }
 
-    def answer(
-        self, batches: Iterable[list[Conversation]], sampling: AnswerSampling
-    ) -> Generator[Answered]:
+    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
         What a server fails or refuses to answer goes to the others. A server is dropped if it is
@@ -172,7 +159,7 @@ class ServedTarget(Answerer):
         if sampling.temperature > 0:
             for server in self.servers:
                 server.warn_of_speculation()
-        work = _Work(self.servers, self._concurrency, chain.from_iterable(batches))
+        work = _Work(self.servers, self._concurrency, rows)
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self.servers}
 
@@ -181,9 +168,15 @@ class ServedTarget(Answerer):
 
             try:
                 while ended := runner.run(work.next_ended(converse)):
-                    for asked in ended:
-                        if work.is_done(asked):
-                            yield [asked.row], asked.error or self._emptiness(asked)
+                    for asked in filter(work.is_done, ended):
+                        error: OSError | None = asked.error
+                        if asked.row.answers and not asked.row.has_text:
+                            error = error or EmptyAnswer(
+                                f"{asked.server.url}: expected answers with text, got empty ones "
+                                "alone; ask the server for a completion by hand, then run the same "
+                                "command again"
+                            )
+                        yield [asked.row], error
             finally:
                 for task in work.pending:
                     task.cancel()
@@ -206,14 +199,6 @@ class ServedTarget(Answerer):
             asked.reason = str(error)
             advice = "check the server, then run the same command again to resume"
             asked.error = type(error)(f"{server.url}: {error}; {advice}")
-
-    def _emptiness(self, asked: _Asked) -> EmptyAnswer | None:
-        if asked.row.has_text or not asked.row.answers:
-            return None
-        return EmptyAnswer(
-            f"{asked.server.url}: expected answers with text, got empty ones alone; ask the server "
-            "for a completion by hand, then run the same command again"
-        )
 
     def request(self, prompt: Sequence[int], sampling: AnswerSampling, seed: str) -> dict[str, Any]:
         """The body that asks for one completion of token ids, with this seed."""
@@ -425,7 +410,6 @@ class Server:
         self.url = url
         self._options = options
         self._key = key
-        self._random = random.Random()  # leaves the caller's random state alone
         self._client: dict[str, Any] = {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
@@ -454,8 +438,7 @@ class Server:
                 if number == tries:
                     tried = f", tried {tries} times" if tries > 1 else ""
                     raise type(fault)(f"{fault}{tried}") from None
-                pause = min(LONGEST_PAUSE, self._options.pause * 2 ** (number - 1))
-                await asyncio.sleep(fault.wait + pause * self._random.uniform(0.5, 1.0))
+                await asyncio.sleep(self._options.pause * 2 ** (number - 1))
                 number += 1
 
     async def _attempt(self, client: Any, request: dict[str, Any]) -> ServedCompletion:
@@ -472,13 +455,7 @@ class Server:
             raise Unreachable(self._reason(error)) from None
         except httpx.HTTPError as error:
             raise ServerFault(self._reason(error)) from None
-        try:
-            return self._completion(response, request["max_tokens"])
-        except ServerFault as fault:
-            seconds = response.headers.get("retry-after", "")
-            if seconds.isdecimal():
-                fault.wait = min(float(seconds), LONGEST_RETRY_AFTER)
-            raise
+        return self._completion(response, request["max_tokens"])
 
     def _completion(self, response: Any, limit: int) -> ServedCompletion:
         """That of a response. Raises ServerError. limit: the tokens that were asked for."""
@@ -604,25 +581,15 @@ def _base_url(url: str) -> str:
 
 
 def without_secret(text: str, key: str) -> str:
-    """The text with *** for each word that holds the key or a longer part of it, also in base64 or
-    hexadecimal: servers quote what they refuse.
+    """The text with *** for each word that holds 8 characters of the key in a row, of a short key
+    half of it, at least 4: servers quote what they refuse.
     """
-    parts = _parts(key, len(key)) | _parts(key.encode().hex(), 2 * len(key))
-    for before in range(3):  # bytes before the key decide how base64 cuts it
-        encoded = base64.b64encode(bytes(before) + key.encode()).decode().rstrip("=")
-        own = encoded[-(-before * 4 // 3) : (before + len(key)) * 4 // 3]
-        parts |= _parts(own, len(own)) | _parts(own.translate(URL_SAFE), len(own))
+    size = min(len(key), max(4, min(8, len(key) // 2)))
+    starts = range(len(key) - size + 1) if size else ()
+    parts = {key[start : start + size].lower() for start in starts}
 
     def shown(word: re.Match[str]) -> str:
         is_secret = any(part in word[0].lower() for part in parts)
         return "***" if is_secret else word[0]
 
     return re.sub(r"\S+", shown, text)
-
-
-def _parts(text: str, length: int) -> set[str]:
-    """All parts, in small letters, that are too long to be shown: 8 characters, of short keys half,
-    at least 4.
-    """
-    size = min(length, max(4, min(8, length // 2)))
-    return {text[start : start + size].lower() for start in range(length - size + 1) if size}

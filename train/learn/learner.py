@@ -206,7 +206,8 @@ class UseLearner:
     def _train(self, lesson: Sequence[Answer]) -> Iterator[float]:
         """Optimizer steps over the lesson."""
         optim = self.source.optim
-        steps = max(1, sum(map(learned_of, lesson)) // STEP)
+        learned = sum(stop - start for answer in lesson for start, stop in answer.learn)
+        steps = max(1, learned // STEP)
         step = waiting = 0
         for number, answer in enumerate(lesson, start=1):
             for part in self._parts([answer], self._training):
@@ -218,24 +219,21 @@ class UseLearner:
                 loss.backward()
                 waiting += len(batch.learned())
             if waiting >= STEP or (waiting and number == len(lesson)):
-                rate = self._rate * learning_rate(optim, min(step, steps - 1), steps)
-                self._update(rate, waiting)
+                parameters = list(self._learner.trained().values())
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        parameter.grad /= waiting  # the mean over learned tokens
+                norm = nn.utils.clip_grad_norm_(parameters, optim.clip)
+                if norm.isfinite():
+                    rate = self._rate * learning_rate(optim, min(step, steps - 1), steps)
+                    for group in self._optimizer.param_groups:
+                        group["lr"] = rate
+                    self._optimizer.step()
+                self._optimizer.zero_grad()
                 self.tokens += waiting
-                step, waiting = step + 1, 0
+                step += 1
+                waiting = 0
                 yield 0.0
-
-    def _update(self, rate: float, learned: int) -> None:
-        """A step; the gradient is of the mean over learned tokens."""
-        parameters = list(self._learner.trained().values())
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad /= learned
-        norm = nn.utils.clip_grad_norm_(parameters, self.source.optim.clip)
-        if norm.isfinite():
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.step()
-        self._optimizer.zero_grad()
 
     def _decide(self) -> Iterator[float]:
         """Serve the trained head unless it is worse than the served one on held-out text."""
@@ -352,11 +350,6 @@ def is_apart(talk: Dialogue) -> bool:
 def answer_of(talk: Dialogue) -> Answer:
     """A document that learns its answers."""
     return Answer(talk.tokens.tolist(), talk.answers)
-
-
-def learned_of(answer: Answer) -> int:
-    """Tokens to learn of a document."""
-    return sum(stop - start for start, stop in answer.learn)
 
 
 def replay(

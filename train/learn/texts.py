@@ -49,16 +49,13 @@ class Dialogue:
 class Texts:
     """A store of at most `most_bytes`, whose texts are deleted after `keep_days`.
 
-    Raises OSError where nothing can be written, ValueError for limits that keep nothing.
+    Raises OSError where nothing can be written.
     """
 
     def __init__(self, folder: Path, *, most_bytes: int, keep_days: float) -> None:
-        if most_bytes < FILE_BYTES or keep_days <= 0:
-            raise ValueError(
-                f"expected room for {FILE_BYTES >> 20} MB of texts or more, and some days, got "
-                f"{most_bytes / 1e6:g} MB and {keep_days:g} days"
-            )
-        self.folder, self.most_bytes, self.keep_seconds = folder, most_bytes, keep_days * 86400
+        self.folder = folder
+        self.most_bytes = most_bytes
+        self.keep_seconds = keep_days * 86400
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.conversations: list[Dialogue] = []
         now = time.time()

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -76,19 +77,20 @@ class Versions:
 
     def adopt(self, write: Callable[[Path], None], point: Point) -> Path:
         """Serve a new version. write: its files into a folder. Versions that were taken back go."""
-        state, version = self.state, self.state.newest + 1
+        before = self.state.served
+        version = self.state.newest + 1
         with staged(self.path(version)) as folder:
             write(folder)
-        self._replace(State(version, version, (*state.points, point)[-POINTS:]))
-        earlier = [number for number in self._there() if number <= state.served]
+        self.note(point, served=version, newest=version)
+        earlier = [number for number in self._there() if number <= before]
         for number in self._there() - {version, *sorted(earlier)[-KEPT + 1 :]}:
             shutil.rmtree(self.path(number))
         return self.path(version)
 
-    def note(self, point: Point) -> None:
-        """Keep what was measured of a head that is not served."""
-        state = self.state
-        self._replace(State(state.served, state.newest, (*state.points, point)[-POINTS:]))
+    def note(self, point: Point, **versions: int) -> None:
+        """Keep what was measured. versions: fields of `State` that change with it."""
+        points = (*self.state.points, point)[-POINTS:]
+        self._replace(points=points, **versions)
 
     def rollback(self) -> int:
         """Serve the version before the served one that is still there, in the end the head that
@@ -101,7 +103,7 @@ class Versions:
                 "started from; there is nothing to go back to"
             )
         before = max((number for number in self._there() if number < served), default=0)
-        self._replace(State(before, self.state.newest, self.state.points))
+        self._replace(served=before)
         return before
 
     def _there(self) -> set[int]:
@@ -109,6 +111,6 @@ class Versions:
         names = [path.name[1:] for path in self.folder.glob("v*") if path.is_dir()]
         return {int(name) for name in names if name.isdecimal()}
 
-    def _replace(self, state: State) -> None:
-        self.state = state
-        write_text(self.folder / STATE, json.dumps(asdict(state), indent=2) + "\n")
+    def _replace(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+        write_text(self.folder / STATE, json.dumps(asdict(self.state), indent=2) + "\n")
