@@ -128,32 +128,6 @@ class ResidualBlock(Stateless):
         return x_MD
 
 
-class StackedHeads:
-    """Stacked copies of the weights of small heads: all depths in a handful of kernels."""
-
-    def __init__(self, blocks: nn.ModuleList, lm_heads: nn.ModuleList) -> None:
-        stacks = [
-            torch.stack(depths)  # weight, bias, weight, bias, ... of each layer
-            for depths in zip(*(block.parameters() for block in blocks), strict=True)
-        ]
-        weights = [weight_KDD.transpose(1, 2) for weight_KDD in stacks[0::2]]
-        biases = [bias_KD[:, None] for bias_KD in stacks[1::2]]
-        self.layers = list(zip(weights, biases, strict=True))
-        unembed: list[Tensor] = list(lm_heads.parameters())  # none has a bias
-        self.unembed_KDV = torch.stack(unembed).transpose(1, 2)
-
-    def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
-        """The outputs (depth, B, D) of the first `depth` blocks for their common input."""
-        x_KBD = x_BD.expand(depth, -1, -1)
-        for weight_KDD, bias_K1D in self.layers:
-            x_KBD = x_KBD + F.silu(torch.baddbmm(bias_K1D[:depth], x_KBD, weight_KDD[:depth]))
-        return x_KBD
-
-    def unembed(self, hidden_KBD: Tensor) -> Tensor:
-        """Logits (K, B, V) of the first K heads."""
-        return torch.bmm(hidden_KBD, self.unembed_KDV[: len(hidden_KBD)])
-
-
 def project(states: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of states (..., D) and a weight (v, D): (..., v), by one product of two matrices.
 

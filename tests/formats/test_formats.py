@@ -100,7 +100,6 @@ NAMES = {
 }
 
 for conditioning, own in {
-    "markov": {"down.{k}.weight", "down.{k}.bias", "up.{k}.weight"},
     "recurrent": {"down.{k}.weight", "down.{k}.bias", "up.{k}.weight", "carry.0.weight"},
     "hydra": {"blocks.{k}.residual.weight", "blocks.{k}.residual.bias", "biases.{k}"},
 }.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import Oracle, decode, random_head
+from tiny_heads import Oracle, decode
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -32,7 +32,6 @@ from transformers import (
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Speculator
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -24,7 +24,6 @@ from draftheads.infer.rows import Statistics
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
-    "sequential-markov": ("sequential", {"conditioning": "markov"}),
     "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),

@@ -114,7 +114,7 @@ def test_training_ends_when_it_stops_paying(made, tmp_path, capsys):
         ("medusa", {"lm_head": "shared"}, 0),
         ("eagle3", {}, 1),
         ("block", {"lm_head": "own"}, 2),
-        ("sequential", {"conditioning": "markov"}, 6),
+        ("sequential", {}, 3),
         ("mtp", {}, 0),
     ],
 )
@@ -197,7 +197,7 @@ def test_heads_that_cannot_be_continued(made, tmp_path, capsys):
 def test_sizes_that_the_head_does_not_have_are_refused(made, tmp_path, capsys):
     wrong = {
         "medusa": {"depth": 5},
-        "sequential": {"conditioning": "markov"},
+        "sequential": {"conditioning": "hydra"},
         "eagle3": {"feature_layers": [0, 1]},
         "block": {"block_size": 5},
         "eagle": {"intermediate_size": 64},

@@ -190,7 +190,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("medusa", ["run.compile=true", "run.gradient_checkpointing=true"]),
         ("sequential", ["run.precision=bf16"]),
         ("sequential", ["run.precision=bf16", "head.conditioning=hydra", "head.rank=null"]),
-        ("sequential", ["head.conditioning=markov", "head.vocabulary=40", "head.top_k=3"]),
+        ("sequential", ["head.lm_head=shared", "head.vocabulary=40", "head.top_k=3"]),
         ("sequential", ["head.lm_head=shared", "head.labels=soft"]),
         ("sequential", ["head.layers=2", "head.heads=2", "head.head_dim=24", "head.kv_heads=1"]),
         ("eagle3", ["run.precision=bf16"]),
