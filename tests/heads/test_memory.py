@@ -50,7 +50,7 @@ def drawn_head(kind: str, **choices: Any) -> DraftHead:
 def learned(head: DraftHead, batch: Batch, target: Target) -> tuple[HeadLoss, list[torch.Tensor]]:
     """Loss, ranks and all gradients of one step."""
     head.zero_grad()
-    torch.manual_seed(3)  # of the noise on features
+    torch.manual_seed(3)  # of the anchors
     out = head(batch, target.features(batch, head.training_layers), target)
     (out.loss / 7).backward()
     return out, [parameter.grad for parameter in head.parameters()]

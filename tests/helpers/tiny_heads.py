@@ -43,7 +43,7 @@ KINDS = [
 """The same for tests that take seconds: but for thorough runs, one head of each kind."""
 SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
 """Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
-BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}
+BY_HEART = {"labels": "hard", "steps": 8}
 """Choices, of whatever kind has them, with which a head learns the very tokens of a batch."""
 
 
