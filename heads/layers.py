@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.heads.choices import LayerSizes
-from draftheads.heads.cpu.linear import PackedWeight, operand, pack_like
+from draftheads.heads.cpu.linear import PackedWeight
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import needed
 
@@ -335,44 +335,30 @@ class Attention(nn.Module):
         if qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.eps)
             self.k_norm = RMSNorm(shape.head_dim, shape.eps)
-        self._stack: Cached[tuple[Tensor | PackedWeight, Tensor | None]] = Cached()
 
     def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
         heads = self.shape.heads
         turned = self.shape.heads + self.shape.kv_heads
-        qkv_BQE, scale = self._projected(x_BQE)
+        layers = [self.q_proj, self.k_proj]
+        if not self.shape.k_eq_v:  # else the last of these are keys and values
+            layers.append(self.v_proj)
+        qkv_BQE = torch.cat([layer(x_BQE) for layer in layers], dim=-1)
         qkv = qkv_BQE.view(*qkv_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
-        qk = self.turned(qkv[:, :turned], scale, angles)
+        qk = self.turned(qkv[:, :turned], self._scale(), angles)
         v_BGQW = self.values(qkv[:, -self.shape.kv_heads :])
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], v_BGQW)
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
 
-    def _projected(self, x_BQE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values; the norms of all query and key heads. The last are the values:
-        if these are the keys, there are no others.
-        """
-        layers = [self.q_proj, self.k_proj]
-        if not self.shape.k_eq_v:
-            layers.append(self.v_proj)
-        weights = [layer.weight for layer in layers]
-        norms = [self.q_norm.weight, self.k_norm.weight] if self.qk_norm else []
-
-        def scale() -> Tensor | None:
-            heads = (self.shape.heads, self.shape.kv_heads)
-            each = [norm_W.expand(n, 1, -1) for norm_W, n in zip(norms, heads, strict=bool(norms))]
-            if self.shape.gemma4:  # memories divide the scores by the same root
-                each[0] = each[0].float() * math.sqrt(self.shape.head_dim)
-            return torch.cat(each) if each else None
-
-        if self.training or torch.is_grad_enabled():
-            # autocast casts a parameter once for all calls of a step, but stacked ones each time
-            return torch.cat([layer(x_BQE) for layer in layers], dim=-1), scale()
-        stacked, norm_H1W = self._stack.get(
-            (*weights, *norms),
-            lambda: (operand(pack_like(weights[0], torch.cat(weights))), scale()),
-        )
-        return project(x_BQE, stacked), norm_H1W
+    def _scale(self) -> Tensor | None:
+        """The norms of all query and key heads, (H + G, 1, W)."""
+        if not self.qk_norm:
+            return None
+        q_W: Tensor = self.q_norm.weight
+        if self.shape.gemma4:  # memories divide the scores by the same root
+            q_W = q_W.float() * math.sqrt(self.shape.head_dim)
+        each = ((q_W, self.shape.heads), (self.k_norm.weight, self.shape.kv_heads))
+        return torch.cat([norm_W.expand(heads, 1, -1) for norm_W, heads in each])
 
     def values(self, x_BGQW: Tensor) -> Tensor:
         """Values of these products: their norm in Gemma 4's layer, else themselves."""
