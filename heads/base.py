@@ -250,13 +250,16 @@ class DraftHead(nn.Module, ABC):
         acceptance: bool = False,
     ) -> Teacher | None:
         """The labels of rows whose last states are at these places of the flattened features; None
-        for hard labels. See `Teacher.of`.
+        for hard labels.
         """
         if not self.has_soft_labels:
             return None
         last_PD = features_BTD[..., -self.hidden_size :].flatten(0, -2).to(target.dtype)
-        ids_v = self.token_map
-        return Teacher.of(target, last_PD, places_R, ids_v, objective, acceptance=acceptance)
+
+        def logits(places_U: Tensor) -> Tensor:
+            return target.unembed(last_PD[places_U])
+
+        return Teacher(places_R, logits, self.token_map, objective, target.vocab_size, acceptance)
 
     def compile_layers(self, **options: Any) -> None:
         """Compile all `Stateless` layers in place with `torch.compile` options. Names in

@@ -213,8 +213,8 @@ class BlockDesign:
     def __post_init__(self) -> None:
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(
-                f"expected a mask_token_id from 0 to {self.vocab_size - 1}, got {self.mask_token}; "
-                "correct config.json, or get the head again"
+                f"expected a mask token from 0 to {self.vocab_size - 1}, got {self.mask_token}; "
+                "correct head.mask, or mask_token_id in config.json"
             )
         if self.window is not None and self.window < self.block_size:
             raise ValueError(
@@ -759,20 +759,18 @@ class BlockDrafter(TreeDrafter):
         )
 
     def propose(self, committed: Committed) -> TokenTree:
-        self.cache.commit(committed)
-        roots_B = committed.last_tokens_B()
-        self.builder.start()
-        self._grow(roots_B, self._states(roots_B))
-        return self.builder.tree(roots_B)
-
-    def _states(self, roots_B: Tensor) -> Tensor:
-        """The states (B, K, D) of the slots that predict, as deep as the tree."""
         head = self.head
-        size = self.head.design.block_size
+        size = head.design.block_size
+        self.cache.commit(committed)
         self.cache.extend_block(size)
+        roots_B = committed.last_tokens_B()
         x_BSD = head.block(roots_B[:, None], self.target)
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
-        return states_BSD[:, -head.depth :][:, : self.depth]
+        # of the slots that predict, as many as the tree is deep
+        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
+        self.builder.start()
+        self._grow(roots_B, states_BKD)
+        return self.builder.tree(roots_B)
 
     def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
         """Give the builder the logits of one level after another, until the tree is complete."""
@@ -824,8 +822,6 @@ def mask_token(target: Target, choice: str | int) -> int | None:
     """
     rows = min(target.model.get_input_embeddings().weight.shape[0], target.vocab_size)
     if isinstance(choice, int):
-        if not 0 <= choice < rows:
-            raise ValueError(f"head.mask: expected an id from 0 to {rows - 1}, got {choice}")
         return choice
     if choice == "learned" or target.tokenizer is None:
         return None

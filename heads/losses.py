@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.target.model import Target
-
 RANKS = 10
 """Ranks of the true token that training statistics distinguish."""
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -76,24 +74,6 @@ class Teacher:
     """V, which limits the rows of a chunk; 0: only v does."""
     acceptance: bool = False
     """Whether to compute the acceptance with objectives ce and kl, too; without, it is 0."""
-
-    @classmethod
-    def of(
-        cls,
-        target: Target,
-        states_UD: Tensor,
-        places_R: np.ndarray,
-        token_map: Tensor | None = None,
-        objective: Objective = "ce",
-        *,
-        acceptance: bool = False,
-    ) -> Teacher:
-        """For row r, the target's logits of the last hidden state `states_UD[places_R[r]]`."""
-
-        def logits(places_U: Tensor) -> Tensor:
-            return target.unembed(states_UD[places_U])
-
-        return cls(places_R, logits, token_map, objective, target.vocab_size, acceptance)
 
 
 class TeacherChunk:
@@ -326,8 +306,13 @@ def _soft(logits_Pv: Tensor, labels_P: Tensor, chunk: TeacherChunk, piece: slice
     if teacher.acceptance or teacher.objective == "dspark":
         accepted_P = torch.minimum(p_Pv, q_Pv).sum(1)
     if teacher.objective == "dspark":
-        hard_P = normaliser_P1[:, 0] - label_P
-        loss_P, grad_Pv = _dspark(q_Pv, p_Pv, accepted_P, labels_P, hard_P)
+        # the gradient of 2 (1 - sum min(p, q)), and of a tenth of the cross-entropy
+        short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
+        grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
+        share_P = 0.1 * (labels_P >= 0)
+        loss_P = 1.8 * (1 - accepted_P) + share_P * (normaliser_P1[:, 0] - label_P)
+        grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
+        grad_Pv.scatter_add_(1, index_P1, -share_P[:, None])
         return Scored(loss_P, grad_Pv, known_P, accepted_P)
     if teacher.objective == "kl":
         entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
@@ -347,21 +332,6 @@ def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
     q_Pv = logits_Pv.sub_(top_P1).exp_()
     total_P1 = q_Pv.sum(1, keepdim=True)
     return q_Pv.div_(total_P1), total_P1.log() + top_P1
-
-
-def _dspark(
-    q_Pv: Tensor, p_Pv: Tensor, accepted_P: Tensor, labels_P: Tensor, hard_P: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits. hard_P: the cross-entropy with the true
-    token, of which a tenth is added where it is known.
-    """
-    short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
-    grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
-    share_P = 0.1 * (labels_P >= 0)
-    loss_P = 1.8 * (1 - accepted_P) + share_P * hard_P
-    grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
-    grad_Pv.scatter_add_(1, labels_P.clamp(min=0)[:, None], -share_P[:, None])
-    return loss_P, grad_Pv
 
 
 def _ranks(logits_Pv: Tensor, labels_P: Tensor) -> Tensor:

@@ -145,13 +145,14 @@ class UnrolledMemory:
             self.keys.append(k_BGQW)
             self.values.append(v_BGQW)
         q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
-        return self._merged(q_BHQW, self.keys[: self.step], self.values[: self.step])
-
-    def _merged(self, q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> Tensor:
-        assert self._first is not None
-        later, first = len(keys_J), self._first
+        keys_J = self.keys[: self.step]
+        values_J = self.values[: self.step]
         if self.window is not None:
-            keys_J, values_J = keys_J[-self.window :], values_J[-self.window :]
+            keys_J = keys_J[-self.window :]
+            values_J = values_J[-self.window :]
+        assert self._first is not None
+        first = self._first
+        later = self.step
         own = _own(q_BHQW, keys_J, values_J)
 
         def attend(part: slice) -> Tensor:

@@ -416,7 +416,10 @@ def test_a_new_head_of_any_conditioning_is_one_without(target, batch):
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"mask": VOCABULARY}, rf"head.mask: expected an id from 0 to {VOCABULARY - 1}, got 19"),
+        (
+            {"mask": VOCABULARY},
+            rf"a mask token from 0 to {VOCABULARY - 1}, got 19; correct head.mask",
+        ),
         ({"feature_layers": [1, 4]}, r"head.feature_layers: expected indices from 0.*to 3.*got"),
         ({"sliding_window": 3}, "sliding window of at least the 4 slots.*got 3"),
         ({"kv_heads": 3}, "expected heads to be a multiple of kv_heads"),
@@ -434,7 +437,7 @@ def test_a_stored_mask_token_that_no_target_knows_is_refused(target, tmp_path, i
     folder = save_head(new_head(target, mask=3), tmp_path / "head", target=target)
     config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": id}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"mask_token_id.* 0.*, got {id}"):
+    with pytest.raises(ValueError, match=f"mask.token.* 0.*, got {id}"):
         load_head(folder, target=target)
 
 
