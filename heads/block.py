@@ -12,7 +12,6 @@ The slots do not see each other's tokens. `conditioning` adds what the preceding
 logits alone, so it is grown along a tree without another pass (w1, w2: tables of rank r):
 
     markov    logits + w2 w1[previous]
-    gated     logits + w2 (sigmoid(gate [h; w1[previous]]) w1[previous])
     rnn       logits + w2 tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
               s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
 
@@ -90,7 +89,7 @@ from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, t
 
 EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
-MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
+MARKOV_TYPES = {"markov": "vanilla", "rnn": "rnn"}
 """Conditioning -> its name in config.json."""
 SHARP = 128
 """Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
@@ -118,10 +117,10 @@ class BlockChoices(HeadChoices, LayerSizes):
         description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
         "text contains, else learned",
     )
-    conditioning: Literal["none", "markov", "gated", "rnn"] = Field(
+    conditioning: Literal["none", "markov", "rnn"] = Field(
         "rnn",
         description="on the preceding draft tokens; markov: the previous one adds to the logits; "
-        "gated: as much as the state lets it; rnn: all of them, by a recurrence",
+        "rnn: all of them, by a recurrence",
     )
     rank: int = Field(64, ge=1, le=MOST_RANKS, description="inner width of the conditioning")
     confidence: bool = Field(
@@ -174,7 +173,7 @@ class BlockDesign:
     sample_from_anchor: bool  # whether the anchor's slot predicts, too
     feature_layers: tuple[int, ...]  # indices into the target's hidden states, 0 = embeddings
     mask_token: int | None  # None: a learned vector
-    conditioning: str | None  # "markov", "gated" or "rnn"
+    conditioning: str | None  # "markov" or "rnn"
     rank: int
     confidence: str | None  # reads "state", or "state+token" with the code of the previous token
     window: int | None  # positions that a slot sees, its own included; None: all
@@ -237,20 +236,15 @@ class Conditioning(nn.Module):
         self.markov_w2 = nn.Linear(rank, design.draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
         self.kind = design.conditioning
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        elif self.kind == "rnn":
+        if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def prepare(self, states_BKD: Tensor) -> Tensor:
-        """What the states of all slots bring to their codes, (B, K, 0 or r or 3 r)."""
-        if self.kind == "gated":
-            weight = self.gate_proj.weight[:, : states_BKD.shape[-1]]
-            return project(states_BKD, weight, self.gate_proj.bias)
-        if self.kind == "rnn":
-            weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
-            return project(states_BKD, weight, self.joint_proj.bias)
-        return states_BKD[..., :0]
+        """What the states of all slots bring to their codes, (B, K, 0 or 3 r)."""
+        if self.kind == "markov":
+            return states_BKD[..., :0]
+        weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
+        return project(states_BKD, weight, self.joint_proj.bias)
 
     def step(
         self, code_BFr: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
@@ -260,21 +254,18 @@ class Conditioning(nn.Module):
         code_BFr: `markov_w1` of the tokens before it. given_BFX: from `prepare`, for this slot.
         carried_BFr: the state; None: zeros.
         """
+        if self.kind == "markov":
+            return code_BFr, None
         rank = code_BFr.shape[-1]
-        if self.kind == "gated":
-            gate_BFr = project(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
-            return gate_BFr.sigmoid() * code_BFr, None
-        if self.kind == "rnn":
-            weight = self.joint_proj.weight
-            joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
-            if carried_BFr is not None:
-                joint = joint + project(carried_BFr, weight[:, :rank])
-            gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-            gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
-            if carried_BFr is None:
-                return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
-            return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
-        return code_BFr, None
+        weight = self.joint_proj.weight
+        joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
+        if carried_BFr is not None:
+            joint = joint + project(carried_BFr, weight[:, :rank])
+        gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
+        gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
+        if carried_BFr is None:
+            return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
+        return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
 
     def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
         """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
@@ -456,10 +447,8 @@ class BlockHead(Vocabulary, DraftHead):
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
             rank = matrix(tensors, "markov_head.markov_w1.weight").shape[1]
-            conditioning = "markov"
-            for kind, name in (("gated", "gate_proj"), ("rnn", "joint_proj")):
-                if f"markov_head.{name}.weight" in tensors:
-                    conditioning = kind
+            is_rnn = "markov_head.joint_proj.weight" in tensors
+            conditioning = "rnn" if is_rnn else "markov"
         if "confidence_head.proj.weight" in tensors:
             wide = matrix(tensors, "confidence_head.proj.weight").shape[1] > shape.hidden_size
             confidence = "state+token" if wide else "state"

@@ -184,7 +184,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         UNTAKEN,
         GEMMA4,
         "a learned mask vector",
-        "gated or rnn conditioning",
+        "rnn conditioning",
         "sliding_window",  # the same keys for all slots
         "an lm_head of its own",
         "embeddings of its own",  # of a target with tied ones, they would be the lm_head, too
@@ -197,7 +197,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         UNSHOWN,
         GEMMA4,
         "a learned mask vector",
-        "gated or rnn conditioning",
+        "rnn conditioning",
         RISING,
         "the last state as a feature",
     ],
@@ -226,7 +226,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         UNSHOWN,
         GEMMA4,
         "a learned mask vector",
-        "gated or rnn conditioning",
+        "rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
         RISING,
         "the last state as a feature",
@@ -289,7 +289,7 @@ def loss(to: str, stored: Stored) -> str | None:
         GEMMA4: block_config.get("model_type") == "gemma4_text",
         "slots or heads of DSpark": block_config.get("architectures") != ["DFlashDraftModel"],
         "a learned mask vector": block_config.get("mask_token_id") is None,
-        "gated or rnn conditioning": conditioning in ("gated", "rnn"),
+        "rnn conditioning": conditioning == "rnn",
         "rnn conditioning of DFlash's slots": conditioning == "rnn"
         and not block_config.get("sample_from_anchor"),
         "an lm_head of its own": own_lm_head,

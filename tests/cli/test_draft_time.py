@@ -120,7 +120,7 @@ def test_eagle_reads_its_layer_and_its_matrix_for_every_level(target):
     assert 0 < read - (fc + TINY.depth * per_level) < 0.5 * per_level, "the rest is the text's"
 
 
-@pytest.mark.parametrize("conditioning", ["none", "markov", "gated", "rnn"])
+@pytest.mark.parametrize("conditioning", ["none", "markov", "rnn"])
 def test_a_block_is_read_once_and_its_conditioning_for_every_level(target, conditioning):
     head = create_head(f"block-{conditioning}-2", TINY, target)
     again = sum(  # for the block, and for the new tokens' features

@@ -45,7 +45,6 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
 
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepspec": ({}, DEEPSPEC),
-    "deepspec-gated": ({"conditioning": "gated"}, {**DEEPSPEC, "markov_head_type": "gated"}),
     "deepspec-rnn": (
         {"conditioning": "rnn", "confidence": True}, {**DEEPSPEC, "markov_head_type": "rnn"}
     ),

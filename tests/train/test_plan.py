@@ -71,7 +71,7 @@ CHOICES = [
     ("eagle", {"layers": 2, "intermediate_size": 40}),
     ("block", {"vocabulary": 40, "lm_head": "own", "labels": "soft", "feature_layers": [0, 2]}),
     ("block", {"conditioning": "none", "mask": "learned", "confidence": True, "heads": 2}),
-    ("block", {"conditioning": "gated", "confidence": True, "mask": 3, "embeddings": "own"}),
+    ("block", {"conditioning": "markov", "confidence": True, "mask": 3, "embeddings": "own"}),
 ]
 
 

@@ -203,7 +203,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
         ("eagle", ["head.labels=hard", "head.rope_theta=500000"]),
         ("mtp", ["head.vocabulary=40", "run.precision=bf16"]),
-        ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=gated"]),
+        ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=markov"]),
         ("block", ["features.mode=cached", "head.labels=soft", "head.loss=dspark"]),
         ("block", ["run.gradient_checkpointing=true"]),
         ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
