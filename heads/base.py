@@ -292,7 +292,8 @@ class TreeDrafter:
 
     def __init__(self, head: DraftHead, target: Target, tree: Tree) -> None:
         head.begin_drafting(target, tree)
-        self.head, self.target = head, target
+        self.head = head
+        self.target = target
         self.depth = tree.depth
         self.feature_layers: tuple[int, ...] = head.feature_layers
         self.builder = tree_builder(tree, head.token_map, target.device)

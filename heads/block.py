@@ -262,7 +262,8 @@ class Conditioning(nn.Module):
         if carried_BFr is not None:
             joint = joint + project(carried_BFr, weight[:, :rank])
         gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-        gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
+        gate_BFr = gate_BFr.sigmoid()
+        candidate_BFr = candidate_BFr.tanh()
         if carried_BFr is None:
             return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
         return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
@@ -295,7 +296,8 @@ class BlockHead(Vocabulary, DraftHead):
     """One pass over a block of slots, and a thin product per level of the tree."""
 
     kind = "block"
-    title, paper = "DSpark", "https://github.com/deepseek-ai/DeepSpec"
+    title = "DSpark"
+    paper = "https://github.com/deepseek-ai/DeepSpec"
     Choices = BlockChoices
     choices: BlockChoices
     feature_layers: tuple[int, ...] = ()
@@ -491,7 +493,8 @@ class BlockHead(Vocabulary, DraftHead):
 
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
         """The input (B, N x slots, D) of the blocks of anchors with these tokens."""
-        size, mask = self.design.block_size, self.design.mask_token
+        size = self.design.block_size
+        mask = self.design.mask_token
         if mask is not None:
             masks_BNS = F.pad(anchors_BN[:, :, None], (0, size - 1), value=mask)
             return self.embed(masks_BNS.flatten(1), target).to(self.fc.weight.dtype)
@@ -624,7 +627,8 @@ class BlockHead(Vocabulary, DraftHead):
         """Which features each slot sees, (B, 1, Q, 1 + T), 0 or -inf: those of its document up to
         its anchor's, which is the state before it; first, the additional key of `joined`.
         """
-        documents_BT, positions_BT = batch.documents_BT, batch.positions_BT
+        documents_BT = batch.documents_BT
+        positions_BT = batch.positions_BT
         places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
         seen_BNT = documents_BT.gather(1, anchors_BN)[:, :, None] == documents_BT[:, None]
         seen_BNT &= (places_T <= anchors_BN[:, :, None]) & (positions_BT > 0)[:, None]
@@ -763,7 +767,8 @@ class BlockDrafter(TreeDrafter):
 
     def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
         """Give the builder the logits of one level after another, until the tree is complete."""
-        head, builder = self.head, self.builder
+        head = self.head
+        builder = self.builder
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         if head.design.softcap is not None:
             base_BKv = capped(base_BKv, head.design.softcap)

@@ -251,7 +251,8 @@ class EagleHead(DesignedHead):
     """
 
     kind = "eagle"
-    title, paper = "EAGLE", "https://arxiv.org/abs/2401.15077"
+    title = "EAGLE"
+    paper = "https://arxiv.org/abs/2401.15077"
     Choices = EagleChoices
     choices: EagleChoices
     architecture = "LlamaForCausalLMEagle"
@@ -334,7 +335,8 @@ class Eagle3Head(Vocabulary, DesignedHead):
     """
 
     kind = "eagle3"
-    title, paper = "EAGLE-3", "https://arxiv.org/abs/2503.01840"
+    title = "EAGLE-3"
+    paper = "https://arxiv.org/abs/2503.01840"
     Choices = Eagle3Choices
     choices: Eagle3Choices
 
@@ -475,7 +477,8 @@ class EagleDrafter(TreeDrafter):
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        builder, cache = self.builder, self.cache
+        builder = self.builder
+        cache = self.cache
         hidden_BFH = cache.commit(committed)
         angles = zip(*(torch.split(x, 1, dim=2) for x in cache.angles(self.depth)), strict=True)
 

@@ -292,7 +292,8 @@ class Rope:
         if self.frequencies.device != positions_BQ.device:
             self.frequencies = self.frequencies.to(positions_BQ.device)
         angles = positions_BQ[:, None, :, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
         sin[..., : sin.shape[-1] // 2].neg_()
         return cos, sin
 
@@ -321,7 +322,8 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, in_width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.shape = shape
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        wide = shape.heads * shape.head_dim
+        narrow = shape.kv_heads * shape.head_dim
         self.q_proj = nn.Linear(in_width, wide, bias=False)
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
         if not shape.k_eq_v:
@@ -419,7 +421,8 @@ class Gemma4Layer(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        width, eps = shape.hidden_size, shape.eps
+        width = shape.hidden_size
+        eps = shape.eps
         self.self_attn = Attention(shape, width, qk_norm=True)
         self.mlp = GatedMlp(shape)
         self.input_layernorm = RMSNorm(width, eps)

@@ -99,7 +99,8 @@ class TeacherChunk:
     def distribution(self, piece: slice) -> Tensor:
         """p_Pv, float32: that of a state is computed once in a piece."""
         state_P = self.state_C[piece]
-        first, last = int(state_P[0]), int(state_P[-1])
+        first = int(state_P[0])
+        last = int(state_P[-1])
         p_Uv = torch.softmax(self.logits_Uv[first : last + 1].float(), dim=-1)
         if len(p_Uv) == len(state_P):
             return p_Uv
@@ -177,7 +178,8 @@ class _LinearLoss(torch.autograd.Function):
             for factor, wanted in zip(factors, ctx.needs_input_grad[4:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
-        ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
+        ranks = [labels_R[:0]]
+        accepted = [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
         for part in _chunks(hidden_RD, widest):
             products = _products(factors, part)
@@ -203,7 +205,8 @@ class _LinearLoss(torch.autograd.Function):
                 weights.append(weights_P)
             _add_gradients(gradients, factors, products, torch.cat(weights), part)
         ctx.save_for_backward(*gradients)
-        ranks_R, accepted_R = torch.cat(ranks), torch.cat(accepted)
+        ranks_R = torch.cat(ranks)
+        accepted_R = torch.cat(accepted)
         ctx.mark_non_differentiable(ranks_R, accepted_R)
         return loss, ranks_R, accepted_R
 
@@ -241,7 +244,8 @@ def _logits(
     """float32 (P, v): the sum of the products. If the first one is capped, also the derivative of
     its cap. In float32, the logits are those of the first product, in place.
     """
-    logits_Pv, slope_Pv = products[0][piece].float(), None
+    logits_Pv = products[0][piece].float()
+    slope_Pv = None
     if cap is not None:
         logits_Pv = capped(logits_Pv, cap)
         slope_Pv = 1 - (logits_Pv / cap).square()

@@ -108,7 +108,8 @@ class MedusaHead(DraftHead):
     """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k]."""
 
     kind = "medusa"
-    title, paper = "Medusa", "https://arxiv.org/abs/2401.10774"
+    title = "Medusa"
+    paper = "https://arxiv.org/abs/2401.10774"
     Choices = MedusaChoices
     choices: MedusaChoices
     architecture = "MedusaModel"

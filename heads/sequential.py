@@ -101,7 +101,8 @@ class SequentialHead(MedusaHead):
     """
 
     kind = "sequential"
-    title, paper = "Sequential Medusa", "https://arxiv.org/abs/2402.05109"
+    title = "Sequential Medusa"
+    paper = "https://arxiv.org/abs/2402.05109"
     Choices = SequentialChoices
     architecture = "SequentialMedusaModel"
     conditioning: ClassVar[str]
@@ -423,7 +424,8 @@ class HydraDrafter(SequentialDrafter):
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
-        head, builder = self.head, self.builder
+        head = self.head
+        builder = self.builder
         embedded_BFD = head.embed(roots_B[:, None], self.target)
         paths_BFE = inputs_BD[:, None]
         for index in count():

@@ -239,14 +239,16 @@ class Target:
         None: all.
         """
         self._check_layers()
-        table, nodes = cache.table, tokens_BN.shape[1]
+        table = cache.table
+        nodes = tokens_BN.shape[1]
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
         mask = None  # models add their own for a chain after equal rows, with the fastest kernels
         if ancestors_BNN is not None or not table.uniform or self.is_hybrid:
             if ancestors_BNN is None:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
-            visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
+            visible_BNS = table.visible(ancestors_BNN)
+            key_positions_BS = table.positions(depths_BN)
             mask = self._masks(visible_BNS, positions_BN, key_positions_BS)
         if table.fixed_S is not None or table.span > self.context:  # by nodes that are not kept
             positions_BN = positions_BN.clamp(max=self.context - 1)

@@ -462,7 +462,8 @@ def _load_sharded(
 def _shard(model: PreTrainedModel, device: torch.device) -> None:
     """The hooks of fully_shard gather a layer before it runs, and free it afterwards."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers, root = decoder_layers(model), decoder(model)
+    layers = decoder_layers(model)
+    root = decoder(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     for layer in layers:

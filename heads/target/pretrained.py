@@ -38,7 +38,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     outside = _outside_digits(model)
     if is_skeleton(model):
         return f"----{outside}"
-    digest, matrices = hashlib.sha256(), hashlib.sha256()
+    digest = hashlib.sha256()
+    matrices = hashlib.sha256()
     dense = not getattr(model.config, "quantization_config", None)
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         digest.update(name.encode())
@@ -294,7 +295,7 @@ def usable_context(model: PreTrainedModel) -> int:
     context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
     if config.model_type != "llama4_text" or not config.attn_temperature_tuning:
         return context
-    limit = config.floor_scale - 1 - MOST_NODES
+    limit: int = config.floor_scale - 1 - MOST_NODES
     if context > limit:
         warnings.warn(
             f"{describe(model)}: texts are limited to {limit} of {context} tokens, as it scales "
