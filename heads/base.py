@@ -27,7 +27,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import PackedBits, can_pack, has_int8, pack_layers
 from draftheads.heads.drafting import DraftCache, Drafter
-from draftheads.heads.layers import Cached, Stateless
+from draftheads.heads.layers import Cached
 from draftheads.heads.losses import RANKS, Objective, Teacher
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, Tree
@@ -247,21 +247,16 @@ class DraftHead(nn.Module, ABC):
         acceptance: bool = False,
     ) -> Teacher | None:
         """The labels of rows whose last states are at these places of the flattened features; None
-        for hard labels. See `Teacher.of`.
+        for hard labels.
         """
         if not self.has_soft_labels:
             return None
         last_PD = features_BTD[..., -self.hidden_size :].flatten(0, -2).to(target.dtype)
-        ids_v = self.token_map
-        return Teacher.of(target, last_PD, places_R, ids_v, objective, acceptance=acceptance)
 
-    def compile_layers(self, **options: Any) -> None:
-        """Compile all `Stateless` layers in place with `torch.compile` options. Names in
-        `state_dict` stay the same.
-        """
-        for module in self.modules():
-            if isinstance(module, Stateless):
-                module.compile(dynamic=True, **options)
+        def logits(places_U: Tensor) -> Tensor:
+            return target.unembed(last_PD[places_U])
+
+        return Teacher(places_R, logits, self.token_map, objective, target.vocab_size, acceptance)
 
     def pack(self, target: Target) -> Self:
         """Prepare for drafting on a CPU, if that is the device: large weights are multiplied in
@@ -294,7 +289,8 @@ class TreeDrafter:
 
     def __init__(self, head: DraftHead, target: Target, tree: Tree) -> None:
         head.begin_drafting(target, tree)
-        self.head, self.target = head, target
+        self.head = head
+        self.target = target
         self.depth = tree.depth
         self.feature_layers: tuple[int, ...] = head.feature_layers
         self.builder = tree_builder(tree, head.token_map, target.device)

@@ -58,8 +58,10 @@ class Batch:
     def root_masks(self, depth: int) -> list[np.ndarray]:
         """The places of `roots` as bool (B, T), on the host."""
         on_host = self.host or self
-        learned_BT, documents_BT = on_host.loss_mask_BT.numpy(), on_host.documents_BT.numpy()
-        masks, here_BT = [], learned_BT
+        learned_BT = on_host.loss_mask_BT.numpy()
+        documents_BT = on_host.documents_BT.numpy()
+        masks = []
+        here_BT = learned_BT
         for k in range(1, depth + 1):
             reached_BT = np.zeros_like(learned_BT)
             same = documents_BT[:, :-k] == documents_BT[:, k:]
@@ -71,7 +73,8 @@ class Batch:
         """For each row, where to cut it between documents, start and end without padding included:
         into pieces of at most `size` tokens, or of one longer document.
         """
-        on_host, rows = self.host or self, []
+        on_host = self.host or self
+        rows = []
         for documents_T in on_host.documents_BT.numpy():
             end = int((documents_T >= 0).sum())
             starts = [0, *(np.flatnonzero(np.diff(documents_T[:end])) + 1).tolist(), end]

@@ -12,7 +12,6 @@ The slots do not see each other's tokens. `conditioning` adds what the preceding
 logits alone, so it is grown along a tree without another pass (w1, w2: tables of rank r):
 
     markov    logits + w2 w1[previous]
-    gated     logits + w2 (sigmoid(gate [h; w1[previous]]) w1[previous])
     rnn       logits + w2 tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
               s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
 
@@ -82,7 +81,7 @@ from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, t
 
 EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
-MARKOV_TYPES = {"markov": "vanilla", "gated": "gated", "rnn": "rnn"}
+MARKOV_TYPES = {"markov": "vanilla", "rnn": "rnn"}
 """Conditioning -> its name in config.json."""
 SHARP = 128
 """Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
@@ -110,10 +109,10 @@ class BlockChoices(HeadChoices, LayerSizes):
         description="input of unknown slots: a token id, a learned vector, or auto: an id that no "
         "text contains, else learned",
     )
-    conditioning: Literal["none", "markov", "gated", "rnn"] = Field(
+    conditioning: Literal["none", "markov", "rnn"] = Field(
         "rnn",
         description="on the preceding draft tokens; markov: the previous one adds to the logits; "
-        "gated: as much as the state lets it; rnn: all of them, by a recurrence",
+        "rnn: all of them, by a recurrence",
     )
     rank: int = Field(64, ge=1, le=MOST_RANKS, description="inner width of the conditioning")
     confidence: bool = Field(
@@ -166,7 +165,7 @@ class BlockDesign:
     sample_from_anchor: bool  # whether the anchor's slot predicts, too
     feature_layers: tuple[int, ...]  # indices into the target's hidden states, 0 = embeddings
     mask_token: int | None  # None: a learned vector
-    conditioning: str | None  # "markov", "gated" or "rnn"
+    conditioning: str | None  # "markov" or "rnn"
     rank: int
     confidence: str | None  # reads "state", or "state+token" with the code of the previous token
     window: int | None  # positions that a slot sees, its own included; None: all
@@ -204,8 +203,8 @@ class BlockDesign:
     def __post_init__(self) -> None:
         if self.mask_token is not None and not 0 <= self.mask_token < self.vocab_size:
             raise ValueError(
-                f"expected a mask_token_id from 0 to {self.vocab_size - 1}, got {self.mask_token}; "
-                "correct config.json, or get the head again"
+                f"expected a mask token from 0 to {self.vocab_size - 1}, got {self.mask_token}; "
+                "correct head.mask, or mask_token_id in config.json"
             )
         if self.window is not None and self.window < self.block_size:
             raise ValueError(
@@ -228,20 +227,15 @@ class Conditioning(nn.Module):
         self.markov_w2 = nn.Linear(rank, design.draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
         self.kind = design.conditioning
-        if self.kind == "gated":
-            self.gate_proj = nn.Linear(width + rank, rank)
-        elif self.kind == "rnn":
+        if self.kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def prepare(self, states_BKD: Tensor) -> Tensor:
-        """What the states of all slots bring to their codes, (B, K, 0 or r or 3 r)."""
-        if self.kind == "gated":
-            weight = self.gate_proj.weight[:, : states_BKD.shape[-1]]
-            return project(states_BKD, weight, self.gate_proj.bias)
-        if self.kind == "rnn":
-            weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
-            return project(states_BKD, weight, self.joint_proj.bias)
-        return states_BKD[..., :0]
+        """What the states of all slots bring to their codes, (B, K, 0 or 3 r)."""
+        if self.kind == "markov":
+            return states_BKD[..., :0]
+        weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
+        return project(states_BKD, weight, self.joint_proj.bias)
 
     def step(
         self, code_BFr: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
@@ -251,21 +245,19 @@ class Conditioning(nn.Module):
         code_BFr: `markov_w1` of the tokens before it. given_BFX: from `prepare`, for this slot.
         carried_BFr: the state; None: zeros.
         """
+        if self.kind == "markov":
+            return code_BFr, None
         rank = code_BFr.shape[-1]
-        if self.kind == "gated":
-            gate_BFr = project(code_BFr, self.gate_proj.weight[:, -rank:]) + given_BFX
-            return gate_BFr.sigmoid() * code_BFr, None
-        if self.kind == "rnn":
-            weight = self.joint_proj.weight
-            joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
-            if carried_BFr is not None:
-                joint = joint + project(carried_BFr, weight[:, :rank])
-            gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-            gate_BFr, candidate_BFr = gate_BFr.sigmoid(), candidate_BFr.tanh()
-            if carried_BFr is None:
-                return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
-            return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
-        return code_BFr, None
+        weight = self.joint_proj.weight
+        joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
+        if carried_BFr is not None:
+            joint = joint + project(carried_BFr, weight[:, :rank])
+        gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
+        gate_BFr = gate_BFr.sigmoid()
+        candidate_BFr = candidate_BFr.tanh()
+        if carried_BFr is None:
+            return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
+        return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
 
     def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
         """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
@@ -295,7 +287,8 @@ class BlockHead(Vocabulary, DraftHead):
     """One pass over a block of slots, and a thin product per level of the tree."""
 
     kind = "block"
-    title, paper = "DSpark", "https://github.com/deepseek-ai/DeepSpec"
+    title = "DSpark"
+    paper = "https://github.com/deepseek-ai/DeepSpec"
     Choices = BlockChoices
     choices: BlockChoices
     feature_layers: tuple[int, ...] = ()
@@ -438,10 +431,8 @@ class BlockHead(Vocabulary, DraftHead):
         conditioning, rank, confidence = None, 0, None
         if "markov_head.markov_w1.weight" in tensors:
             rank = matrix(tensors, "markov_head.markov_w1.weight").shape[1]
-            conditioning = "markov"
-            for kind, name in (("gated", "gate_proj"), ("rnn", "joint_proj")):
-                if f"markov_head.{name}.weight" in tensors:
-                    conditioning = kind
+            is_rnn = "markov_head.joint_proj.weight" in tensors
+            conditioning = "rnn" if is_rnn else "markov"
         if "confidence_head.proj.weight" in tensors:
             wide = matrix(tensors, "confidence_head.proj.weight").shape[1] > shape.hidden_size
             confidence = "state+token" if wide else "state"
@@ -481,7 +472,8 @@ class BlockHead(Vocabulary, DraftHead):
 
     def block(self, anchors_BN: Tensor, target: Target) -> Tensor:
         """The input (B, N x slots, D) of the blocks of anchors with these tokens."""
-        size, mask = self.design.block_size, self.design.mask_token
+        size = self.design.block_size
+        mask = self.design.mask_token
         if mask is not None:
             masks_BNS = F.pad(anchors_BN[:, :, None], (0, size - 1), value=mask)
             return self.embed(masks_BNS.flatten(1), target).to(self.fc.weight.dtype)
@@ -614,7 +606,8 @@ class BlockHead(Vocabulary, DraftHead):
         """Which features each slot sees, (B, 1, Q, 1 + T), 0 or -inf: those of its document up to
         its anchor's, which is the state before it; first, the additional key of `joined`.
         """
-        documents_BT, positions_BT = batch.documents_BT, batch.positions_BT
+        documents_BT = batch.documents_BT
+        positions_BT = batch.positions_BT
         places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
         seen_BNT = documents_BT.gather(1, anchors_BN)[:, :, None] == documents_BT[:, None]
         seen_BNT &= (places_T <= anchors_BN[:, :, None]) & (positions_BT > 0)[:, None]
@@ -734,24 +727,23 @@ class BlockDrafter(TreeDrafter):
         )
 
     def propose(self, committed: Committed) -> TokenTree:
-        self.cache.commit(committed)
-        roots_B = committed.last_tokens_B()
-        self.builder.start()
-        self._grow(roots_B, self._states(roots_B))
-        return self.builder.tree(roots_B)
-
-    def _states(self, roots_B: Tensor) -> Tensor:
-        """The states (B, K, D) of the slots that predict, as deep as the tree."""
         head = self.head
-        size = self.head.design.block_size
+        size = head.design.block_size
+        self.cache.commit(committed)
         self.cache.extend_block(size)
+        roots_B = committed.last_tokens_B()
         x_BSD = head.block(roots_B[:, None], self.target)
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
-        return states_BSD[:, -head.depth :][:, : self.depth]
+        # of the slots that predict, as many as the tree is deep
+        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
+        self.builder.start()
+        self._grow(roots_B, states_BKD)
+        return self.builder.tree(roots_B)
 
     def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
         """Give the builder the logits of one level after another, until the tree is complete."""
-        head, builder = self.head, self.builder
+        head = self.head
+        builder = self.builder
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         conditioning = head.markov_head
         parts_BKX = states_BKD
@@ -797,8 +789,6 @@ def mask_token(target: Target, choice: str | int) -> int | None:
     """
     rows = min(target.model.get_input_embeddings().weight.shape[0], target.vocab_size)
     if isinstance(choice, int):
-        if not 0 <= choice < rows:
-            raise ValueError(f"head.mask: expected an id from 0 to {rows - 1}, got {choice}")
         return choice
     if choice == "learned" or target.tokenizer is None:
         return None

@@ -65,7 +65,8 @@ class SlotTable:
         span = -(-(self.longest + room) // bucket) * bucket
         if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
             self._grow(span + 1)
-        self.uniform, self.fixed_S = False, self._slots_S[:span]
+        self.uniform = False
+        self.fixed_S = self._slots_S[:span]
 
     def free(self, lengths: list[int] | None = None) -> None:
         """Undo `fix`. lengths: those of prefixes to keep; default: all. Slots of a much longer text
@@ -80,7 +81,8 @@ class SlotTable:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
         `after` pending tokens there.
         """
-        self.start, self.pending = after, after + tokens
+        self.start = after
+        self.pending = after + tokens
         if self.fixed_S is None and self.span > self.capacity:
             self._grow(self.span)
 
@@ -118,7 +120,8 @@ class SlotTable:
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows alone."""
-        self.lengths_B, self.rows_B1 = self.lengths_B[rows], self.rows_B1[: len(rows)]
+        self.lengths_B = self.lengths_B[rows]
+        self.rows_B1 = self.rows_B1[: len(rows)]
         self.set_lengths([self.lengths[row] for row in rows])
         self._shrink()
 
@@ -202,8 +205,10 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for states of these shapes."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.keys = self._allocate(key_states)
+        self.values = self._allocate(value_states)
         self.is_initialized = True
 
     def update(
@@ -214,7 +219,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         elif self.table.fixed_S is None:
             self.fit()
-        table, tokens = self.table, key_states.shape[2]
+        table = self.table
+        tokens = key_states.shape[2]
         if table.uniform:
             start = table.longest + table.start
             self.keys[:, :, start : start + tokens] = key_states
@@ -229,7 +235,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def move(self, source_BC: Tensor, target_BC: Tensor) -> None:
         """Copy slots within each row."""
-        start, rows_B1 = self.table.longest, self.table.rows_B1.to(self.device)
+        start = self.table.longest
+        rows_B1 = self.table.rows_B1.to(self.device)
         for store in (self.keys, self.values):
             if self.table.uniform and len(source_BC) == 1:
                 moved = store.index_select(2, source_BC[0])
@@ -243,7 +250,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         rows, _, slots, _ = self.keys.shape
         if slots != self.table.capacity or rows < len(self.table.lengths):
-            self.keys, self.values = self._resized(self.keys), self._resized(self.values)
+            self.keys = self._resized(self.keys)
+            self.values = self._resized(self.values)
 
     def join(self, other: SlotLayer, places: Sequence[int]) -> None:
         """Replace the rows at these places by those of `other`."""
@@ -271,7 +279,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _resized(self, states: Tensor) -> Tensor:
         resized = self._allocate(states)
-        rows, slots = len(states), min(states.shape[2], resized.shape[2])
+        rows = len(states)
+        slots = min(states.shape[2], resized.shape[2])
         resized[:rows, :, :slots] = states[:, :, :slots]
         return resized
 
@@ -295,7 +304,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         device: torch.device | str,
         states: States | None = None,
     ) -> None:
-        self.table, self.states = SlotTable(batch, capacity, device), states
+        self.table = SlotTable(batch, capacity, device)
+        self.states = states
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 
     def fix(self, room: int, bucket: int = 1) -> None:
@@ -363,7 +373,8 @@ class SlotCache(Cache):  # type: ignore[misc]
             self.states.select(rows)
         for layer in self.layers:
             if layer.is_initialized:
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+                layer.keys = layer.keys[rows]
+                layer.values = layer.values[rows]
 
     def join(self, other: SlotCache, places: Sequence[int]) -> None:
         """Row i of `other` becomes row places[i]; places after the last row add rows. `other`

@@ -53,7 +53,8 @@ class Committed:
     def since(self, place: int) -> Committed:
         """The same without the first `place` tokens of each row."""
         counts = [count - place for count in self.counts]
-        tokens_BC, features_BCD = self.tokens_BC[:, place:], self.features_BCD[:, place:]
+        tokens_BC = self.tokens_BC[:, place:]
+        features_BCD = self.features_BCD[:, place:]
         return Committed(tokens_BC, features_BCD, self.count_B - place, counts)
 
     def divide(self) -> tuple[Committed, Committed]:
@@ -61,7 +62,8 @@ class Committed:
         counts = [max(count - 1, 0) for count in self.counts]
         earlier_B = (self.count_B - 1).clamp(min=0)
         earlier = Committed(self.tokens_BC, self.features_BCD, earlier_B, counts)
-        tokens_B1, features_B1D = self.last_tokens_B()[:, None], self.last_features_BD()[:, None]
+        tokens_B1 = self.last_tokens_B()[:, None]
+        features_B1D = self.last_features_BD()[:, None]
         counts = [min(count, 1) for count in self.counts]
         return earlier, Committed(tokens_B1, features_B1D, self.count_B.clamp(max=1), counts)
 
@@ -108,13 +110,15 @@ class DraftCache:
 
     def commit(self, committed: Committed) -> Tensor:
         """Append the new pairs; returns the state after the newest one of each row, (B, 1, H)."""
-        tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
+        tokens_BC = committed.tokens_BC
+        features_BCD = committed.features_BCD
         counts = committed.counts
         if self.memories and self.table.fixed_S is not None:
             hidden_BCH = self._append(tokens_BC, features_BCD, committed.count_B)
             return gather_nodes(hidden_BCH, (committed.count_B - 1).clamp(min=0)[:, None])
         if not self.memories:  # the first token of a text has no feature and forms no pair
-            tokens_BC, features_BCD = tokens_BC[:, 1:], features_BCD[:, 1:]
+            tokens_BC = tokens_BC[:, 1:]
+            features_BCD = features_BCD[:, 1:]
             counts = [count - 1 for count in counts]
             rows, length = tokens_BC.shape
             self._start(rows, length + ROOM)
@@ -133,7 +137,8 @@ class DraftCache:
         """Prepare the memories for Q new nodes, after the text and P - Q earlier nodes. seen_BQP:
         the nodes that each new one sees. depths_1P: distances of all nodes from the newest pair.
         """
-        table, (queries, nodes) = self.table, seen_BQP.shape[1:]
+        table = self.table
+        (queries, nodes) = seen_BQP.shape[1:]
         table.reserve(queries, after=nodes - queries)
         visible_BQS = table.visible(seen_BQP)
         if self.window is not None:

@@ -15,10 +15,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
-import torch.nn.functional as F
 from annotated_types import Ge
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -58,10 +57,8 @@ class UnrolledChoices(HeadChoices):
 
     decoding_keys = frozenset({"nodes", "depth", "top_k"})
 
-    if TYPE_CHECKING:  # each kind has its own defaults
-        steps: int = 1
-        noise: float = 0.0
-
+    steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
+    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
     decay: float = Field(0.8, gt=0, le=1, description="loss weight decay^k of step k, normalised")
     nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the dynamic tree")
     depth: int = Field(8, ge=1, le=32, description="depth of the tree = tokens drafted ahead")
@@ -191,47 +188,29 @@ class AutoregressiveHead(DraftHead):
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss, summed over steps and learned tokens."""
-        inputs_BTD = self._inputs(features_BTD)
         steps = self.choices.steps
-        unrolled = self._unroll(batch, self.noisy(inputs_BTD), target, steps)
-        weights = self.choices.decay ** torch.arange(steps, device=inputs_BTD.device).float()
+        unrolled = self._unroll(batch, features_BTD, target, steps)
+        weights = self.choices.decay ** torch.arange(steps, device=features_BTD.device).float()
         weights_R = (weights / weights.sum())[unrolled.steps_R]
         loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
             teacher=self.teacher(features_BTD, unrolled.on_host_R, target),
         )
-        loss = self.regressed(loss, inputs_BTD, unrolled, weights_R)
         return HeadLoss(loss, rank_counts(unrolled.steps_R, ranks_R, steps))
-
-    def regressed(
-        self, loss: Tensor, inputs_BTD: Tensor, unrolled: Unrolled, weights_R: Tensor
-    ) -> Tensor:
-        """The loss on tokens, with one on features where the head predicts these."""
-        return loss
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
-        unrolled = self._unroll(batch, self._inputs(features_BTD), target, self.depth)
+        unrolled = self._unroll(batch, features_BTD, target, self.depth)
         ranks_R = chunked_ranks(*self._predictions(batch, unrolled, target))
         ranks_PK = ranks_R.new_full((batch.tokens_BT.numel(), self.depth), -1)
         roots_R = unrolled.places_R - unrolled.steps_R - 1
         ranks_PK[roots_R, unrolled.steps_R] = torch.where(ranks_R < RANKS, ranks_R, -1)
         return ranks_PK[batch.loss_mask_BT.flatten()]
 
-    def noisy(self, features_BTD: Tensor) -> Tensor:
-        """In training, features plus the uniform noise of EAGLE: (u - 0.5) noise 512 / T."""
-        if not self.training or not self.choices.noise:
-            return features_BTD
-        width = self.choices.noise * 512 / features_BTD.shape[1]
-        return features_BTD + (torch.rand_like(features_BTD) - 0.5) * width
-
-    def _inputs(self, features_BTD: Tensor) -> Tensor:
-        """The features that the head reads, without the states for labels."""
-        width = len(self.feature_layers) * self.hidden_size
-        return features_BTD[..., :width].to(next(self.parameters()).dtype)
-
-    def _unroll(self, batch: Batch, inputs_BTD: Tensor, target: Target, steps: int) -> Unrolled:
+    def _unroll(self, batch: Batch, features_BTD: Tensor, target: Target, steps: int) -> Unrolled:
+        width = len(self.feature_layers) * self.hidden_size  # states for labels follow
+        inputs_BTD = features_BTD[..., :width].to(next(self.parameters()).dtype)
         hidden_BTH = self.checkpointed(self.fuse, inputs_BTD)
         # autocast must not narrow the residual stream
         return unroll(self, batch, hidden_BTH.to(inputs_BTD.dtype), target, steps)
@@ -262,28 +241,18 @@ class DesignedHead(AutoregressiveHead):
 class EagleChoices(DecoderChoices):
     """EAGLE-1 (arXiv 2401.15077)."""
 
-    kind: Literal["eagle"] = Field("eagle", description="EAGLE-1: predicts the target's features")
-    steps: int = Field(1, ge=1, le=16, description="steps for which training unrolls the head")
-    regression: float = Field(1.0, ge=0, description="weight of the SmoothL1 loss on features")
-    classification: float = Field(0.1, ge=0, description="weight of the cross-entropy")
-    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
-    noise: float = Field(0.2, ge=0, description="(u - 0.5) * noise * 512 / sequence_length")
-
-    @model_validator(mode="after")
-    def _check_loss(self) -> EagleChoices:
-        if not self.regression and not self.classification:
-            raise ValueError("regression and classification are both 0; raise one of them")
-        return self
+    kind: Literal["eagle"] = Field("eagle", description="EAGLE-1: reads the last hidden state")
 
 
 class EagleHead(DesignedHead):
     """EAGLE-1 (arXiv 2401.15077): predicts the next last-layer feature, which the target's own
-    lm_head turns into tokens. With steps > 1 it is trained on its own features (HASS, arXiv
-    2408.15766).
+    lm_head turns into tokens. It is trained by these tokens alone, on its own output (HASS, arXiv
+    2408.15766), without the paper's loss on features.
     """
 
     kind = "eagle"
-    title, paper = "EAGLE", "https://arxiv.org/abs/2401.15077"
+    title = "EAGLE"
+    paper = "https://arxiv.org/abs/2401.15077"
     Choices = EagleChoices
     choices: EagleChoices
     architecture = "LlamaForCausalLMEagle"
@@ -317,18 +286,6 @@ class EagleHead(DesignedHead):
         target.unembed_weight()  # raises here rather than in the first step
         head.train_with(choices)
         return head
-
-    def regressed(
-        self, loss: Tensor, inputs_BTD: Tensor, unrolled: Unrolled, weights_R: Tensor
-    ) -> Tensor:
-        true_PD = inputs_BTD.flatten(0, 1)
-
-        def distances(hidden_RH: Tensor) -> Tensor:
-            true_RH = true_PD[unrolled.places_R].float()
-            return F.smooth_l1_loss(hidden_RH.float(), true_RH, reduction="none").mean(1)
-
-        regression = (self.checkpointed(distances, unrolled.hidden_RH) * weights_R).sum()
-        return self.choices.regression * regression + self.choices.classification * loss
 
     def advance(
         self, embedded_BQD: Tensor, hidden_BQH: Tensor, angles: Angles, memories: Sequence[Memory]
@@ -364,9 +321,6 @@ class Eagle3Choices(DecoderChoices):
     norm_before_fc: bool = Field(False, description="normalise the concatenated features")
     norm_before_residual: bool = Field(False, description="use the normalised feature as residual")
     qk_norm: bool = Field(False, description="normalise queries and keys per head, as Qwen3 does")
-    steps: int = Field(7, ge=1, le=16, description="steps of training-time test")
-    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
-    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
 
     @model_validator(mode="after")
     def _check_together(self) -> Eagle3Choices:
@@ -381,7 +335,8 @@ class Eagle3Head(Vocabulary, DesignedHead):
     """
 
     kind = "eagle3"
-    title, paper = "EAGLE-3", "https://arxiv.org/abs/2503.01840"
+    title = "EAGLE-3"
+    paper = "https://arxiv.org/abs/2503.01840"
     Choices = Eagle3Choices
     choices: Eagle3Choices
 
@@ -522,7 +477,8 @@ class EagleDrafter(TreeDrafter):
         self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        builder, cache = self.builder, self.cache
+        builder = self.builder
+        cache = self.cache
         hidden_BFH = cache.commit(committed)
         angles = zip(*(torch.split(x, 1, dim=2) for x in cache.angles(self.depth)), strict=True)
 

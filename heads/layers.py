@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftheads.heads.choices import LayerSizes
-from draftheads.heads.cpu.linear import PackedWeight, operand, pack_like
+from draftheads.heads.cpu.linear import PackedWeight
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import needed
 
@@ -91,11 +91,7 @@ def _checksums(tensors: Sequence[Tensor]) -> list[int]:
     return torch.stack(sums).tolist()
 
 
-class Stateless(nn.Module):
-    """A module whose output depends only on its inputs and weights, so it can be compiled."""
-
-
-class ResidualBlock(Stateless):
+class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), repeated with `layers` different W and b, which are zero at first: a new
     block is the identity.
 
@@ -122,32 +118,6 @@ class ResidualBlock(Stateless):
         for layer in others:
             x_MD = x_MD + F.silu(layer(x_MD))
         return x_MD
-
-
-class StackedHeads:
-    """Stacked copies of the weights of small heads: all depths in a handful of kernels."""
-
-    def __init__(self, blocks: nn.ModuleList, lm_heads: nn.ModuleList) -> None:
-        stacks = [
-            torch.stack(depths)  # weight, bias, weight, bias, ... of each layer
-            for depths in zip(*(block.parameters() for block in blocks), strict=True)
-        ]
-        weights = [weight_KDD.transpose(1, 2) for weight_KDD in stacks[0::2]]
-        biases = [bias_KD[:, None] for bias_KD in stacks[1::2]]
-        self.layers = list(zip(weights, biases, strict=True))
-        unembed: list[Tensor] = list(lm_heads.parameters())  # none has a bias
-        self.unembed_KDV = torch.stack(unembed).transpose(1, 2)
-
-    def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
-        """The outputs (depth, B, D) of the first `depth` blocks for their common input."""
-        x_KBD = x_BD.expand(depth, -1, -1)
-        for weight_KDD, bias_K1D in self.layers:
-            x_KBD = x_KBD + F.silu(torch.baddbmm(bias_K1D[:depth], x_KBD, weight_KDD[:depth]))
-        return x_KBD
-
-    def unembed(self, hidden_KBD: Tensor) -> Tensor:
-        """Logits (K, B, V) of the first K heads."""
-        return torch.bmm(hidden_KBD, self.unembed_KDV[: len(hidden_KBD)])
 
 
 def project(states: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -303,7 +273,8 @@ class Rope:
         if self.frequencies.device != positions_BQ.device:
             self.frequencies = self.frequencies.to(positions_BQ.device)
         angles = positions_BQ[:, None, :, None].float() * self.frequencies
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos = angles.cos() * self.attention_factor
+        sin = angles.sin() * self.attention_factor
         sin[..., : sin.shape[-1] // 2].neg_()
         return cos, sin
 
@@ -315,7 +286,7 @@ def rotate(x_BHQW: Tensor, angles: Angles) -> Tensor:
     return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
 
 
-class RMSNorm(nn.RMSNorm, Stateless):
+class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm with the weight cast to the input's dtype, for which it has fast kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -331,7 +302,8 @@ class Attention(nn.Module):
     def __init__(self, shape: LayerShape, in_width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
         self.shape = shape
-        wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        wide = shape.heads * shape.head_dim
+        narrow = shape.kv_heads * shape.head_dim
         self.q_proj = nn.Linear(in_width, wide, bias=False)
         self.k_proj = nn.Linear(in_width, narrow, bias=False)
         self.v_proj = nn.Linear(in_width, narrow, bias=False)
@@ -340,37 +312,24 @@ class Attention(nn.Module):
         if qk_norm:
             self.q_norm = RMSNorm(shape.head_dim, shape.eps)
             self.k_norm = RMSNorm(shape.head_dim, shape.eps)
-        self._stack: Cached[tuple[Tensor | PackedWeight, Tensor | None]] = Cached()
 
     def forward(self, x_BQE: Tensor, angles: Angles, memory: Memory) -> Tensor:
         heads = self.shape.heads
         turned = self.shape.heads + self.shape.kv_heads
-        qkv_BQE, scale = self._projected(x_BQE)
+        layers = [self.q_proj, self.k_proj, self.v_proj]
+        qkv_BQE = torch.cat([layer(x_BQE) for layer in layers], dim=-1)
         qkv = qkv_BQE.view(*qkv_BQE.shape[:2], -1, self.shape.head_dim).transpose(1, 2)
-        qk = self.turned(qkv[:, :turned], scale, angles)
+        qk = self.turned(qkv[:, :turned], self._scale(), angles)
         out_BHQW = memory.attend(qk[:, :heads], qk[:, heads:], qkv[:, turned:])
         out_BQD: Tensor = self.o_proj(out_BHQW.transpose(1, 2).flatten(2))
         return out_BQD
 
-    def _projected(self, x_BQE: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values; the norms of all query and key heads."""
-        layers = [self.q_proj, self.k_proj, self.v_proj]
-        weights = [layer.weight for layer in layers]
-        norms = [self.q_norm.weight, self.k_norm.weight] if self.qk_norm else []
-
-        def scale() -> Tensor | None:
-            heads = (self.shape.heads, self.shape.kv_heads)
-            each = [norm_W.expand(n, 1, -1) for norm_W, n in zip(norms, heads, strict=bool(norms))]
-            return torch.cat(each) if each else None
-
-        if self.training or torch.is_grad_enabled():
-            # autocast casts a parameter once for all calls of a step, but stacked ones each time
-            return torch.cat([layer(x_BQE) for layer in layers], dim=-1), scale()
-        stacked, norm_H1W = self._stack.get(
-            (*weights, *norms),
-            lambda: (operand(pack_like(weights[0], torch.cat(weights))), scale()),
-        )
-        return project(x_BQE, stacked), norm_H1W
+    def _scale(self) -> Tensor | None:
+        """The norms of all query and key heads, (H + G, 1, W)."""
+        if not self.qk_norm:
+            return None
+        each = ((self.q_norm.weight, self.shape.heads), (self.k_norm.weight, self.shape.kv_heads))
+        return torch.cat([norm_W.expand(heads, 1, -1) for norm_W, heads in each])
 
     def turned(self, x_BHQW: Tensor, scale_H1W: Tensor | None, angles: Angles) -> Tensor:
         """Queries or keys, normed and scaled if there is a scale, with their RoPE."""
@@ -380,7 +339,7 @@ class Attention(nn.Module):
         return rotate(normed, angles).to(x_BHQW.dtype)  # angles are float32
 
 
-class GatedMlp(Stateless):
+class GatedMlp(nn.Module):
     """SwiGLU: W_down (SiLU(W_gate x) * W_up x)."""
 
     def __init__(self, shape: LayerShape) -> None:

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.target.model import Target
-
 RANKS = 10
 """Ranks of the true token that training statistics distinguish."""
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
@@ -70,24 +68,6 @@ class Teacher:
     acceptance: bool = False
     """Whether to compute the acceptance with objectives ce and kl, too; without, it is 0."""
 
-    @classmethod
-    def of(
-        cls,
-        target: Target,
-        states_UD: Tensor,
-        places_R: np.ndarray,
-        token_map: Tensor | None = None,
-        objective: Objective = "ce",
-        *,
-        acceptance: bool = False,
-    ) -> Teacher:
-        """For row r, the target's logits of the last hidden state `states_UD[places_R[r]]`."""
-
-        def logits(places_U: Tensor) -> Tensor:
-            return target.unembed(states_UD[places_U])
-
-        return cls(places_R, logits, token_map, objective, target.vocab_size, acceptance)
-
 
 class TeacherChunk:
     """The target's distributions for the rows of a chunk.
@@ -112,7 +92,8 @@ class TeacherChunk:
     def distribution(self, piece: slice) -> Tensor:
         """p_Pv, float32: that of a state is computed once in a piece."""
         state_P = self.state_C[piece]
-        first, last = int(state_P[0]), int(state_P[-1])
+        first = int(state_P[0])
+        last = int(state_P[-1])
         p_Uv = torch.softmax(self.logits_Uv[first : last + 1].float(), dim=-1)
         if len(p_Uv) == len(state_P):
             return p_Uv
@@ -181,7 +162,8 @@ class _LinearLoss(torch.autograd.Function):
             for factor, wanted in zip(factors, ctx.needs_input_grad[3:], strict=True)
         ]
         loss = hidden_RD.new_zeros((), dtype=torch.float32)
-        ranks, accepted = [labels_R[:0]], [loss.new_zeros(0)]
+        ranks = [labels_R[:0]]
+        accepted = [loss.new_zeros(0)]
         widest = max(teacher.vocab_size if teacher else 0, len(weight_vD))
         for part in _chunks(hidden_RD, widest):
             products = _products(factors, part)
@@ -204,7 +186,8 @@ class _LinearLoss(torch.autograd.Function):
                 weights.append(weights_P)
             _add_gradients(gradients, factors, products, torch.cat(weights), part)
         ctx.save_for_backward(*gradients)
-        ranks_R, accepted_R = torch.cat(ranks), torch.cat(accepted)
+        ranks_R = torch.cat(ranks)
+        accepted_R = torch.cat(accepted)
         ctx.mark_non_differentiable(ranks_R, accepted_R)
         return loss, ranks_R, accepted_R
 
@@ -300,8 +283,13 @@ def _soft(logits_Pv: Tensor, labels_P: Tensor, chunk: TeacherChunk, piece: slice
     if teacher.acceptance or teacher.objective == "dspark":
         accepted_P = torch.minimum(p_Pv, q_Pv).sum(1)
     if teacher.objective == "dspark":
-        hard_P = normaliser_P1[:, 0] - label_P
-        loss_P, grad_Pv = _dspark(q_Pv, p_Pv, accepted_P, labels_P, hard_P)
+        # the gradient of 2 (1 - sum min(p, q)), and of a tenth of the cross-entropy
+        short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
+        grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
+        share_P = 0.1 * (labels_P >= 0)
+        loss_P = 1.8 * (1 - accepted_P) + share_P * (normaliser_P1[:, 0] - label_P)
+        grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
+        grad_Pv.scatter_add_(1, index_P1, -share_P[:, None])
         return Scored(loss_P, grad_Pv, known_P, accepted_P)
     if teacher.objective == "kl":
         entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
@@ -321,21 +309,6 @@ def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
     q_Pv = logits_Pv.sub_(top_P1).exp_()
     total_P1 = q_Pv.sum(1, keepdim=True)
     return q_Pv.div_(total_P1), total_P1.log() + top_P1
-
-
-def _dspark(
-    q_Pv: Tensor, p_Pv: Tensor, accepted_P: Tensor, labels_P: Tensor, hard_P: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss of each row and its gradient by the logits. hard_P: the cross-entropy with the true
-    token, of which a tenth is added where it is known.
-    """
-    short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
-    grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
-    share_P = 0.1 * (labels_P >= 0)
-    loss_P = 1.8 * (1 - accepted_P) + share_P * hard_P
-    grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
-    grad_Pv.scatter_add_(1, labels_P.clamp(min=0)[:, None], -share_P[:, None])
-    return loss_P, grad_Pv
 
 
 def _ranks(logits_Pv: Tensor, labels_P: Tensor) -> Tensor:

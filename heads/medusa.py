@@ -24,7 +24,7 @@ from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import operand
 from draftheads.heads.drafting import Committed, Drafter
-from draftheads.heads.layers import Cached, ResidualBlock, StackedHeads, project
+from draftheads.heads.layers import ResidualBlock, project
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
@@ -36,9 +36,6 @@ from draftheads.heads.vocabulary import (
     lm_head_rows,
     token_map,
 )
-
-STACK_BYTES = 1 << 26
-"""Smaller heads are stacked for drafting, whose cost is then the number of kernels."""
 
 States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
 """For each depth: the places of roots, int64 (M,); the input of lm_head, (M, D); a term added to
@@ -111,7 +108,8 @@ class MedusaHead(DraftHead):
     """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k]."""
 
     kind = "medusa"
-    title, paper = "Medusa", "https://arxiv.org/abs/2401.10774"
+    title = "Medusa"
+    paper = "https://arxiv.org/abs/2401.10774"
     Choices = MedusaChoices
     choices: MedusaChoices
     architecture = "MedusaModel"
@@ -128,7 +126,6 @@ class MedusaHead(DraftHead):
         self.layers = design.layers
         self.own_lm_head = design.own_lm_head
         self.draft_vocab_size = design.vocab_size if ids_v is None else len(ids_v)
-        self._stack: Cached[StackedHeads] = Cached()
         self._shared_rows = SharedRows()
         self.tree = StaticTree.unfitted(depth)
         self.blocks = nn.ModuleList(ResidualBlock(width, design.layers) for _ in range(depth))
@@ -231,30 +228,17 @@ class MedusaHead(DraftHead):
             )
         check_fits(tree, self.draft_vocab_size, self.depth)
 
-    def hidden(self, x_BD: Tensor, depth: int, stack: StackedHeads | None = None) -> Tensor:
-        """The states (depth, B, D) of the first heads; stack: from `stacked`."""
-        if stack is not None:
-            return stack.hidden(x_BD, depth)
+    def hidden(self, x_BD: Tensor, depth: int) -> Tensor:
+        """The states (depth, B, D) of the first heads."""
         return torch.stack([block(x_BD) for block in self.blocks[:depth]])
 
-    def unembed(self, x_KBD: Tensor, target: Target, stack: StackedHeads | None = None) -> Tensor:
-        """Logits (K, B, v) of the first K heads; stack: from `stacked`."""
-        if stack is not None:
-            return stack.unembed(x_KBD)
+    def unembed(self, x_KBD: Tensor, target: Target) -> Tensor:
+        """Logits (K, B, v) of the first K heads."""
         if not self.own_lm_head:  # one product, so that the large matrix is read once
             weight_vD = operand(self.unembed_weights(target)[0])
             return project(x_KBD.to(weight_vD.dtype), weight_vD)
         heads = zip(self.lm_heads, x_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
-
-    def stacked(self) -> StackedHeads | None:
-        """The heads as one stack, for drafting; None if they are packed, or too large to copy."""
-        parameters = list(self.parameters())
-        lm_heads = list(self.lm_heads.parameters())
-        is_packed = any(operand(weight) is not weight for weight in lm_heads)
-        if not lm_heads or is_packed or sum(p.nbytes for p in parameters) > STACK_BYTES:
-            return None
-        return self._stack.get(parameters, lambda: StackedHeads(self.blocks, self.lm_heads))
 
     def cast(self, features: Tensor) -> Tensor:
         """Features in the dtype of the heads."""
@@ -292,15 +276,14 @@ class MedusaDrafter:
         self.width = tree.width
         self.feature_layers = head.feature_layers
         self.topology = tree.topology(target.device)
-        self.stack = head.stacked()
         places = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
         self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
-        head, depth = self.head, self.depth
+        head = self.head
         features_BD = head.cast(committed.last_features_BD())
-        hidden_KBD = head.hidden(features_BD, depth, self.stack)
-        logits_KBv = head.unembed(hidden_KBD, self.target, self.stack)
+        hidden_KBD = head.hidden(features_BD, self.depth)
+        logits_KBv = head.unembed(hidden_KBD, self.target)
         top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
         drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
         tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)

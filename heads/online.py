@@ -81,7 +81,8 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
             why = f"{site} cannot be reached"
             advice = "check the network"
             if constants.HF_HUB_OFFLINE:
-                why, advice = "HF_HUB_OFFLINE is set", "unset it to load them once"
+                why = "HF_HUB_OFFLINE is set"
+                advice = "unset it to load them once"
             return (
                 f"expected a folder, or its files in {constants.HF_HUB_CACHE}, found neither"
                 f"{_near(name)}, and {why}; {advice}, or pass a folder"

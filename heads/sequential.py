@@ -4,16 +4,15 @@ price of Medusa.
 All heads read one state of the target, but each also sees tokens that were drafted before its own.
 There is a class for each `conditioning`:
 
-    markov       logits = lm_head(h) + up(SiLU(down(e)))
     recurrent    logits = lm_head(h + up(s)), s = SiLU(down([h; e]) + carry(s of the parent))
     hydra        h = block_k([feature; e_1; ..; e_k]), as published; e_1: the root
 
 where h = block_k(feature) as in Medusa and e is the target's embedding of the preceding token. So
-markov sees one token, recurrent and hydra see all tokens since the root. With `prefix`, the feature
-first passes through a decoder layer over the whole text (Hydra++).
+both see all tokens since the root. With `prefix`, the feature first passes through a decoder layer
+over the whole text (Hydra++).
 
-Sources: Hydra, arXiv 2402.05109; low-rank Markov heads as in DSpark; the recurrence is that of
-ReDrafter, arXiv 2403.09919, on separate heads.
+Sources: Hydra, arXiv 2402.05109; the recurrence is that of ReDrafter, arXiv 2403.09919, on separate
+heads.
 
 Legend: B batch, T tokens, M learned positions, Q queries, F nodes expanded together, K heads,
 D hidden width, E width of a whole path, r rank, X D or v, V vocabulary of the target, v draft
@@ -71,16 +70,13 @@ class SequentialChoices(MedusaChoices, LayerSizes):
     kind: Literal["sequential"] = Field(  # type: ignore[assignment]
         "sequential", description="Medusa heads conditioned on the preceding draft tokens"
     )
-    conditioning: Literal["markov", "recurrent", "hydra"] = Field(
+    conditioning: Literal["recurrent", "hydra"] = Field(
         "recurrent",
-        description="markov: the previous token adds to the logits; recurrent: all draft tokens "
-        "update the hidden state; hydra: they are inputs of the head",
+        description="recurrent: all draft tokens update the hidden state; hydra: they are inputs "
+        "of the head",
     )
     rank: int | None = Field(
-        None,
-        ge=1,
-        le=MOST_RANKS,
-        description="inner width; null: 64 for markov, else the target's width",
+        None, ge=1, le=MOST_RANKS, description="inner width; null: the target's width"
     )
     prefix: bool = Field(False, description="add a decoder layer over the whole text (Hydra++)")
     top_k: int | None = Field(None, ge=1, description="nodes expanded per level; null: fixed tree")
@@ -105,7 +101,8 @@ class SequentialHead(MedusaHead):
     """
 
     kind = "sequential"
-    title, paper = "Sequential Medusa", "https://arxiv.org/abs/2402.05109"
+    title = "Sequential Medusa"
+    paper = "https://arxiv.org/abs/2402.05109"
     Choices = SequentialChoices
     architecture = "SequentialMedusaModel"
     conditioning: ClassVar[str]
@@ -153,8 +150,8 @@ class SequentialHead(MedusaHead):
         rank = None
         kind: type[SequentialHead] = HydraHead
         if "down.0.weight" in tensors:
-            rank, width = matrix(tensors, "down.0.weight").shape
-            kind = MarkovHead if width == design.hidden_size else RecurrentHead
+            rank = len(matrix(tensors, "down.0.weight"))
+            kind = RecurrentHead
         prefix = None
         if "prefix.norm.weight" in tensors:
             (sizes,) = needed(config, "prefix_layer")
@@ -192,93 +189,31 @@ class SequentialHead(MedusaHead):
 class Products(NamedTuple):
     """Products of weights, for drafting; None if they are too large to keep."""
 
+    mixers_KDr: Tensor  # from states to codes
     codes_Vr: list[Tensor] | None  # for each head: the codes of all tokens
-    mixers_KDr: Tensor | None  # from states to codes; None for markov
     logits_rv: list[Tensor] | None  # for each head: from codes to logits
 
 
-class LowRankHead(SequentialHead):
-    """Heads conditioned through a code of r numbers."""
+class RecurrentHead(SequentialHead):
+    """All tokens since the root change the state, by a recurrence of r numbers over the heads."""
 
-    down: nn.ModuleList
-    up: nn.ModuleList
+    conditioning = "recurrent"
+
+    def add_conditioning(self, rank: int | None) -> None:
+        width = self.hidden_size
+        rank = rank or width
+        self._products: Cached[Products] = Cached()
+        self.down = nn.ModuleList(nn.Linear(2 * width, rank) for _ in range(self.depth))
+        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(self.depth))
+        carries = range(self.depth - 1)
+        self.carry = nn.ModuleList(nn.Linear(rank, rank, bias=False) for _ in carries)
+        for parameter in (*self.up.parameters(), *self.carry.parameters()):
+            nn.init.zeros_(parameter)
 
     def codes(self, index: int, tokens: Tensor, target: Target) -> Tensor:
         """The part of a head's code (before SiLU) due to preceding tokens (...): (..., r)."""
         down = linear(self.down, index)
         return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
-
-    @abstractmethod
-    def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
-        """mixers_KDr and logits_rv of `Products`."""
-
-    def products(self, target: Target) -> Products:
-        """The products of the current weights."""
-
-        def make() -> Products:
-            if not self.fits(self.vocab_size, target):
-                return Products(None, *self.state_products(target))
-            # in parts, because the embeddings of all tokens are large
-            parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
-            codes_Vr = []
-            for index in range(self.depth):
-                codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
-            return Products(codes_Vr, *self.state_products(target))
-
-        embeddings = target.model.get_input_embeddings().parameters()
-        return self._products.get(self.parameters(), make, embeddings)
-
-    def fits(self, tokens: int, target: Target) -> bool:
-        """Whether r numbers per token and head are few enough to keep."""
-        weight_rE = linear(self.down, 0).weight
-        size = self.depth * len(weight_rE) * weight_rE.element_size()
-        return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        return LowRankDrafter(self, target, tree or self.tree)
-
-    def _add_matrices(self, rank: int, in_width: int, out_width: int) -> None:
-        self._products: Cached[Products] = Cached()
-        self.down = nn.ModuleList(nn.Linear(in_width, rank) for _ in range(self.depth))
-        self.up = nn.ModuleList(nn.Linear(rank, out_width, bias=False) for _ in range(self.depth))
-        for parameter in self.up.parameters():
-            nn.init.zeros_(parameter)
-
-
-class MarkovHead(LowRankHead):
-    """The preceding token changes the logits."""
-
-    conditioning = "markov"
-
-    def add_conditioning(self, rank: int | None) -> None:
-        self._add_matrices(rank or 64, self.hidden_size, self.draft_vocab_size)
-
-    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
-        def step(index: int, roots_M: Tensor) -> tuple[Tensor, Tensor]:
-            hidden_MD = self.blocks[index](at_places(inputs_BTD, roots_M))
-            preceding_M = batch.tokens_BT.flatten()[roots_M + index]
-            return hidden_MD, F.silu(self.codes(index, preceding_M, target))
-
-        for index, roots_M in enumerate(batch.roots(self.depth)):
-            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M)
-            yield roots_M, hidden_MD, (codes_Mr, linear(self.up, index).weight)
-
-    def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
-        return None, [up_vr.T.contiguous() for up_vr in self.up.parameters()]
-
-
-class RecurrentHead(LowRankHead):
-    """All tokens since the root change the state, by a recurrence over the heads."""
-
-    conditioning = "recurrent"
-
-    def add_conditioning(self, rank: int | None) -> None:
-        rank = rank or self.hidden_size
-        self._add_matrices(rank, 2 * self.hidden_size, self.hidden_size)
-        carries = range(self.depth - 1)
-        self.carry = nn.ModuleList(nn.Linear(rank, rank, bias=False) for _ in carries)
-        for parameter in self.carry.parameters():
-            nn.init.zeros_(parameter)
 
     def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
         def step(
@@ -302,18 +237,40 @@ class RecurrentHead(LowRankHead):
             earlier_M = roots_M
             yield roots_M, hidden_MD, None
 
-    def state_products(self, target: Target) -> tuple[Tensor | None, list[Tensor] | None]:
-        """lm_head and `up` are multiplied if this makes a node cheaper and the result fits."""
-        downs_rE = list(self.down.parameters())[::2]
+    def products(self, target: Target) -> Products:
+        """The products of the current weights. lm_head and `up` are multiplied if this makes a node
+        cheaper.
+        """
         width = self.hidden_size
-        mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
-        pays = len(downs_rE[0]) <= width
-        if self.own_lm_head:  # as much is read, but by fewer kernels
-            pays = pays and self.stacked() is not None
-        if not (pays and self.fits(self.draft_vocab_size, target)):
-            return mixers_KDr, None
-        pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
-        return mixers_KDr, [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
+
+        def make() -> Products:
+            downs_rE = list(self.down.parameters())[::2]
+            mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
+            codes_Vr = None
+            if self.fits(self.vocab_size, target):
+                # in parts, because the embeddings of all tokens are large
+                parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
+                codes_Vr = []
+                for index in range(self.depth):
+                    codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
+            is_thin = len(downs_rE[0]) <= width
+            if not (is_thin and self.fits(self.draft_vocab_size, target)):
+                return Products(mixers_KDr, codes_Vr, None)
+            pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
+            logits_rv = [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
+            return Products(mixers_KDr, codes_Vr, logits_rv)
+
+        embeddings = target.model.get_input_embeddings().parameters()
+        return self._products.get(self.parameters(), make, embeddings)
+
+    def fits(self, tokens: int, target: Target) -> bool:
+        """Whether r numbers per token and head are few enough to keep."""
+        weight_rE = linear(self.down, 0).weight
+        size = self.depth * len(weight_rE) * weight_rE.element_size()
+        return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        return RecurrentDrafter(self, target, tree or self.tree)
 
 
 class HydraHead(SequentialHead):
@@ -351,7 +308,7 @@ class HydraHead(SequentialHead):
 
 
 CONDITIONINGS: dict[str, type[SequentialHead]] = {
-    kind.conditioning: kind for kind in (MarkovHead, RecurrentHead, HydraHead)
+    kind.conditioning: kind for kind in (RecurrentHead, HydraHead)
 }
 
 
@@ -406,52 +363,46 @@ class SequentialDrafter(TreeDrafter):
         return inputs_BD, committed.last_tokens_B()
 
 
-class LowRankDrafter(SequentialDrafter):
+class RecurrentDrafter(SequentialDrafter):
     """With `Products.logits_rv`, the vocabulary-wide product is computed once for all heads, from
     the state alone, and each level adds a product as thin as the rank. Without it, each level
     multiplies the states of its nodes by the lm_head, as training does.
     """
 
-    head: LowRankHead
+    head: RecurrentHead
 
-    def __init__(self, head: LowRankHead, target: Target, tree: Tree) -> None:
+    def __init__(self, head: RecurrentHead, target: Target, tree: Tree) -> None:
         super().__init__(head, target, tree)
-        self.stack = head.stacked()
         self.products = head.products(target)
-        carries = head.carry.parameters() if isinstance(head, RecurrentHead) else ()
-        self.carries_rr = list(carries)
+        self.carries_rr = list(head.carry.parameters())
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
         builder = self.builder
-        _, mixers_KDr, logits_rv = self.products
-        hidden_KBD = self.head.hidden(inputs_BD, self.depth, self.stack)
+        mixers_KDr, codes_Vr, logits_rv = self.products
+        hidden_KBD = self.head.hidden(inputs_BD, self.depth)
         state_KBX = hidden_KBD
         if logits_rv is not None:
-            logits_KBv = self.head.unembed(hidden_KBD, self.target, self.stack)
+            logits_KBv = self.head.unembed(hidden_KBD, self.target)
             state_KBX = logits_KBv.to(hidden_KBD.dtype)
         state_B1X = state_KBX[:, :, None].unbind()
-        mixed_B1r = None
-        if mixers_KDr is not None:
-            mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
+        mixed_B1r = torch.bmm(hidden_KBD, mixers_KDr[: self.depth])[:, :, None].unbind()
         tokens_BF = roots_B[:, None]
         carried_BFr = None
         for index in count():
-            if self.products.codes_Vr is None:
+            if codes_Vr is None:
                 codes_BFr = self.head.codes(index, tokens_BF, self.target)
             else:
-                codes_BFr = F.embedding(tokens_BF, self.products.codes_Vr[index])
-            if mixed_B1r is not None:
-                codes_BFr = codes_BFr + mixed_B1r[index]
+                codes_BFr = F.embedding(tokens_BF, codes_Vr[index])
+            codes_BFr = codes_BFr + mixed_B1r[index]
             if carried_BFr is not None:
                 codes_BFr = codes_BFr + carried_BFr
             codes_BFr = F.silu(codes_BFr)
             if not builder.add(self._logits(index, state_B1X[index], codes_BFr)):
                 break
-            if self.carries_rr:
-                carried_BFr = project(codes_BFr, self.carries_rr[index])
-                if index:  # nodes of the first level share their parent
-                    carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+            carried_BFr = project(codes_BFr, self.carries_rr[index])
+            if index:  # nodes of the first level share their parent
+                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
             tokens_BF = builder.tokens_BF
         return builder.tree(roots_B)
 
@@ -473,7 +424,8 @@ class HydraDrafter(SequentialDrafter):
 
     def propose(self, committed: Committed) -> TokenTree:
         inputs_BD, roots_B = self.start(committed)
-        head, builder = self.head, self.builder
+        head = self.head
+        builder = self.builder
         embedded_BFD = head.embed(roots_B[:, None], self.target)
         paths_BFE = inputs_BD[:, None]
         for index in count():

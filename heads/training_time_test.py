@@ -42,11 +42,13 @@ class Sight:
 
     def __init__(self, batch: Batch, window: int | None, places_BQ: np.ndarray | None = None):
         positions_BT = (batch.host or batch).positions_BT.numpy()
-        self.batch, self.window = batch, window
+        self.batch = batch
+        self.window = window
         if places_BQ is None:
             places_BQ = np.tile(np.arange(positions_BT.shape[1]), (len(positions_BT), 1))
         self.first_BQ = places_BQ - np.take_along_axis(positions_BT, places_BQ, 1)
-        self.last_BQ, self.queries = places_BQ, places_BQ.shape[1]
+        self.last_BQ = places_BQ
+        self.queries = places_BQ.shape[1]
         self.places_BQ = batch.upload(places_BQ)
         self._masks: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
@@ -61,7 +63,8 @@ class Sight:
         key = (part.start, later if self.window else 0, dtype)
         if key in self._masks:
             return self._masks[key]
-        keys, batch = self.keys(part), self.batch
+        keys = self.keys(part)
+        batch = self.batch
         places_BC = self.places_BQ[:, part]
         places_S = torch.arange(keys.start, keys.stop, device=places_BC.device)
         distance_BCS = places_BC[:, :, None] - places_S
@@ -107,7 +110,8 @@ class RowMemory:
         def attend(part: slice) -> Tensor:
             keys = self.sight.keys(part)
             mask_B1CS = self.sight.mask(part, q_BHQW.dtype)
-            k_BHSW, v_BHSW = k_BHQW[:, :, keys], v_BHQW[:, :, keys]
+            k_BHSW = k_BHQW[:, :, keys]
+            v_BHSW = v_BHQW[:, :, keys]
             return F.scaled_dot_product_attention(
                 q_BHQW[:, :, part], k_BHSW, v_BHSW, attn_mask=mask_B1CS
             )
@@ -140,18 +144,20 @@ class UnrolledMemory:
             self._first = self._first or first  # again, where checkpointing repeats it
             return self.rows.attend(q_BHQW, k_BGQW, v_BGQW)
         # copies, because views would keep the queries alive
-        k_BGQW, v_BGQW = k_BGQW.contiguous(), v_BGQW.contiguous()
+        k_BGQW = k_BGQW.contiguous()
+        v_BGQW = v_BGQW.contiguous()
         if self.step > len(self.keys):
             self.keys.append(k_BGQW)
             self.values.append(v_BGQW)
         q_BHQW = q_BHQW * q_BHQW.shape[-1] ** -0.5
-        return self._merged(q_BHQW, self.keys[: self.step], self.values[: self.step])
-
-    def _merged(self, q_BHQW: Tensor, keys_J: list[Tensor], values_J: list[Tensor]) -> Tensor:
-        assert self._first is not None
-        later, first = len(keys_J), self._first
+        keys_J = self.keys[: self.step]
+        values_J = self.values[: self.step]
         if self.window is not None:
-            keys_J, values_J = keys_J[-self.window :], values_J[-self.window :]
+            keys_J = keys_J[-self.window :]
+            values_J = values_J[-self.window :]
+        assert self._first is not None
+        first = self._first
+        later = self.step
         own = _own(q_BHQW, keys_J, values_J)
 
         def attend(part: slice) -> Tensor:
@@ -259,7 +265,8 @@ def unroll(
     places_BQ, real_BQ = packed(masks[0])
     # padding repeats a root, so that places rise
     places_BQ = np.where(real_BQ, places_BQ, places_BQ.max(1, where=real_BQ, initial=0)[:, None])
-    rows, roots = RowMemory(batch, head.window), Sight(batch, head.window, places_BQ)
+    rows = RowMemory(batch, head.window)
+    roots = Sight(batch, head.window, places_BQ)
     memories = [UnrolledMemory(rows, roots) for _ in range(head.layer_count)]
     roots_BQ = roots.places_BQ
 
@@ -274,7 +281,8 @@ def unroll(
     start_BQ = batch.positions_BT.gather(1, roots_BQ)
     number_BT = np.zeros(masks[0].shape, dtype=np.int64)  # of each root among all queries
     number_BT[masks[0]] = np.flatnonzero(real_BQ)
-    hidden, places = [], []
+    hidden = []
+    places = []
     for step, mask_BT in enumerate(masks):
         if step:
             next_BQ = (roots_BQ + step).clamp(max=batch.tokens_BT.shape[1] - 1)

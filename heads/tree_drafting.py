@@ -38,7 +38,8 @@ class DynamicTreeBuilder:
     scores_BF: Tensor
 
     def __init__(self, limits: DynamicTree, token_map: Tensor | None) -> None:
-        self.limits, self.token_map = limits, token_map
+        self.limits = limits
+        self.token_map = token_map
         self.start()
 
     def start(self) -> None:
@@ -63,7 +64,8 @@ class DynamicTreeBuilder:
             scores_BFk = scores_BFk + self.scores_BF[:, :, None]
             self.parents.append(self.frontier_BF[:, :, None].expand(-1, -1, children).flatten(1))
         ids_BFk = top.indices if self.token_map is None else self.token_map[top.indices]
-        tokens_BE, scores_BE = ids_BFk.flatten(1), scores_BFk.flatten(1)
+        tokens_BE = ids_BFk.flatten(1)
+        scores_BE = scores_BFk.flatten(1)
         self.tokens.append(tokens_BE)
         self.scores.append(scores_BE)
         if len(self.tokens) == self.limits.depth:
@@ -108,7 +110,8 @@ class StaticTreeBuilder:
         # for each level: ranks needed of each frontier node; which of them become nodes; which of
         # these are the next frontier; places of their parents in this one
         self.levels: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        inner, frontier = {path[:-1] for path in paths}, [tuple[int, ...]()]
+        inner = {path[:-1] for path in paths}
+        frontier = [tuple[int, ...]()]
         for depth in range(1, tree.depth + 1):
             place = {path: number for number, path in enumerate(frontier)}
             nodes = [path for path in paths if len(path) == depth]
@@ -163,7 +166,8 @@ def grow(
     each one sees (seen_BFP), and their distances from the root's first child (depths_1P).
     """
     builder.start()
-    level, device = 0, roots_B.device
+    level = 0
+    device = roots_B.device
     depths_1P = torch.zeros(1, 0, dtype=torch.long, device=device)
     seen_BFP = torch.zeros(len(roots_B), 1, 0, dtype=torch.bool, device=device)
     while builder.add(logits_BFv):

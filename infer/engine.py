@@ -140,7 +140,6 @@ class Speculator:
         self._source = source
         self._has_own_tree = self.tree == source.tree
         source.check_tree(self.tree)
-        target.check_tree(self.tree)
         self.rows_may_leave = source.rows_may_leave
         self.compile = compile
         self._compiled: dict[tuple[Any, ...], Advance] = {}

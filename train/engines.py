@@ -183,7 +183,12 @@ def divergence(states_MD: Tensor, frozen_MD: Tensor, target: Target) -> Tensor:
     """KL(frozen || adapted) in nats, summed over M, from last hidden states. Only `states_MD` gets
     a gradient.
     """
-    teacher = Teacher.of(target, frozen_MD, np.arange(len(states_MD)), objective="kl")
+
+    def logits(places_U: Tensor) -> Tensor:
+        return target.unembed(frozen_MD[places_U])
+
+    places_M = np.arange(len(states_MD))
+    teacher = Teacher(places_M, logits, objective="kl", vocab_size=target.vocab_size)
     # for ranks, which are not used
     labels_M = torch.zeros(len(states_MD), dtype=torch.long, device=states_MD.device)
     return linear_cross_entropy(states_MD, target.unembed_weight(), labels_M, teacher=teacher)[0]

@@ -87,7 +87,7 @@ def heldout_ranks(head: DraftHead, target: Target, share: Share, features: Featu
 
 @torch.no_grad()
 def heldout_loss(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> float:
-    """The training loss, without its noise, per learned token of all held-out rows, the same on
+    """The training loss, per learned token of all held-out rows, the same on
     every process.
     """
 

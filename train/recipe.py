@@ -170,13 +170,12 @@ class RunChoices(Section):
     )
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best is kept too")
-    seed: int = Field(0, ge=0, lt=LARGEST, description="of data order, initialisation and noise")
+    seed: int = Field(0, ge=0, lt=LARGEST, description="of data order, initialisation and anchors")
     precision: Precision = Field("fp32", description="of matmuls in the heads; weights are fp32")
     trackers: list[str] = Field(default_factory=list, description="e.g. [tensorboard]")
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
     max_skipped: int = Field(3, ge=1, description="consecutive non-finite steps that end the run")
     gradient_checkpointing: bool = Field(False, description="save memory, slower")
-    compile: bool = Field(False, description="torch.compile the heads' layers")
 
     @property
     def epochs_of_size(self) -> float | None:

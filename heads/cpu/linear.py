@@ -128,7 +128,8 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Raise ValueError where a packed weight cannot follow."""
-        moved, dtype = fn(torch.empty(0, dtype=self.packed.dtype)), self.packed.dtype
+        moved = fn(torch.empty(0, dtype=self.packed.dtype))
+        dtype = self.packed.dtype
         if moved.device.type != "cpu" or (moved.dtype != dtype and not self.packed.bits):
             raise ValueError(
                 f"packed weights: expected to stay on the CPU in {dtype}, got {moved.device} and "

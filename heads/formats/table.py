@@ -147,7 +147,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("mlx", "block"): [
         "a learned mask vector",
-        "gated or rnn conditioning",
+        "rnn conditioning",
         "sliding_window",  # the same keys for all slots
         "an lm_head of its own",
         "embeddings of its own",  # of a target with tied ones, they would be the lm_head, too
@@ -158,7 +158,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("vllm", "block"): [
         "a learned mask vector",
-        "gated or rnn conditioning",
+        "rnn conditioning",
         RISING,
         "the last state as a feature",
     ],
@@ -182,7 +182,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("gguf", "block"): [
         "a learned mask vector",
-        "gated or rnn conditioning",
+        "rnn conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
         RISING,
         "the last state as a feature",
@@ -241,7 +241,7 @@ def loss(to: str, stored: Stored) -> str | None:
         "the last state as a feature": -1 in features or layers in features,
         "slots or heads of DSpark": block_config.get("architectures") != ["DFlashDraftModel"],
         "a learned mask vector": block_config.get("mask_token_id") is None,
-        "gated or rnn conditioning": conditioning in ("gated", "rnn"),
+        "rnn conditioning": conditioning == "rnn",
         "rnn conditioning of DFlash's slots": conditioning == "rnn"
         and not block_config.get("sample_from_anchor"),
         "an lm_head of its own": own_lm_head,

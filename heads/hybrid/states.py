@@ -65,8 +65,10 @@ class States:
     """
 
     def __init__(self, batch: int, mixers: Sequence[Mixer], mixing: Mixing = "tree") -> None:
-        self.rows, self.mixing = batch, mixing
-        self.length, self.committed = 0, StatesByLayer()
+        self.rows = batch
+        self.mixing = mixing
+        self.length = 0
+        self.committed = StatesByLayer()
         self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
         if mixing == "tree":
             self._branches = {each.layer_idx: Branches(each) for each in mixers if each.branching}
@@ -84,7 +86,8 @@ class States:
         self._is_torn = True
         if not self._is_fixed:
             self.committed, earlier = _each(self.committed, _own), _each(self.committed, _own)
-            self._earlier, self._is_fixed = (self.length, earlier), True
+            self._earlier = (self.length, earlier)
+            self._is_fixed = True
 
     def free(self) -> None:
         """Undo `fix`."""
@@ -96,28 +99,33 @@ class States:
         """
         self._remember()
         self._read = {number: dict(kinds) for number, kinds in self.committed.items()}
-        self._counts, self._topology = list(counts), None
+        self._counts = list(counts)
+        self._topology = None
 
     def commit(self) -> None:
         """Commit the states after what was read."""
-        self.length, self.committed = self.length + self._counts[0], self._read
+        self.length = self.length + self._counts[0]
+        self.committed = self._read
         self._is_fixed = False
         self._remember()
 
     def branch(self, topology: Topology) -> None:
         """The next pass is over the nodes of trees, of which `keep` will take some."""
-        self._topology, self._passes = topology, {}
+        self._topology = topology
+        self._passes = {}
 
     def keep(self, last_B: Tensor) -> None:
         """Commit the states of these nodes; -1: the state stays."""
         self._is_torn = True
         kept = {number: each.after(last_B) for number, each in self._passes.items()}
-        self._topology, self._passes = None, {}
+        self._topology = None
+        self._passes = {}
         if self._is_fixed:
             _copy(self.committed, self._earlier[1])
             _copy(kept, self.committed)
         else:
-            self._earlier, self.committed = (self.length, self.committed), kept
+            self._earlier = (self.length, self.committed)
+            self.committed = kept
 
     def note(self, count: int) -> None:
         """How many tokens the first row grew by in `keep`."""
@@ -147,7 +155,8 @@ class States:
 
     def mix(self, mixer: Mixer, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
         """The output of a mixer in this pass."""
-        topology, number = self._topology, mixer.layer_idx
+        topology = self._topology
+        number = mixer.layer_idx
         if topology is None:
             return self._mix_tokens(mixer, hidden_BND, arguments)
         if hidden_BND.shape[1] == 1:
@@ -162,7 +171,8 @@ class States:
 
     def _mix_tokens(self, mixer: Mixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
         """Rows of equal numbers of tokens run together: padding would enter their states."""
-        out_BTD, number = torch.zeros_like(hidden_BTD), mixer.layer_idx
+        out_BTD = torch.zeros_like(hidden_BTD)
+        number = mixer.layer_idx
         for count in set(self._counts) - {0}:
             rows = [row for row, other in enumerate(self._counts) if other == count]
             before = self._read.get(number, {})
@@ -205,7 +215,8 @@ class States:
 
     def _begin(self, length: int, committed: StatesByLayer) -> None:
         """Continue with these, as if nothing had been before."""
-        self.length, self.committed = length, committed
+        self.length = length
+        self.committed = committed
         self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
 
 

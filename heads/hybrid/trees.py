@@ -145,7 +145,8 @@ class TreePass(ABC):
 
     def start(self, committed: LayerStates, topology: Topology) -> None:
         """Before each `run`. committed: the mixer's states (B, ...), before the root."""
-        self.committed, self.topology = committed, topology
+        self.committed = committed
+        self.topology = topology
 
     @abstractmethod
     def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
@@ -244,7 +245,8 @@ class Branches(TreePass, MixerCache):
             state = total_BH1[..., None].exp() * self._as_state(before)
             state = state + key_BHNQ.transpose(2, 3) @ value_BHNV
             after["recurrent", 0] = self._as_state(state).to(before.dtype)
-        self._paths_BCNK, self._recurrence = {}, None
+        self._paths_BCNK = {}
+        self._recurrence = None
         return kept(self.committed, after, last_B)
 
     def update_conv_state(

@@ -35,8 +35,6 @@ class MtpChoices(UnrolledChoices):
     kind: Literal["mtp"] = Field("mtp", description="one more layer of the target's own kind")
     vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
     steps: int = Field(4, ge=1, le=16, description="steps for which training unrolls the layer")
-    labels: Literal["soft", "hard"] = Field("soft", description="soft: the target's distribution")
-    noise: float = Field(0.0, ge=0, description="uniform noise on the features, as in kind eagle")
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ class Adapter:
     drift: dict[str, Any] | None = None
 
     def __init__(self, wrapped: PeftModel, base: str) -> None:
-        self.wrapped, self.base = wrapped, base
+        self.wrapped = wrapped
+        self.base = base
         self.config: dict[str, Any] = wrapped.peft_config["default"].to_dict()
         self._merged: dict[str, Tensor] | None = None
 

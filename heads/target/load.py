@@ -58,7 +58,8 @@ def _tokenizer(path: str, how: Loading) -> Any:
     """The tokenizer of a target, or of its LoRA if that brings one; None without any."""
     revision = how.revision
     if how.lora and any(how.lora.folder.glob("tokenizer*")):
-        path, revision = str(how.lora.folder), None
+        path = str(how.lora.folder)
+        revision = None
     local = Path(os.path.expanduser(path))
     if local.is_dir() and not any(local.glob("tokenizer*")) and not any(local.glob("vocab*")):
         return None

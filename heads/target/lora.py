@@ -50,7 +50,8 @@ class Lora:
         Raises FileNotFoundError for missing files, ValueError for another kind of adapter,
         ModuleNotFoundError without PEFT.
         """
-        name, folder = str(source), head_folder(source, "PEFT adapter")
+        name = str(source)
+        folder = head_folder(source, "PEFT adapter")
         with extras():
             import peft  # noqa: F401
         if folder is None:
@@ -72,7 +73,8 @@ class Lora:
         """
         with opened(self.folder / WEIGHTS):  # a damaged file is named before PEFT reads it
             pass
-        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        embeddings = model.get_input_embeddings()
         is_tied = head.weight is embeddings.weight
         if is_tied:  # PEFT would add to both what changes one of them
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -89,7 +91,8 @@ class Lora:
             ) from error
         if not is_tied:
             return
-        head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+        head = model.get_output_embeddings()
+        embeddings = model.get_input_embeddings()
         stay_equal = bool(head.weight.equal(embeddings.weight))
         if stay_equal:
             head.weight = embeddings.weight
@@ -145,4 +148,5 @@ def _bound(config: Any, model: PreTrainedModel, file: Path, renames: dict[str, s
         names = {name.rpartition(".lora_")[0].removeprefix(PREFIX) for name in shapes}
         for old, new in renames.items():
             names = {re.sub(old, new, name) for name in names}
-        config.target_modules, config.exclude_modules = names, None
+        config.target_modules = names
+        config.exclude_modules = None

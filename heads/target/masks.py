@@ -47,7 +47,8 @@ class Masks:
     def __call__(
         self, visible_BNS: Tensor, positions_BN: Tensor, key_positions_BS: Tensor
     ) -> Tensor | dict[str, Tensor | None]:
-        q_BN1, k_B1S = positions_BN[:, :, None], key_positions_BS[:, None, :]
+        q_BN1 = positions_BN[:, :, None]
+        k_B1S = key_positions_BS[:, None, :]
         dtype = self._model.dtype
         masks: dict[str, Tensor] = {}
         for kind in self.types:

@@ -34,7 +34,6 @@ from draftheads.heads.target.packing import Packing, TrainingPass
 from draftheads.heads.target.placement import LoadOptions, end_ids, quantisation
 from draftheads.heads.target.pretrained import (
     ADVICE,
-    TREE_ROOM,
     chosen_states,
     describe,
     fingerprint,
@@ -43,13 +42,12 @@ from draftheads.heads.target.pretrained import (
     plain_model,
     refuse_unsupported,
     release,
-    slot_limit,
     states_argument,
     usable_context,
 )
 from draftheads.heads.target.trial import Ways, working_ways
 from draftheads.heads.tensors import dtype_name
-from draftheads.heads.tree import TokenTree, Tree
+from draftheads.heads.tree import TokenTree
 
 PREFILL_CHUNK = 1024
 """Prompt tokens per forward pass, which bounds the (T, S) mask of a long prompt."""
@@ -112,7 +110,6 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.layers: int = self.config.num_hidden_layers
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
-        self._slots = slot_limit(self.config)
         self.context = usable_context(model)
         self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name)
         self.template_args = {}
@@ -242,20 +239,17 @@ class Target:
         None: all.
         """
         self._check_layers()
-        table, nodes = cache.table, tokens_BN.shape[1]
+        table = cache.table
+        nodes = tokens_BN.shape[1]
         table.reserve(nodes)
         positions_BN = table.lengths_B[:, None] + depths_BN
         mask = None  # models add their own for a chain after equal rows, with the fastest kernels
         if ancestors_BNN is not None or not table.uniform or self.is_hybrid:
             if ancestors_BNN is None:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
-            visible_BNS, key_positions_BS = table.visible(ancestors_BNN), table.positions(depths_BN)
+            visible_BNS = table.visible(ancestors_BNN)
+            key_positions_BS = table.positions(depths_BN)
             mask = self._masks(visible_BNS, positions_BN, key_positions_BS)
-            if self._slots and visible_BNS.shape[2] > self._slots:
-                raise ValueError(
-                    f"expected text and tree to fit into {self._slots} cache slots of this target, "
-                    f"got {visible_BNS.shape[2]}; use a smaller tree"
-                )
         if table.fixed_S is not None or table.span > self.context:  # by nodes that are not kept
             positions_BN = positions_BN.clamp(max=self.context - 1)
         arguments: dict[str, Any] = {}
@@ -393,16 +387,6 @@ class Target:
     def is_packed(self) -> bool:
         """Whether some of its matrices are laid out for this CPU."""
         return any(isinstance(module, PackedLinear) for module in self.model.modules())
-
-    def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError for a tree with which a text of `context` tokens would exceed the cache
-        slots of a target that attends by slot.
-        """
-        if self._slots is not None and tree.draft_nodes > TREE_ROOM:
-            raise ValueError(
-                f"expected a tree of at most {TREE_ROOM} draft nodes for {self.name}, which "
-                f"attends by cache slot, got {tree.draft_nodes}; use a smaller tree"
-            )
 
     def room(self, length: int) -> int:
         """The number of tokens that a text of `length` tokens may grow by before `recompute`."""

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,8 +82,6 @@ OWN_CODE = (
     "which is never run; use a model of a type that transformers has"
 )
 
-NO_WEIGHT = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|inv_freq$|_scale$")
-"""Ends of the names of buffers in decoder layers, which some checkpoints have."""
 NO_CAUSAL_LM = re.compile(r"class '[\w.]*\.(\w+)'> for this kind of AutoModel")
 """transformers' words for a model of another kind, such as an encoder-decoder, and its config."""
 WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -290,9 +288,7 @@ def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, 
 
 
 def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
-    """Raises ValueError where tensors are missing, have other shapes than the config says, or have
-    no place in the decoder layers.
-    """
+    """Raises ValueError where tensors are missing or have other shapes than the config says."""
     config = read_config(path, revision)
     generation = read_generation_config(path, revision)
     if generation is not None:
@@ -313,12 +309,9 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             **options,
         )
     wrong = [f"{name} {tuple(got)}" for name, got, _ in report["mismatched_keys"]]
-    left_out = layer_weights(model, report["unexpected_keys"])
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for names, fault in (
         (report["missing_keys"], f"none for {len(report['missing_keys'])} of them"),
         (wrong, f"other shapes for {len(wrong)} of them"),
-        (left_out, f"{len(left_out)} for which its {layers} decoder layers have no place"),
     ):
         if names:
             some = ", ".join(sorted(names)[:3])
@@ -392,27 +385,6 @@ def _merged(lora: Lora, path: str, *, dtype: str, revision: str | None) -> PreTr
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(like.get_parameter(name).dtype)
     return model
-
-
-def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Those of these names, of tensors without a place in the model, that are weights of decoder
-    layers: of more layers than the config has, or of parts of a layer that it switches off. Layers
-    for multi-token prediction, which follow the decoder's, and buffers are none.
-    """
-    if not names:
-        return []
-    layers, text = decoder_layers(model), model.config.get_text_config(decoder=True)
-    [place] = [name for name, module in model.named_modules() if module is layers]
-    base = f"{model.base_model_prefix}."  # checkpoints of the decoder alone leave it out
-    rest = re.escape(place.removeprefix(base))
-    pattern = re.compile(rf"(?:{re.escape(base)})?{rest}\.(\d+)\.(.+)")
-    extra = range(len(layers), len(layers) + (getattr(text, "num_nextn_predict_layers", 0) or 0))
-    parsed = [(name, pattern.fullmatch(name)) for name in names]
-    return [
-        name
-        for name, match in parsed
-        if match and int(match[1]) not in extra and not NO_WEIGHT.search(match[2])
-    ]
 
 
 @contextmanager
@@ -490,7 +462,8 @@ def _load_sharded(
 def _shard(model: PreTrainedModel, device: torch.device) -> None:
     """The hooks of fully_shard gather a layer before it runs, and free it afterwards."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    layers, root = decoder_layers(model), decoder(model)
+    layers = decoder_layers(model)
+    root = decoder(model)
     inside = {id(parameter) for parameter in layers.parameters()}
     outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
     for layer in layers:

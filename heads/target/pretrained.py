@@ -19,6 +19,7 @@ from transformers.utils import output_capturing
 
 from draftheads.heads.cpu.attention import IMPLEMENTATION
 from draftheads.heads.hybrid.states import has_mixers
+from draftheads.heads.tree import MOST_NODES
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -37,7 +38,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     outside = _outside_digits(model)
     if is_skeleton(model):
         return f"----{outside}"
-    digest, matrices = hashlib.sha256(), hashlib.sha256()
+    digest = hashlib.sha256()
+    matrices = hashlib.sha256()
     dense = not getattr(model.config, "quantization_config", None)
     for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
         digest.update(name.encode())
@@ -225,8 +227,10 @@ RECURRENT = "linear_attention"
 """The layer type that is no attention."""
 MASKED = ("eager", "sdpa", IMPLEMENTATION)
 """Attention implementations that take a mask per query and key."""
-TREE_ROOM = 64
-"""Cache slots reserved for a tree where `slot_limit` limits the context."""
+COUNTS_SLOTS = ("gpt_neo", "doge", "moshi")
+"""Types of models whose attention depends on cache slots, which in a tree or a batch differ from
+positions.
+"""
 ADVICE = "use a causal LM of attention layers with rotary or learned positions, or a hybrid"
 
 
@@ -260,6 +264,8 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"has layers of type {', '.join(foreign) or 'recurrent'}, which take no mask for a "
             f"tree, or keep states of their own; {ADVICE}"
         )
+    elif text.model_type in COUNTS_SLOTS:
+        reason = f"attends by cache slot instead of position; {ADVICE}"
     elif getattr(text, "altup_num_inputs", None):
         reason = f"has several hidden states per token, and heads read one; {ADVICE}"
     elif "position_ids" not in inspect.signature(model.forward).parameters:
@@ -279,39 +285,21 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{describe(model)} {reason}")
 
 
-def slot_limit(config: Any) -> int | None:
-    """The number of cache slots beyond which a model's attention depends on slot indices, which in
-    a tree or a batch differ from positions. None: never.
-    """
-    limit: int | None = None
-    if config.model_type == "gpt_neo":
-        limit = config.max_position_embeddings
-        if "local" in config.attention_layers:
-            limit = min(config.max_position_embeddings, config.window_size)
-    elif config.model_type == "doge":
-        limit = config.keep_window_size
-    elif config.model_type == "moshi":
-        limit = config.sliding_window
-    elif config.model_type == "llama4_text" and config.attn_temperature_tuning:
-        limit = config.floor_scale - 1
-    return limit
-
-
 def usable_context(model: PreTrainedModel) -> int:
-    """The longest text, in tokens. Warns where cache slots limit it."""
+    """The longest text, in tokens. Warns where cache slots limit it.
+
+    From `floor_scale` cache slots on, Llama 4 scales attention by their number, which in a tree or
+    a batch differs from the position. Text and any tree stay below that.
+    """
     config = model.config.get_text_config(decoder=True)
     context: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-    slots = slot_limit(config)
-    if slots is None or context <= slots - TREE_ROOM:
+    if config.model_type != "llama4_text" or not config.attn_temperature_tuning:
         return context
-    if slots <= 2 * TREE_ROOM:
-        raise ValueError(
-            f"{describe(model)} attends by cache slot instead of position beyond {slots} slots, "
-            f"expected more than {2 * TREE_ROOM}; {ADVICE}"
+    limit: int = config.floor_scale - 1 - MOST_NODES
+    if context > limit:
+        warnings.warn(
+            f"{describe(model)}: texts are limited to {limit} of {context} tokens, as it scales "
+            f"attention by cache slot beyond {config.floor_scale} slots, tree included",
+            stacklevel=3,
         )
-    warnings.warn(
-        f"{describe(model)}: texts are limited to {slots - TREE_ROOM} of {context} tokens, as it "
-        f"attends by cache slot instead of position beyond {slots} slots, tree included",
-        stacklevel=3,
-    )
-    return slots - TREE_ROOM
+    return min(context, limit)

@@ -36,7 +36,8 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     Of a checkpoint on the Hub, only the files with these tensors are downloaded. Raises ValueError
     for a checkpoint that has not got them, or has them quantised.
     """
-    revision, device = how.revision, how.device or default_device()
+    revision = how.revision
+    device = how.device or default_device()
     config = read_config(path, revision)
     saved = config.get_text_config(decoder=True).dtype or torch.float32
     kind = getattr(torch, how.dtype, torch.float32 if device == "cpu" else saved)

@@ -150,7 +150,8 @@ def _differ(target: Any, got_LD: Tensor, expected_LD: Tensor, rounding: float = 
         and torch.get_float32_matmul_precision() == "highest"
         and not target.quantisation
     )
-    got_LD, expected_LD = got_LD.float(), expected_LD.float()
+    got_LD = got_LD.float()
+    expected_LD = expected_LD.float()
     size = expected_LD.norm(dim=-1).mean()
     spread = (expected_LD - expected_LD.mean(0)).norm(dim=-1).mean().clamp(min=1e-3 * size)
     error_L = (got_LD - expected_LD).norm(dim=-1)

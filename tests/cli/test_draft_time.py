@@ -80,7 +80,7 @@ def test_all_weights_are_drawn_and_a_draft_vocabulary_is_kept(target):
         assert len(ids) == 13
         made = trial(kind, target, setup)
         assert set(made.draft(made.commit(2)).tokens_BN[0, 1:].tolist()) <= ids
-    assert len(create_head("markov", setup, target).down[0].weight) == 5
+    assert len(create_head("recurrent", setup, target).down[0].weight) == 5
 
 
 def test_a_head_stands_on_as_many_layers_as_were_asked_for():
@@ -120,7 +120,7 @@ def test_eagle_reads_its_layer_and_its_matrix_for_every_level(target):
     assert 0 < read - (fc + TINY.depth * per_level) < 0.5 * per_level, "the rest is the text's"
 
 
-@pytest.mark.parametrize("conditioning", ["none", "markov", "gated", "rnn"])
+@pytest.mark.parametrize("conditioning", ["none", "markov", "rnn"])
 def test_a_block_is_read_once_and_its_conditioning_for_every_level(target, conditioning):
     head = create_head(f"block-{conditioning}-2", TINY, target)
     again = sum(  # for the block, and for the new tokens' features
@@ -143,7 +143,7 @@ def test_a_block_is_read_once_and_its_conditioning_for_every_level(target, condi
 
 
 def test_a_head_is_freed_before_the_next_is_made(monkeypatch):
-    kinds = ["eagle3", "recurrent+prefix", "markov-shared", "medusa"]
+    kinds = ["eagle3", "recurrent+prefix", "recurrent-shared", "medusa"]
     alive, kept = [], draft_time.create_head
 
     def watching(*arguments):
@@ -159,7 +159,7 @@ def test_a_head_is_freed_before_the_next_is_made(monkeypatch):
 
 def test_a_report_comes_out(tmp_path, capsys):
     out = tmp_path / "draft.json"
-    kinds = ["medusa", "markov", "eagle3"]
+    kinds = ["medusa", "recurrent", "eagle3"]
     main([*CHOICES, *QUICK, "--dtype", "bfloat16", "--kinds", *kinds, "--json", str(out)])
     printed = capsys.readouterr().out
     assert all(kind in printed for kind in kinds)

@@ -157,6 +157,6 @@ def test_methods_are_the_engines_names(job, tmp_path):
     assert found == ["eagle", "eagle3", "dspark", "dspark"]
     bare = random_head("block-none", target, sample_from_anchor=False)
     assert method(str(save_head(bare, tmp_path / "bare", target=target))) == "dflash"
-    save_head(random_head("sequential-markov", target), tmp_path / "other", target=target)
+    save_head(random_head("sequential", target), tmp_path / "other", target=target)
     with pytest.raises(ValueError, match="no engine runs sequential heads"):
         method(str(tmp_path / "other"))

@@ -92,7 +92,10 @@ def test_only_the_first_process_speaks(path, monkeypatch, capsys):
 def test_a_warning_is_said_once_for_all_processes(path, fitted, monkeypatch, caplog, rank, said):
     monkeypatch.setenv("RANK", rank)
     for _ in range(2):
-        assert eagle.main([str(path), "head.steps=3", "head.noise=0", "head.kind=medusa"]) == 0
+        assert (
+            eagle.main([str(path), "head.steps=3", "head.feature_layers=[1]", "head.kind=medusa"])
+            == 0
+        )
     assert len(caplog.messages) == 2 * said
     monkeypatch.setenv("RANK", "0")
     assert eagle.main([str(path), "head.steps=3", "head.kind=medusa"]) == 0

@@ -634,7 +634,7 @@ UNSERVED = {
     ),
     "eagle3-two": ("llama.cpp does not support this head: it has other than", "llama-server"),
     "eagle3-last": (") does not support this head: it has the last state", "vllm serve"),
-    "block-rnn": ("llama.cpp does not support this head: it has gated or rnn", "llama-server"),
+    "block-rnn": ("llama.cpp does not support this head: it has rnn", "llama-server"),
     "block-reduced": (
         "SGLang (0.5.23) does not support this head: it has an lm_head of its own",
         "launch_server",

@@ -38,7 +38,7 @@ def test_there_and_back_nothing_has_changed(tmp_path, name, to):
 
 DRAFTING = ["medusa-shared", "eagle-scaled", "eagle3-reduced", "eagle3-residual", "block-rnn",
             "eagle3-qk-norm", "eagle3-qk-norm-window",
-            "block-gated", "block-dflash", "block-dflash-markov", "block-none", "block-reduced",
+            "block-dflash", "block-dflash-markov", "block-none", "block-reduced",
             "block-window", "block-own-head"]  # fmt: skip
 
 
@@ -74,12 +74,12 @@ REASONS = {
     ("eagle3-one", "sglang"): "it has a single feature",
     ("eagle3-last", "vllm"): "it has the last state as a feature",
     ("eagle3-both-norms", "speculators"): "it has fc_norm and norm_before_fc",
-    ("block-rnn", "vllm"): "it has gated or rnn conditioning; nothing",
+    ("block-rnn", "vllm"): "it has rnn conditioning; nothing",
     ("block-reduced", "sglang"): "it has an lm_head of its own",
     ("eagle3-two", "gguf"): "it has other than three features; nothing",
     ("eagle3-norms", "gguf"): "it has fc_norm, norm_output; nothing",
     ("eagle-plain", "llamacpp"): "got 'llamacpp'",
-    ("block-learned-mask", "vllm"): "it has a learned mask vector, gated or rnn conditioning",
+    ("block-learned-mask", "vllm"): "it has a learned mask vector, rnn conditioning",
     ("block-last", "gguf"): "it has the last state as a feature",
     ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
     ("block-window", "speculators"): "it has sliding_window",

@@ -100,7 +100,6 @@ NAMES = {
 }
 
 for conditioning, own in {
-    "markov": {"down.{k}.weight", "down.{k}.bias", "up.{k}.weight"},
     "recurrent": {"down.{k}.weight", "down.{k}.bias", "up.{k}.weight", "carry.0.weight"},
     "hydra": {"blocks.{k}.residual.weight", "blocks.{k}.residual.bias", "biases.{k}"},
 }.items():
@@ -216,7 +215,7 @@ LIES = {
     "eagle3": ({"layers": 2, "vocabulary": FEW}, {"num_hidden_layers": 5, "draft_vocab_size": 9}),
     "eagle": ({"layers": 2}, {"num_hidden_layers": 1}),
     "block": (
-        {"layers": 1, "rank": 5, "conditioning": "gated", "vocabulary": list(range(9))},
+        {"layers": 1, "rank": 5, "conditioning": "markov", "vocabulary": list(range(9))},
         {"num_hidden_layers": 5, "markov_rank": 9, "markov_head_type": "rnn"},
     ),
     "mtp": ({}, {"hidden_size": 7}),

@@ -56,7 +56,6 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
 
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepspec": ({}, DEEPSPEC),
-    "deepspec-gated": ({"conditioning": "gated"}, {**DEEPSPEC, "markov_head_type": "gated"}),
     "deepspec-rnn": (
         {"conditioning": "rnn", "confidence": True}, {**DEEPSPEC, "markov_head_type": "rnn"}
     ),
@@ -132,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-window": ({**SLIDING, "sliding_window": None, "is_causal": False}, "sliding_window in"),
     "no-theta": ({"rope_theta": None}, "expected rope_theta in config.json, got none"),
     "no-mask": ({"mask_token_id": None}, "expected mask_token_id in config.json, got none"),
-    "mask": ({"mask_token_id": VOCABULARY}, "a mask_token_id from 0 to 18, got 19"),
+    "mask": ({"mask_token_id": VOCABULARY}, "a mask token from 0 to 18, got 19"),
     "no-layers": ({"target_layer_ids": None}, "expected target_layer_ids in config.json"),
     "layers": ({"target_layer_ids": [0, 1, 2]}, "fc.weight: expected numbers (32, 96)"),
     "no-block": ({"block_size": None}, "expected block_size in config.json, got none"),

@@ -220,7 +220,7 @@ FAULTS = {
     "block-key-gone": ("block-markov", "vllm", "gone", "layers.1.self_attn.q_norm.weight", {}),
     "block-fewer-features": ("block-dflash", "vllm", "", "", {"dflash_config": LESS}),
     "block-bias": ("block-dflash", "sglang", "", "", {"attention_bias": True}),
-    "block-more-layers": ("block-rnn", "speculators", "", "", {"markov_head_type": "gated"}),
+    "block-more-layers": ("block-rnn", "speculators", "", "", {"markov_head_type": "vanilla"}),
     "openvino-not-dflash": ("block-dflash", "openvino", "", "", {"architectures": ["Qwen3"]}),
     "mlx-no-section": ("block-markov", "mlx", "", "", {"dflash_config": None}),
     "mlx-key-gone": ("block-dflash", "mlx", "gone", "hidden_norm.weight", {}),

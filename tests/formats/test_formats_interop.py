@@ -63,11 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BLOCK = {"mask": 7, "rank": 16, "block_size": 6, "conditioning": "markov"}
 BLOCKS: dict[str, dict[str, Any]] = {
     "markov": BLOCK,
-    "gated": {**BLOCK, "conditioning": "gated"},
     "rnn": {**BLOCK, "conditioning": "rnn", "confidence": True},
     "none": {**BLOCK, "conditioning": "none"},
     "dflash": {**BLOCK, "conditioning": "none", "sample_from_anchor": False},
-    "dflash-gated": {**BLOCK, "conditioning": "gated", "sample_from_anchor": False},
+    "dflash-markov": {**BLOCK, "sample_from_anchor": False},
     "reduced": {**BLOCK, **USUAL},
     "sizes": {**BLOCK, "heads": 4, "kv_heads": 2, "head_dim": 24, "rope_theta": 500.0, "layers": 1},
     "yarn": {**BLOCK, "rope_scaling": VARIANTS["yarn"]["rope_scaling"]},

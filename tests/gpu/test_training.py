@@ -37,12 +37,11 @@ LAUNCHES = {
 @pytest.mark.parametrize("name", ["llama", "qwen3.5"])
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_loss_and_gradients_are_those_of_the_cpu(kind, name):
-    """Without the noise that a step draws, which is another device's."""
     model = random_model(name) if name == "llama" else hybrid_model(name)
     found = []
     for device in ("cpu", "cuda"):
         target = Target(copy.deepcopy(model).to(device))
-        head = random_head(kind, target, noise=0.0, steps=3).to(device)
+        head = random_head(kind, target, steps=3).to(device)
         batch = written_by(target, some_prompts(5, 5), 12).to(device)
         loss = head(batch, target.features(batch, head.training_layers), target).loss
         loss.backward()
@@ -61,14 +60,6 @@ def test_the_loss_falls(made, tmp_path, kind, how):
     assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", *how, kind=kind) == 0
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]
-
-
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
-def test_compiled_layers_train_the_same(made, tmp_path, kind):
-    assert run(made, tmp_path / "run", kind=kind) == 0
-    shutil.move(tmp_path / "run", tmp_path / "plain")
-    assert run(made, tmp_path / "run", "run.compile=true", kind=kind) == 0
-    assert_close(weights(tmp_path / "plain", 6), weights(tmp_path / "run", 6))
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -37,15 +37,15 @@ SIZES: dict[str, Any] = {
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
     "markov": {"conditioning": "markov", "confidence": True, "mask": 3},
-    "gated": {
-        "conditioning": "gated",
+    "own slots": {
+        "conditioning": "rnn",
         "sample_from_anchor": False,
         "kv_heads": 4,
         "rope_scaling": LLAMA3,
     },
     "rnn": {"conditioning": "rnn", "confidence": True, "decay_tokens": 2.0},
     "own lm_head": {"labels": "soft", "lm_head": "own"},
-    "one group": {"labels": "soft", "kv_heads": 1, "conditioning": "gated"},
+    "one group": {"labels": "soft", "kv_heads": 1, "conditioning": "rnn"},
     "dspark": {"labels": "soft", "loss": "dspark", "conditioning": "markov", "confidence": True},
     "soft": {"labels": "soft", "conditioning": "rnn", "embeddings": "own"},
     "reduced": {"vocabulary": ODD, "conditioning": "rnn", "confidence": True},
@@ -203,7 +203,7 @@ def trained_logits(head: BlockHead, batch: Batch, features_BTX, target: Target, 
 ALIKE: dict[str, dict[str, Any]] = {
     "none": {},
     "markov": {"conditioning": "markov", "sample_from_anchor": False},
-    "gated": {"conditioning": "gated", "sliding_window": 5},
+    "window": {"conditioning": "rnn", "sliding_window": 5},
     "rnn": {"conditioning": "rnn", "mask": 3},
 }
 
@@ -405,18 +405,21 @@ def test_observed_ranks_equal_the_restatement(target, batch, monkeypatch):
 
 def test_a_new_head_of_any_conditioning_is_one_without(target, batch):
     losses = []
-    for conditioning in ("none", "markov", "gated", "rnn"):
+    for conditioning in ("none", "markov", "rnn"):
         torch.manual_seed(0)
         head = make_head(BlockHead, target, **{**SIZES, "mask": 3, "conditioning": conditioning})
         features_BTX = target.features(batch, head.training_layers)
         losses.append(float(head(batch, features_BTX, target).loss.detach()))
-    assert losses == [losses[0]] * 4
+    assert losses == [losses[0]] * 3
 
 
 @pytest.mark.parametrize(
     ("choices", "reason"),
     [
-        ({"mask": VOCABULARY}, rf"head.mask: expected an id from 0 to {VOCABULARY - 1}, got 19"),
+        (
+            {"mask": VOCABULARY},
+            rf"a mask token from 0 to {VOCABULARY - 1}, got 19; correct head.mask",
+        ),
         ({"feature_layers": [1, 4]}, r"head.feature_layers: expected indices from 0.*to 3.*got"),
         ({"sliding_window": 3}, "sliding window of at least the 4 slots.*got 3"),
         ({"kv_heads": 3}, "expected heads to be a multiple of kv_heads"),
@@ -434,7 +437,7 @@ def test_a_stored_mask_token_that_no_target_knows_is_refused(target, tmp_path, i
     folder = save_head(new_head(target, mask=3), tmp_path / "head", target=target)
     config = json.loads((folder / "config.json").read_text()) | {"mask_token_id": id}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"mask_token_id.* 0.*, got {id}"):
+    with pytest.raises(ValueError, match=f"mask.token.* 0.*, got {id}"):
         load_head(folder, target=target)
 
 

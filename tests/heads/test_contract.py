@@ -141,7 +141,7 @@ def test_drafts_are_right_where_training_said_so(kind):
 
 def test_observed_ranks_are_those_of_the_loss(head, batch):
     target = tiny_target()
-    head.eval()  # no noise
+    head.eval()
     features_BTD = target.features(batch, head.training_layers)
     counts_KR = head(batch, features_BTD, target).ranks_KR
     ranks_MK = head.token_ranks(batch, features_BTD, target)

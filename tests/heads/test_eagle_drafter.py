@@ -20,7 +20,7 @@ from draftheads.heads.training_time_test import unroll
 from draftheads.heads.tree import StaticTree, TokenTree
 
 TARGET = tiny_target()
-SIZES: dict[str, Any] = {"head_dim": 8, "kv_heads": 2, "rope_theta": 20.0, "noise": 0.0}
+SIZES: dict[str, Any] = {"head_dim": 8, "kv_heads": 2, "rope_theta": 20.0}
 ODD = list(range(1, VOCABULARY, 2))
 HEADS = {
     "eagle3": (Eagle3Head, {"vocabulary": ODD}),

@@ -179,7 +179,7 @@ def said_behind_a_prefix(request):
         yield log
 
 
-@pytest.fixture(params=["none", "markov", "gated", "rnn"])
+@pytest.fixture(params=["none", "markov", "rnn"])
 def block(request):
     choices = {"block_size": 2, "mask": 3, "feature_layers": [3], "rank": 4}
     return awake(make_head(BlockHead, tiny_target(), conditioning=request.param, **choices))

@@ -134,7 +134,7 @@ def test_drafting_equals_its_restatement(target, monkeypatch, conditioning, pref
         if conditioning != "hydra":
             products, is_thin = head.products(target), kept >= words * PER_TOKEN
             assert (products.codes_Vr is None) == (kept < KEPT[0])
-            assert (products.logits_rv is None) == (conditioning != "markov" and not is_thin)
+            assert (products.logits_rv is None) == (not is_thin)
         assert drafts_of(head, target, tokens_BT, features_BTD) == expected
 
 

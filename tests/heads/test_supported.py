@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import Oracle, decode, random_head
+from tiny_heads import Oracle, decode
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -32,7 +32,6 @@ from transformers import (
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.engine import Speculator
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -314,106 +313,57 @@ def test_a_peft_model_is_refused_with_what_to_do():
     Target(wrapped.merge_and_unload())
 
 
-SLOTS = 160
-COUNTING: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt-neo": (
-        "gpt_neo",
-        {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": SLOTS,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 512,
-        },
-    ),
-    "moshi": (
-        "moshi",
-        {**SIZES, "ffn_dim": 48, "max_position_embeddings": 512, "sliding_window": SLOTS},
-    ),
-    "doge": ("doge", {**SIZES, "max_position_embeddings": 512, "keep_window_size": SLOTS}),
-    "llama4": (
-        "llama4_text",
-        {
-            **SIZES,
-            "head_dim": 8,
-            "max_position_embeddings": 512,
-            "num_local_experts": 2,
-            "intermediate_size_mlp": 48,
-            "attention_chunk_size": 8,
-            "no_rope_layers": [1, 0],
-            "floor_scale": SLOTS + 1,
-            "attn_temperature_tuning": True,
-        },
-    ),
-}
-"""Models that look at the number of a cache slot, from `SLOTS` of them on."""
-
-
-def counting_model(name: str, **changes: Any) -> Any:
-    kind, options = COUNTING[name]
-    model = model_of(kind, {**options, **changes}).eval()
+def llama4(**changes: Any) -> Any:
+    options = {
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "num_local_experts": 2,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 8,
+        "no_rope_layers": [1, 0],
+        "floor_scale": 1024 + 161,
+        "attn_temperature_tuning": True,
+    }
+    model = model_of("llama4_text", {**SIZES, **options, **changes}).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8.0 if parameter.ndim >= 2 else 1.0)
     model.generation_config.eos_token_id = None
-    ids_1T = torch.tensor([[5, 9, 3, 7]])
-    later, alone = model(ids_1T).logits[:, :2], model(ids_1T[:, :2]).logits
-    if name == "doge" and not torch.allclose(later, alone, atol=1e-4):
-        pytest.skip("Doge of old transformers sees later tokens, and is refused")
     return model
 
 
-@pytest.mark.parametrize("name", COUNTING)
-def test_where_a_model_counts_slots_texts_end_before_that(name):
-    with pytest.warns(UserWarning, match=f"limited to {SLOTS - 64} of 512 tokens, as it attends"):
-        target = Target(counting_model(name), name=name)
-    assert target.context == SLOTS - 64
-    prompts = some_prompts(SLOTS - 64 - 20, 31)
+def test_where_a_model_scales_attention_by_slots_texts_end_before_that():
+    with pytest.warns(UserWarning, match="limited to 160 of 2048 tokens, as it scales attention"):
+        target = Target(llama4(), name="llama4")
+    assert target.context == 160
+    prompts = some_prompts(140, 31)
     truth = [greedy(target, prompt, 20) for prompt in prompts]
-    wide = StaticTree.from_widths((3, 2, 2, 2))  # 45 nodes
     longer = [row + [0] * 5 for row in truth]
-    oracle = lambda: Oracle(wide, longer, vocab_size=VOCABULARY, noise=0.3)  # noqa: E731
-    assert decode(target, oracle, prompts, max_new_tokens=20)[0] == truth
-    huge = StaticTree.from_widths((16, 8))
-    with pytest.raises(ValueError, match=f"into {SLOTS} cache slots .* use a smaller tree"):
-        decode(target, lambda: Oracle(huge, longer, vocab_size=VOCABULARY), prompts)
+    for widths in ((3, 2, 2, 2), (32, 31)):
+        tree = StaticTree.from_widths(widths)
+        oracle = lambda: Oracle(tree, longer, vocab_size=VOCABULARY, noise=0.3)  # noqa: B023, E731
+        assert decode(target, oracle, prompts, max_new_tokens=20)[0] == truth
 
 
-def test_where_a_model_counts_slots_a_tree_that_would_not_fit_is_refused_at_once():
-    """It was noticed in the middle of an answer, where text and tree met the last slot."""
-    with pytest.warns(UserWarning, match="limited to"):
-        target = Target(counting_model("doge"), name="doge")
-    head = random_head("medusa", target, depth=2)
-    huge, largest = (StaticTree.from_widths(widths) for widths in ((5, 12), (4, 15)))
-    assert (huge.draft_nodes, largest.draft_nodes) == (65, 64)
-    with pytest.raises(ValueError, match="at most 64 draft nodes for doge, .* got 65; use a sm"):
-        Speculator(target, head, tree=huge)
-    prompt = some_prompts(target.context - 12)[0]
-    truth = greedy(target, prompt, 12)
-    assert decode(target, head, [prompt], tree=largest, max_new_tokens=12)[0] == [truth]
+def test_where_it_never_does_nothing_is_limited():
+    assert Target(llama4(attn_temperature_tuning=False)).context == 2048
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("gpt-neo", {"window_size": 100}), ("doge", {"keep_window_size": 8})],
-)
-def test_where_it_does_so_from_the_start_it_is_refused(name, changes):
-    assert "attends by cache slot instead of position beyond" in refusal(
-        counting_model(name, **changes)
-    )
+GPT_NEO = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "vocab_size": VOCABULARY,
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("llama4", {"attn_temperature_tuning": False}),
-        ("doge", {"keep_window_size": 1024}),
-    ],
+    ("kind", "options"),
+    [("gpt_neo", GPT_NEO), ("moshi", {**SIZES, "ffn_dim": 48}), ("doge", SIZES)],
 )
-def test_where_it_never_does_nothing_is_limited(name, changes):
-    assert Target(counting_model(name, **changes)).context == 512
+def test_a_model_that_counts_slots_is_refused(kind, options):
+    assert "attends by cache slot instead of position" in refusal(model_of(kind, options))
 
 
 @pytest.mark.parametrize("name", MASKLESS)

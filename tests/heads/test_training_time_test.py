@@ -30,7 +30,7 @@ STEPS = 4
 ODD = list(range(1, VOCABULARY, 2))
 SIZES: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate_size": 24,
-    "rope_theta": 20.0, "steps": STEPS, "depth": 3, "top_k": 4, "nodes": 6, "noise": 0.0,
+    "rope_theta": 20.0, "steps": STEPS, "depth": 3, "top_k": 4, "nodes": 6,
 }  # fmt: skip
 EAGLE3 = {**SIZES, "feature_layers": [0, 2, 3], "vocabulary": ODD, "decay": 0.8}
 SCALINGS = [
@@ -78,25 +78,23 @@ def eagle3_by_hand(head: Eagle3Head, batch: Batch, features_BTD, target: Target)
     return loss, ranks_KR, plain.weights
 
 
-def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, noisy_BTD, target: Target):
-    """(loss, ranks_KR, weights) of the restatement. noisy_BTD: what the head reads."""
+def eagle_by_hand(head: EagleHead, batch: Batch, features_BTD, target: Target):
+    """(loss, ranks_KR, weights) of the restatement."""
     plain, steps = PlainEagle(head), head.choices.steps
     everything = list(range(VOCABULARY))
     lm_head_VD = target.model.lm_head.weight.double()
     loss = torch.zeros((), dtype=torch.float64)
     ranks_KR = torch.zeros(steps, RANKS + 1, dtype=torch.long)
-    for (row, root, step), hidden in plain_unroll(plain, batch, noisy_BTD, target, steps).items():
+    for (row, root, step), hidden in plain_unroll(
+        plain, batch, features_BTD, target, steps
+    ).items():
         place = root + step + 1
         token, feature = int(batch.tokens_BT[row, place]), features_BTD[row, place].double()
         logits = lm_head_VD @ hidden
         ranks_KR[step, plain_rank(logits, token, everything)] += 1
-        gap = (hidden - feature).abs()
-        regression = torch.where(gap < 1, gap * gap / 2, gap - 0.5).sum() / len(gap)
         teacher = lm_head_VD @ feature if head.choices.labels == "soft" else token
-        classification = plain_loss(logits, teacher, everything)
         weight = head.choices.decay**step / sum(head.choices.decay**k for k in range(steps))
-        part = head.choices.regression * regression + head.choices.classification * classification
-        loss = loss + weight * part
+        loss = loss + weight * plain_loss(logits, teacher, everything)
     return loss, ranks_KR, plain.weights
 
 
@@ -137,25 +135,11 @@ def test_eagle3_equals_its_restatement(target, batch, variant):
     [{"steps": 1}, {}, {"steps": 1, "labels": "hard"}, {"layers": 2, "sliding_window": 3}],
     ids=["one step", "unrolled", "hard labels", "two layers and a window"],
 )
-def test_eagle_equals_its_restatement_and_learns_clean_features(target, batch, choices):
+def test_eagle_equals_its_restatement(target, batch, choices):
     head = awake(make_head(EagleHead, target, **{**SIZES, **choices}))
     features_BTD = target.features(batch, head.training_layers)
-    torch.manual_seed(6)
-    noisy_BTD = features_BTD + 0.1 * torch.randn_like(features_BTD)
-    head.noisy = lambda features: noisy_BTD
     got = head(batch, features_BTD, target)
-    assert_equal(head, got, *eagle_by_hand(head, batch, features_BTD, noisy_BTD, target))
-
-
-def test_noise_is_uniform_and_ends_with_training(target):
-    head = make_head(EagleHead, target, **{**SIZES, "noise": 0.2})
-    features_BTD = torch.zeros(4, 64, 32)
-    noise = head.noisy(features_BTD)
-    reach = 0.2 * 512 / 64 / 2
-    assert float(noise.abs().max()) == pytest.approx(reach, rel=0.01)
-    assert float(noise.mean()) == pytest.approx(0.0, abs=reach / 20)
-    assert float(noise.std()) == pytest.approx(reach / 3**0.5, rel=0.05)
-    assert torch.equal(head.eval().noisy(features_BTD), features_BTD)
+    assert_equal(head, got, *eagle_by_hand(head, batch, features_BTD, target))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])

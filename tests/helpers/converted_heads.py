@@ -74,7 +74,6 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "block-markov": ({**BLOCK, "conditioning": "markov"}, ALL),
     "block-confident": ({**BLOCK, "conditioning": "markov", "confidence": True}, ALL),
-    "block-gated": ({**BLOCK, "conditioning": "gated"}, {"sglang", "speculators"}),
     "block-rnn": ({**BLOCK, "confidence": True}, {"sglang", "speculators"}),
     "block-none": ({**BLOCK, "conditioning": "none"}, ALL),
     "block-state": (

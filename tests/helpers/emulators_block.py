@@ -40,8 +40,6 @@ def markov_shapes(config: Config, rank: int, kind: str = "vanilla") -> Shapes:
     width, vocab = config["hidden_size"], config["vocab_size"]
     shapes: Shapes = {"markov_w1.weight": (vocab, rank)}
     shapes["markov_w2.weight"] = (config.get("draft_vocab_size") or vocab, rank)
-    if kind == "gated":
-        shapes |= {"gate_proj.weight": (rank, width + rank), "gate_proj.bias": (rank,)}
     if kind == "rnn":
         shapes["joint_proj.weight"] = (3 * rank, 2 * rank + width)
         shapes["joint_proj.bias"] = (3 * rank,)
@@ -110,7 +108,7 @@ def sglang_block(folder: Path) -> Served:
     is_dspark = config["architectures"] == [DSPARK]
     if is_dspark:
         rank, kind = config["markov_rank"], config["markov_head_type"]
-        if not rank or kind not in ("vanilla", "gated", "rnn"):
+        if not rank or kind not in ("vanilla", "rnn"):
             raise EngineError(f"DSpark requires markov_rank > 0, and not {kind}")
         served.parameters |= markov_shapes({**config, "draft_vocab_size": None}, rank, kind)
     elif config["architectures"] != [DFLASH]:
@@ -304,10 +302,7 @@ class PlainBlock(PlainHead):
         if "markov_head.markov_w1.weight" not in weights:
             return 0.0, None
         code_r = weights["markov_head.markov_w1.weight"][token]
-        if "markov_head.gate_proj.weight" in weights:
-            gate = self.linear("markov_head.gate_proj", torch.cat([x_D, code_r]))
-            code_r = code_r / (1 + (-gate).exp())
-        elif "markov_head.joint_proj.weight" in weights:
+        if "markov_head.joint_proj.weight" in weights:
             state = torch.zeros_like(code_r) if state is None else state
             joint = self.linear("markov_head.joint_proj", torch.cat([state, code_r, x_D]))
             gate, candidate, output = joint.split(len(code_r))

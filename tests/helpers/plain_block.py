@@ -100,10 +100,7 @@ class PlainBlock(PlainHead):
         w1_Vr, rank = self.weights["markov_head.markov_w1.weight"], self.design.rank
         state_r, output_r = torch.zeros(rank, dtype=torch.float64), None
         for token, state_D in zip(tokens, states_KD, strict=False):
-            if self.design.conditioning == "gated":
-                gate_r = self.linear("markov_head.gate_proj", torch.cat([state_D, w1_Vr[token]]))
-                output_r = torch.sigmoid(gate_r) * w1_Vr[token]
-            elif self.design.conditioning == "rnn":
+            if self.design.conditioning == "rnn":
                 read = torch.cat([state_r, w1_Vr[token], state_D])
                 gate_r, new_r, output_r = self.linear("markov_head.joint_proj", read).split(rank)
                 gate_r, output_r = torch.sigmoid(gate_r), torch.tanh(output_r)

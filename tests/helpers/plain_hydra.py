@@ -84,13 +84,9 @@ class PlainSequential(PlainHead):
     def logits(self, input_D: Tensor, path: Sequence[int]) -> Tensor:
         """After the tokens of `path`, the root first; over the draft vocabulary."""
         k, embedded = len(path) - 1, [self.embed(token) for token in path]
-        conditioning = self.sequential.conditioning
-        if conditioning == "hydra":
+        if self.sequential.conditioning == "hydra":
             return self.unembed(k, self.block(k, torch.cat([input_D, *embedded])))
         hidden_D = self.block(k, input_D)
-        if conditioning == "markov":
-            code_r = silu(self.linear(f"down.{k}", embedded[k]))
-            return self.unembed(k, hidden_D) + self.linear(f"up.{k}", code_r)
         code_r = self.code(k, input_D, embedded)
         return self.unembed(k, hidden_D + self.linear(f"up.{k}", code_r))
 

@@ -25,13 +25,12 @@ from draftheads.infer.rows import Row, Session, Statistics, Step
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
-    "sequential-markov": ("sequential", {"conditioning": "markov"}),
     "sequential-low-rank": ("sequential", {"rank": 24}),
     "sequential-hydra": ("sequential", {"conditioning": "hydra"}),
     "sequential-prefix": ("sequential", {"prefix": True}),
     "block-none": ("block", {"conditioning": "none"}),
     "block-markov": ("block", {"conditioning": "markov", "sample_from_anchor": False, "mask": 3}),
-    "block-gated": ("block", {"conditioning": "gated", "confidence": True, "embeddings": "own"}),
+    "block-own": ("block", {"confidence": True, "embeddings": "own"}),
 }
 """Every kind, and what differs so much within a kind that it must keep all promises by itself: name
 -> (kind, choices).
@@ -45,7 +44,7 @@ KINDS = [
 """The same for tests that take seconds: but for thorough runs, one head of each kind."""
 SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
 """Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
-BY_HEART = {"labels": "hard", "noise": 0.0, "steps": 8, "classification": 1.0, "regression": 0.0}
+BY_HEART = {"labels": "hard", "steps": 8}
 """Choices, of whatever kind has them, with which a head learns the very tokens of a batch."""
 
 

@@ -111,7 +111,7 @@ HEAD_SECTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"depth": 3, "nodes": 7},
     "sequential": {"depth": 3, "nodes": 7, "rank": 8, "prefix": True},
     "eagle3": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 3, "vocabulary": 60},
-    "eagle": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2},
+    "eagle": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2, "labels": "hard"},
     "block": {"block_size": 3, "nodes": 7, "top_k": 2, "rank": 8},
     "mtp": {"depth": 3, "nodes": 7, "top_k": 2, "steps": 2, "labels": "hard"},
 }

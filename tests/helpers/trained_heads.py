@@ -25,7 +25,6 @@ CHOICES = {
     "medusa-shared": {"lm_head": "shared"},
     "medusa-reduced": {"vocabulary": FEW},
     "medusa-shared-reduced": {"lm_head": "shared", "vocabulary": FEW},
-    "sequential-markov": {"conditioning": "markov", "rank": 5, "vocabulary": FEW},
     "sequential-shared": {"lm_head": "shared", "vocabulary": FEW, "layers": 2},
     "sequential-recurrent": {"conditioning": "recurrent", "rank": 7},
     "sequential-hydra": {"conditioning": "hydra", "layers": 2, "vocabulary": FEW},

@@ -18,7 +18,6 @@ from draftheads.train import loop
 from draftheads.train.checkpoint import load_optimizer_state, newest
 from draftheads.train.metrics import Progress, read_metrics
 
-DRAWN = {"eagle3": "head.noise=0.1", "eagle": "head.noise=0.2", "block": "head.anchors=3"}
 """Choices that make a step random."""
 
 
@@ -42,7 +41,7 @@ def test_a_trial_leaves_no_trace(made, tmp_path, capsys, kind, cache):
     budget, counted = tmp_path / "budget" / "run", tmp_path / "counted" / "run"
     budget.parent.mkdir()
     counted.parent.mkdir()
-    choices = [cache, DRAWN.get(kind, "head.depth=3")]
+    choices = [cache, "head.anchors=3" if kind == "block" else "head.depth=3"]
     assert run(made, budget, "run.minutes=0.003", *choices, kind=kind) == 0
     steps = length(budget)
     assert f"run.minutes=0.003: {steps} steps" in capsys.readouterr().out

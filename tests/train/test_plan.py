@@ -62,13 +62,13 @@ CHOICES = [
     ("medusa", {"layers": 2, "vocabulary": 40, "labels": "soft"}),
     ("medusa", {"lm_head": "shared"}),
     ("sequential", {"conditioning": "hydra", "rank": None, "vocabulary": 40}),
-    ("sequential", {"conditioning": "markov", "lm_head": "shared"}),
+    ("sequential", {"lm_head": "shared"}),
     ("eagle3", {"layers": 2, "vocabulary": None, "fc_norm": True, "feature_layers": [0, 1]}),
     ("eagle3", {"labels": "hard", "heads": 2, "head_dim": 24, "norm_before_fc": True}),
     ("eagle", {"layers": 2, "intermediate_size": 40}),
     ("block", {"vocabulary": 40, "lm_head": "own", "labels": "soft", "feature_layers": [0, 2]}),
     ("block", {"conditioning": "none", "mask": "learned", "confidence": True, "heads": 2}),
-    ("block", {"conditioning": "gated", "confidence": True, "mask": 3, "embeddings": "own"}),
+    ("block", {"conditioning": "markov", "confidence": True, "mask": 3, "embeddings": "own"}),
 ]
 
 

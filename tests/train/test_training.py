@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import signal
-from functools import partialmethod
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +26,6 @@ from tiny_training import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
@@ -40,14 +38,12 @@ from draftheads.train.medusa import fit
 from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
 
-DRAWN = {"eagle3": "head.noise=0.1", "eagle": "head.noise=0.2", "block": "head.anchors=3"}
-"""Choices that make a step random."""
 UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
 """Buffers in a folder."""
 BY_HEART = {
     "eagle3": {"labels": "hard"},
     "mtp": {"steps": 4},
-    "eagle": {"noise": 0.0, "steps": 3, "regression": 0.0, "classification": 1.0, "layers": 2},
+    "eagle": {"steps": 3, "layers": 2},
 }
 """Choices with which a head learns a text to the last token."""
 
@@ -74,7 +70,7 @@ def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, ki
     assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", kind=kind) == 0
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(losses) == 30
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     config = json.loads((tmp_path / "run" / "step-000030" / "config.json").read_text())
     training = config["draftheads"]["training"]
     assert config["draftheads"]["kind"] == kind
@@ -92,7 +88,7 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     whole.parent.mkdir()
     parts.parent.mkdir()
-    choices = ["run.steps=9", cache, DRAWN.get(kind, "head.depth=3")]
+    choices = ["run.steps=9", cache, "head.anchors=3" if kind == "block" else "head.depth=3"]
     assert run(made, whole, *choices, kind=kind) == 0
     torch.manual_seed(99)  # what a process drew before a step must not matter
     with monkeypatch.context() as patch:
@@ -114,16 +110,14 @@ def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", DRAWN)
-def test_what_is_random_in_a_step_is_drawn_from_the_seed(made, tmp_path, kind):
+def test_what_is_random_in_a_step_is_drawn_from_the_seed(made, tmp_path):
     def first_loss(name: str, *overrides: str) -> float:
-        assert run(made, tmp_path / name, "run.steps=1", *overrides, kind=kind) == 0
+        assert run(made, tmp_path / name, "run.steps=1", *overrides, kind="block") == 0
         return read_metrics(tmp_path / name)[0]["loss"]
 
-    drawn = first_loss("drawn", DRAWN[kind])
-    assert drawn == first_loss("again", DRAWN[kind])
-    nothing = "head.anchors=64" if kind == "block" else "head.noise=0"
-    assert drawn != first_loss("nothing", nothing)
+    drawn = first_loss("drawn", "head.anchors=3")
+    assert drawn == first_loss("again", "head.anchors=3")
+    assert drawn != first_loss("nothing", "head.anchors=64")
 
 
 def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
@@ -187,15 +181,15 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("medusa", ["head.vocabulary=40"]),
         ("medusa", ["data.pack=false", "optim.weight_decay=0.1"]),
         ("medusa", ["run.epochs=0.5", "run.steps=null"]),
-        ("medusa", ["run.compile=true", "run.gradient_checkpointing=true"]),
+        ("medusa", ["run.gradient_checkpointing=true"]),
         ("sequential", ["run.precision=bf16"]),
         ("sequential", ["run.precision=bf16", "head.conditioning=hydra", "head.rank=null"]),
-        ("sequential", ["head.conditioning=markov", "head.vocabulary=40", "head.top_k=3"]),
+        ("sequential", ["head.lm_head=shared", "head.vocabulary=40", "head.top_k=3"]),
         ("sequential", ["head.lm_head=shared", "head.labels=soft"]),
         ("sequential", ["head.layers=2", "head.heads=2", "head.head_dim=24", "head.kv_heads=1"]),
         ("eagle3", ["run.precision=bf16"]),
         ("eagle3", ["run.gradient_checkpointing=true", "run.precision=bf16"]),
-        ("eagle3", ["run.compile=true", "data.cache_gb=1"]),
+        ("eagle3", ["data.cache_gb=1"]),
         ("eagle3", ["features.mode=cached", "head.labels=hard"]),
         ("eagle3", ["head.labels=hard", "head.layers=2"]),
         ("eagle3", ["head.norm_output=true", "head.fc_norm=true"]),
@@ -207,11 +201,11 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle3", ["head.feature_layers=[1]", "head.heads=2", "head.head_dim=24"]),
         ("eagle", ["run.precision=bf16"]),
         ("eagle", ["head.layers=2", "head.sliding_window=5", "head.steps=1"]),
-        ("eagle", ["head.regression=0", "head.rope_theta=500000"]),
+        ("eagle", ["head.labels=hard", "head.rope_theta=500000"]),
         ("mtp", ["head.vocabulary=40", "run.precision=bf16"]),
-        ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=gated"]),
+        ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=markov"]),
         ("block", ["features.mode=cached", "head.labels=soft", "head.loss=dspark"]),
-        ("block", ["run.compile=true", "run.gradient_checkpointing=true"]),
+        ("block", ["run.gradient_checkpointing=true"]),
         ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
         ("block", ["head.sample_from_anchor=false", "head.conditioning=none", "head.nodes=6"]),
         ("block", ["head.mask=3", "head.embeddings=own", "head.sliding_window=17"]),
@@ -219,9 +213,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_every_choice_trains_a_head_that_decodes(made, tmp_path, monkeypatch, kind, overrides):
-    compiled = partialmethod(DraftHead.compile_layers, backend="eager")  # others take a minute
-    monkeypatch.setattr(DraftHead, "compile_layers", compiled)
+def test_every_choice_trains_a_head_that_decodes(made, tmp_path, kind, overrides):
     overrides = [*overrides, f"features.path={tmp_path / 'features'}"]
     assert run(made, tmp_path / "run", "run.steps=2", *overrides, kind=kind) == 0
     target = Target.load(made / "target")
