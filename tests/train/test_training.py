@@ -72,7 +72,7 @@ def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, ki
     assert run(made, tmp_path / "run", "run.steps=30", "optim.lr=1e-2", kind=kind) == 0
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(losses) == 30
-    assert losses[-1] < 0.9 * losses[0]
+    assert losses[-1] < (0.9 if kind == "eagle" else 0.8) * losses[0]
     config = json.loads((tmp_path / "run" / "step-000030" / "config.json").read_text())
     training = config["draftheads"]["training"]
     assert config["draftheads"]["kind"] == kind
