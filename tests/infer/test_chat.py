@@ -522,7 +522,7 @@ def test_a_terminal_has_an_editor_and_ctrl_c_twice_leaves(tmp_path):
 
     for typed, answer in (
         (b"Hi\r", b"5 tokens"),
-        (b"oops\x03/sats\r", b"/stats?"),
+        (b"oops\x03/sats\r", b"/help lists them"),
         (b"\x03", b"again"),
     ):
         until(b">")

@@ -165,7 +165,7 @@ def test_sizes_that_the_head_does_not_have_are_refused(made, tmp_path, capsys):
     wrong = [
         ("medusa", "depth", 5),
         ("medusa", "vocabulary", 50),
-        ("sequential", "conditioning", "markov"),
+        ("sequential", "conditioning", "hydra"),
         ("eagle3", "feature_layers", [0, 1]),
         ("eagle3", "vocabulary", 50),
         ("block", "block_size", 5),
