@@ -11,7 +11,7 @@ Legend: R rows, I input width, O output width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
@@ -26,6 +26,8 @@ LEAST = 1 << 18
 """Smaller weights stay as they are: they lie in the caches of the CPU."""
 FEW = 4
 """Fewer rows are padded to so many, with which oneDNN takes less time than with one."""
+JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers of transformers that read the same states."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale: that of a row of zeros."""
 
@@ -59,21 +61,11 @@ class PackedWeight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
-        x_RI = x.flatten(0, -2)
-        if torch.compiler.is_compiling():
-            product_RO: Tensor = torch.ops.draftheads.packed_product(x_RI, self.key, self.shape[0])
-        else:
-            product_RO = self.product(x_RI)
-        return product_RO.view(*x.shape[:-1], self.shape[0])
+        return self.product(x.flatten(0, -2)).view(*x.shape[:-1], self.shape[0])
 
     def __deepcopy__(self, memo: Any) -> PackedWeight:
         """The same, as it is frozen, and torch cannot copy what it holds."""
         return self
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that a product reads."""
-        return self.shape.numel() * (1 if self.bits else self.dtype.itemsize)
 
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""
@@ -86,22 +78,34 @@ class PackedWeight:
         if self.bits:
             x_RI32 = x_RI.float()
             largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
-            sums_RO: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-                x_RI32 / largest_R1, 1 / self._steps, self._steps + 1, self._int8
-            )
-            return sums_RO.mul_(largest_R1).to(x_RI.dtype)
+            return (self._multiplied(x_RI32 / largest_R1) * largest_R1).to(x_RI.dtype)
         rows = len(x_RI)
         if rows < FEW:
             x_RI = F.pad(x_RI, (0, 0, 0, FEW - rows))
-        product_RO: Tensor = torch.ops.mkldnn._linear_pointwise(
+        return self._multiplied(x_RI)[:rows]
+
+    def _multiplied(self, x_RI: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            product_RO: Tensor = torch.ops.draftheads.packed_product(x_RI, self.key, self.shape[0])
+            return product_RO
+        return self.multiply(x_RI)
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """What compilers do not see of a product."""
+        if self.bits:
+            # not by the name of all overloads, which looks through its arguments at each call
+            op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+            sums_RO: Tensor = op(x_RI, 1 / self._steps, self._steps + 1, self._int8)
+            return sums_RO
+        product_RO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x_RI, self._own, None, "none", [], ""
         )
-        return product_RO[:rows]
+        return product_RO
 
 
 @torch.library.custom_op("draftheads::packed_product", mutates_args=())
 def _packed_product(x_RI: Tensor, key: int, width: int) -> Tensor:
-    return _weights[key].product(x_RI)
+    return _weights[key].multiply(x_RI)
 
 
 @_packed_product.register_fake
@@ -109,12 +113,59 @@ def _(x_RI: Tensor, key: int, width: int) -> Tensor:
     return x_RI.new_empty(len(x_RI), width)
 
 
+class JointWeight:
+    """Weights that multiply the same states, one after another: one product of all takes less time.
+
+    What is multiplied first asks for all products, which the others find here.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], bits: PackedBits | None) -> None:
+        self.packed = PackedWeight(torch.cat([*weights]), bits)
+        self.sizes = [len(weight_OI) for weight_OI in weights]
+        self._last: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
+
+    def product(self, x: Tensor, index: int) -> Tensor:
+        """That of one of the weights."""
+        states, products = self._last
+        if states is not x or index not in products:
+            products = dict(enumerate(torch.split(self.packed(x), self.sizes, dim=-1)))
+            self._last = (x, products)
+        product = products.pop(index)
+        if not products:
+            self._last = (None, {})
+        return product
+
+    def __deepcopy__(self, memo: Any) -> JointWeight:
+        """The same, as it is frozen."""
+        return self
+
+
+class JointPart:
+    """One weight of several that are multiplied together; stands for a `PackedWeight`."""
+
+    def __init__(self, joint: JointWeight, index: int) -> None:
+        self._joint = joint
+        self._index = index
+        self.bits = joint.packed.bits
+        self.dtype = joint.packed.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T: (..., I) to (..., O), in the dtype of x."""
+        return self._joint.product(x, self._index)
+
+    def dense(self) -> Tensor:
+        """As of `PackedWeight`."""
+        return torch.split(self._joint.packed.dense(), self._joint.sizes)[self._index]
+
+
 class PackedLinear(nn.Module):
     """Takes the place of a linear layer. keep: its weight stays, for those that read it."""
 
-    def __init__(self, linear: nn.Linear, bits: PackedBits | None, *, keep: bool) -> None:
+    def __init__(
+        self, linear: nn.Linear, packed: PackedWeight | JointPart, *, keep: bool = False
+    ) -> None:
         super().__init__()
-        self.packed = PackedWeight(linear.weight, bits)
+        self.packed = packed
         if keep:
             # not by name: `__getattr__` has one already; before the bias, as in linear layers
             self._parameters["weight"] = cast(nn.Parameter, linear.weight)
@@ -201,6 +252,16 @@ def pack_layers(
     """
     least = 0 if small else LEAST
     for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.numel() >= least:
-                setattr(parent, name, PackedLinear(child, bits, keep=child in keep))
+        children = parent.named_children()
+        linear = {name: child for name, child in children if type(child) is nn.Linear}
+        for names in JOINT:
+            layers = [linear[name] for name in names if name in linear and linear[name] not in keep]
+            numbers = sum(layer.weight.numel() for layer in layers)
+            if len(layers) == len(names) and numbers >= least:
+                joint = JointWeight([layer.weight for layer in layers], bits)
+                for index, name in enumerate(names):
+                    setattr(parent, name, PackedLinear(linear.pop(name), JointPart(joint, index)))
+        for name, child in linear.items():
+            if child.weight.numel() >= least:
+                packed = PackedWeight(child.weight, bits)
+                setattr(parent, name, PackedLinear(child, packed, keep=child in keep))

@@ -5,6 +5,8 @@ by more than rounding. What cannot be packed is refused or left as it is.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from draftheads.heads.cpu.linear import (
     can_pack,
     has_int8,
     operand,
+    pack_layers,
 )
 from draftheads.heads.layers import project
 from draftheads.heads.target.model import Target
@@ -110,13 +113,34 @@ def test_a_packed_layer_is_read_and_saved_like_a_linear_one():
     layer.weight.requires_grad_(False)
     x = torch.randn(3, 24)
     for bits in (None, 8) if has_int8() else (None,):
-        kept, lean = (PackedLinear(layer, bits, keep=keep) for keep in (True, False))
+        kept, lean = (
+            PackedLinear(layer, PackedWeight(layer.weight, bits), keep=keep)
+            for keep in (True, False)
+        )
         torch.testing.assert_close(kept(x), layer(x), atol=0.05, rtol=0.0)
         assert [*kept.state_dict()] == ["weight", "bias"] and [*lean.state_dict()] == ["bias"]
         assert kept.weight is layer.weight and operand(layer.weight) is kept.packed
         torch.testing.assert_close(lean.weight, layer.weight.data, atol=0.01, rtol=0.0)
         with pytest.raises(AttributeError, match="scale"):
             _ = lean.scale
+
+
+@needs_packing
+def test_layers_that_read_the_same_states_are_multiplied_together():
+    """Each with its own bias; other states, and a layer that is asked twice, are not mixed up."""
+    for bits in (None, 8) if has_int8() else (None,):
+        plain = nn.ModuleDict({name: nn.Linear(24, 12) for name in ("gate_proj", "up_proj")})
+        plain.requires_grad_(False)
+        packed = copy.deepcopy(plain)
+        pack_layers(packed, bits, small=True)
+        assert packed["gate_proj"].packed._joint is packed["up_proj"].packed._joint
+        x, other = torch.randn(2, 3, 24)
+        asked = [("gate_proj", x), ("gate_proj", x), ("up_proj", other), ("up_proj", x)]
+        for name, states in [*asked, *asked]:
+            error = packed[name](states) - plain[name](states)
+            assert error.abs().max() < (0.05 if bits else 1e-5)
+        for name, layer in plain.items():
+            torch.testing.assert_close(packed[name].weight, layer.weight, atol=0.01, rtol=0.0)
 
 
 @needs_packing
