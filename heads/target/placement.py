@@ -41,7 +41,7 @@ from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import check_sizes, dtype_name
-from draftheads.recipes import packaged
+from draftheads.recipes import target_place
 
 PlacementName = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
@@ -137,8 +137,8 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
         dtype = "float32"
     read: Callable[..., PreTrainedModel] = _read
     if how.lora is not None:
-        is_gguf = path.endswith(".gguf")  # a fingerprint says nothing of its matrices
-        method = "gguf" if is_gguf else bits or quantised_by(read_config(path, revision))
+        # a fingerprint says nothing of a GGUF file's matrices
+        method = "gguf" if is_gguf(path) else bits or quantised_by(read_config(path, revision))
         if placement != "whole" or method:
             raise ValueError(
                 f"adapter {how.lora.name}: expected matrices in one place and not quantised, to "
@@ -176,16 +176,20 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
 
 def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
     """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there, or
-    without a network. A target that comes with the package has a name. offline: do not ask the Hub.
+    without a network; see `target_place` for names. offline: do not ask the Hub.
     """
-    if demo := packaged(path, ""):
-        return str(demo), {}
+    path = target_place(path)
     folder, file = os.path.split(path)
     if file.endswith(".gguf"):
         return folder or ".", {"gguf_file": file}
     if os.path.isdir(path) or (not offline and hub_answers()):
         return path, {}
     return path, {"local_files_only": True}
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a target is a GGUF file."""
+    return target_place(path).endswith(".gguf")
 
 
 @contextmanager
@@ -237,7 +241,7 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
     """A target's generation_config.json; None if it has none. Raises ValueError for a damaged one,
     which transformers would pass over, and with it the tokens that end an answer.
     """
-    if path.endswith(".gguf"):
+    if is_gguf(path):
         return None
     with reading(path, revision):
         found = stored_file(
@@ -358,7 +362,7 @@ def quantisation(config: PretrainedConfig, name: str) -> str | None:
     """How the weights of target `name` are, or were, quantised, for people; None: they are as they
     were trained.
     """
-    if str(name).endswith(".gguf"):
+    if is_gguf(str(name)):
         return "GGUF, dequantised"
     method = quantised_by(config)
     values = _quantisation_values(config)

@@ -25,51 +25,58 @@ LARGEST = 1 << 25
 ROUNDS = 3
 """Of which the fastest counts."""
 FASTER = 1.1
-"""How much faster the checkpoint's own dtype must be: float32 keeps output token for token."""
+"""How much faster half precision must be: float32 keeps output token for token."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class DtypeTimes:
-    """How fast products are in the two dtypes that a target may be loaded in."""
+    """How fast products are in the two dtypes that a target may be loaded in.
 
-    own: str  # the checkpoint's own dtype
+    half: the other one than float32. rounds: whether the checkpoint's weights have more digits, so
+    that half precision makes it another model, which is for the user to choose.
+    """
+
+    half: str
     gain: float  # how many times as fast as float32 it is
+    rounds: bool
 
     @property
     def dtype(self) -> str:
         """The dtype to load the target in."""
-        return self.own if self.gain > FASTER else "float32"
+        return self.half if self.gain > FASTER and not self.rounds else "float32"
 
     def __str__(self) -> str:
         if self.dtype == "float32":
             return (
-                f"float32: {self.own} measured {self.gain:.1f}x as fast here; --dtype {self.own} "
+                f"float32: {self.half} measured {self.gain:.1f}x as fast here; --dtype {self.half} "
                 "chooses it all the same"
             )
         return (
-            f"{self.own}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
+            f"{self.half}: measured {self.gain:.1f}x faster than float32 here; --dtype float32 "
             "for output that equals generate's token for token"
         )
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The half precision that a checkpoint is in; float32 for others, and for quantised ones, whose
-    dtype is no choice.
+    """The dtype that a checkpoint is in."""
+    dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def measured_pace(config: PretrainedConfig, *, is_exact: bool = True) -> DtypeTimes:
+    """Multiply 1 token and 1 + NODES, in turns, in float32 and in the half precision of the
+    checkpoint, or bfloat16. is_exact: its weights are as they were trained.
     """
-    dtype = config.get_text_config(decoder=True).dtype or config.dtype
-    is_quantised = getattr(config, "quantization_config", None)
-    return dtype if dtype in HALVES and not is_quantised else torch.float32
-
-
-def measured_pace(config: PretrainedConfig) -> DtypeTimes:
-    """Multiply 1 token and 1 + NODES, in turns, in float32 and in the checkpoint's own dtype."""
     text = config.get_text_config(decoder=True)
     own = own_dtype(config)
-    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, own)}
+    half = own if own in HALVES else torch.bfloat16
+    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, half)}
     rounds = [pass_seconds(weights) for _ in range(ROUNDS)]
     best = {dtype: min(seconds[dtype] for seconds in rounds) for dtype in weights}
-    return DtypeTimes(dtype_name(own), best[torch.float32] / best[own])
+    gain = best[torch.float32] / best[half]
+    return DtypeTimes(dtype_name(half), gain, rounds=is_exact and own != half)
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:

@@ -113,7 +113,7 @@ def load_fast_target(
                 "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer "
                 "than with int8 as soon as drafts are verified; use bits=8"
             )
-        if place.dtype == "auto" and not name.endswith(".gguf"):
+        if place.dtype == "auto":
             place = replace(place, dtype=faster_dtype(name, revision, place))
         target = load_target(name, replace(place, bits=None), revision, heads, template_args)
         target.pack(bits)
@@ -124,22 +124,20 @@ def load_fast_target(
 
 
 def faster_dtype(name: str, revision: str | None, place: Place) -> str:
-    """The dtype to load a target in for this CPU: the faster one, reported where there is a choice.
-    What becomes int8 is loaded as it is.
+    """The dtype to load a target in for this CPU: the faster one of float32 and a half precision,
+    unless that would round the checkpoint's weights; reported. What becomes int8 is loaded as it
+    is.
     """
-    import torch
-
-    from draftheads.heads.target.placement import read_config
+    from draftheads.heads.target.placement import is_gguf, quantised_by, read_config
     from draftheads.heads.tensors import dtype_name
     from draftheads.infer.measure.precision import measured_pace, own_dtype
 
     config = read_config(name, revision)
-    own = own_dtype(config)
-    if own == torch.float32:
+    if quantised_by(config):
         return "auto"
     if place.bits:
-        return dtype_name(own)
-    pace = measured_pace(config)
+        return dtype_name(own_dtype(config))
+    pace = measured_pace(config, is_exact=not is_gguf(name))
     place.report(pace)
     return pace.dtype
 

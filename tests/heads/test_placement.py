@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import json
 import os
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,14 @@ def end_tokens(value: Any) -> Any:
     return rewritten("generation_config.json", json.dumps({"eos_token_id": value}).encode())
 
 
+def failing_tokenizer(folder: Path) -> None:
+    demo = Path(__file__).parents[2] / "recipes" / "demo-target"
+    shutil.copy(demo / "tokenizer.json", folder)
+    settings = json.loads((demo / "tokenizer_config.json").read_text())
+    settings["model_max_length"] = {"a": 4}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16060\n"
 BROKEN: dict[str, tuple[Any, str]] = {
     "no lm_head": (
@@ -353,6 +362,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "a fraction of an end token": (end_tokens(5.0), "token ids from 0 to .*, got 5.0"),
     "an end token beyond the vocabulary": (end_tokens([5, 1000]), "ids from 0 to 96, got 1000"),
     "a broken tokenizer": (rewritten("tokenizer.json", b"{"), "cannot be read: .*; download"),
+    "a tokenizer that fails for every text": (
+        failing_tokenizer,
+        "cannot be read: '>' not supported .*; download",
+    ),
 }
 
 

@@ -75,12 +75,12 @@ def test_the_faster_dtype_is_chosen_and_named(pace, other, dtype, line):
     assert str(found).startswith(line) and "\n" not in str(found)
 
 
-def test_a_checkpoint_in_float32_or_quantised_has_no_choice():
-    quantised = config()
-    quantised.quantization_config = {"quant_method": "fp8"}
-    for each in (config(torch.float32), config(None), quantised):
+def test_weights_in_float32_are_rounded_only_by_choice(pace):
+    pace(1.0, 0.5)
+    for each in (config(torch.float32), config(None)):
         assert own_dtype(each) == torch.float32
-        assert measured_pace(each).dtype == "float32"
+        assert str(measured_pace(each)).startswith("float32: bfloat16 measured 2.0x as fast here")
+        assert measured_pace(each, is_exact=False).dtype == BFLOAT16, "a GGUF file's are rounded"
     assert own_dtype(config()) == torch.bfloat16
 
 

@@ -40,6 +40,7 @@ class TextSide:
             tokenizer = AutoTokenizer.from_pretrained(
                 place, revision=revision, trust_remote_code=False, **file
             )
+            tokenizer("")  # what its files say is used here for the first time
         except Exception as error:  # a damaged file raises errors of many types
             if ASKS_FOR_CODE in str(error):
                 raise ValueError(f"target {name}: {OWN_CODE}") from error
