@@ -75,9 +75,13 @@ class ContinuousBatch:
         self._active: dict[Row, Request] = {}
 
     @torch.inference_mode()
-    def run(self, take: Callable[[], Request | None]) -> Iterator[Outcome]:
+    def run(
+        self,
+        take: Callable[[], Request | None],
+        note: Callable[[list[int]], None] = lambda lengths: None,
+    ) -> Iterator[Outcome]:
         """Decode what `take` returns, until it returns None while no row is left. Yields requests
-        as they finish.
+        as they finish. note: called after each pass with the numbers of new tokens of the others.
         """
         while True:
             new = self._taken(take)
@@ -106,6 +110,7 @@ class ContinuousBatch:
             if started is not None:
                 self._active |= zip(started.rows, new, strict=True)
             yield from self._finished()
+            note([len(row.text) - row.prompt for row in self._active])
 
     def _finished(self) -> Iterator[Outcome]:
         """The answers that are finished, whose places are then free."""

@@ -23,12 +23,15 @@ from tiny_chat import (
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from draftheads.heads.target.model import Decoded, Target
+from draftheads.heads.terminal import progress_bar
 from draftheads.infer.accept import filtered_logits
 from draftheads.infer.continuous import ContinuousBatch, Request, seeded
 from draftheads.infer.engine import Speculator
+from draftheads.infer.prompt import PromptRenderer
+from draftheads.train.data import distill as distill_module
 from draftheads.train.data.answers import read_answers, read_manifest
-from draftheads.train.data.conversation import TOO_LONG
-from draftheads.train.data.distill import distill
+from draftheads.train.data.conversation import TOO_LONG, Conversation
+from draftheads.train.data.distill import Progress, distill
 from draftheads.train.data.prompts import Prompt
 
 # ---------------------------------------------------------------- what is stored
@@ -297,3 +300,28 @@ def test_many_cut_answers_are_reported(tmp_path: Path) -> None:
     report = distill(endless, prompts(3), options(tmp_path / "o"))
     assert report.counts.cut == 3
     assert "3 of 3 documents were cut and teach no ending; raise --max-new-tokens" in str(report)
+
+
+def test_what_is_left_is_estimated_from_open_answers_too(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first answers to end are the short ones."""
+    progress = Progress(prompts=100, longest=512, disable=True)
+    progress.note([20] * 32)
+    assert progress.bar.total == 51_200, "at most"
+    row = Conversation(prompts(1)[0], PromptRenderer(target, {}), CONTEXT)
+    assert row.ask()
+    row.answer([*range(20)])
+    progress.end([row])
+    progress.note([100] * 31)
+    assert progress.bar.total == 100 * (20 + 31 * 100) // 32
+    bars: list[Any] = []
+
+    def kept(**options: Any) -> Any:
+        bars.append(progress_bar(**options))
+        return bars[-1]
+
+    monkeypatch.setattr(distill_module, "progress_bar", kept)
+    distill(target, prompts(9), options(tmp_path / "o", temperature=0))
+    total = sum(end - start for each in read_answers(tmp_path / "o") for start, end in each.learn)
+    assert (bars[0].n, bars[0].total) == (total, total)

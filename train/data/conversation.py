@@ -56,6 +56,7 @@ class Conversation:
         self.tokens: list[int] = []  # of the open document: what the target sees
         self.outcome: dict[str, str] = {}
         self.retokenized = 0  # answers that came as text without ids
+        self.written = 0  # tokens of the answers
         self.turns = turns_of(prompt) if turns is None else turns
         self.answers: list[Message] = []
         self._renderer = renderer
@@ -114,6 +115,7 @@ class Conversation:
         if skipped < len(ids):
             self._learn.append((len(self.tokens) + skipped, len(self.tokens) + len(ids)))
         self.tokens += ids
+        self.written += len(ids)
         self.answers.append(message or assistant(self._renderer.answer_text(ids)))
 
     def retokenize(self, text: str, lead_ids: Sequence[int] = ()) -> list[int] | None:

@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
-from tqdm import tqdm
 
 from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
@@ -176,8 +175,14 @@ class Answerer(ABC):
         """The manifest's entry for the target."""
 
     @abstractmethod
-    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
-        """Answer all turns of the conversations, in place.
+    def answer(
+        self,
+        rows: Iterable[Conversation],
+        sampling: AnswerSampling,
+        note: Callable[[list[int]], None] = lambda lengths: None,
+    ) -> Generator[Answered]:
+        """Answer all turns of the conversations, in place. note: told now and then how long the
+        unfinished answers are, if that is known.
 
         Yields finished conversations, with the last error of a prompt that could not be answered,
         or None. Conversations that failed for a reason other than their prompt are not yielded.
@@ -206,7 +211,12 @@ class LocalAnswerer(Answerer):
             "dtype": dtype_name(target.model.dtype),
         }
 
-    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
+    def answer(
+        self,
+        rows: Iterable[Conversation],
+        sampling: AnswerSampling,
+        note: Callable[[list[int]], None] = lambda lengths: None,
+    ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
         accept = seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
@@ -228,7 +238,7 @@ class LocalAnswerer(Answerer):
             asking[request] = row
             return request
 
-        for request, ids, error in batch.run(take):
+        for request, ids, error in batch.run(take, note):
             row = asking.pop(request)
             if error is None:
                 row.answer(ids)
@@ -316,15 +326,44 @@ def _answer(
     patience = MAX_LOST_BATCHES * options.batch_size
     if not stored:
         patience = max(1, min(patience, len(mine)))
-    answers = answerer.answer(rows, options)
-    bar = progress_bar(total=len(mine), desc="distill", unit="prompt", disable=rank > 0)
+    progress = Progress(len(mine), options.max_new_tokens, disable=rank > 0)
+    answers = answerer.answer(rows, options, progress.note)
     try:
-        with bar, closing(answers):
-            _store(answers, journal, missing, patience, bar)
+        with progress.bar, closing(answers):
+            _store(answers, journal, missing, patience, progress)
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
     return missing
+
+
+class Progress:
+    """A progress bar in tokens, which come steadily, where whole answers come late. What is left is
+    estimated: open answers become at least as long as others were, all at most `longest`.
+    """
+
+    def __init__(self, prompts: int, longest: int, *, disable: bool = False) -> None:
+        self._prompts = prompts
+        self._ended = 0
+        self._tokens = 0  # of ended conversations
+        self.bar = progress_bar(
+            total=prompts * longest, desc="distill", unit="token", smoothing=0, disable=disable
+        )
+
+    def end(self, rows: Sequence[Conversation]) -> None:
+        """Note conversations with all their answers."""
+        self._ended += len(rows)
+        self._tokens += sum(row.written for row in rows)
+        self.bar.set_postfix_str(f"{self._ended} of {self._prompts} prompts", refresh=False)
+        self.note([])
+
+    def note(self, lengths: Sequence[int]) -> None:
+        """Note the tokens of open answers, so far."""
+        if self._ended:
+            mean = self._tokens / self._ended
+            likely = self._tokens + sum(max(mean, length) for length in lengths)
+            self.bar.total = round(self._prompts * likely / (self._ended + len(lengths)))
+        self.bar.update(max(0, self._tokens + sum(lengths) - self.bar.n))
 
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
@@ -443,7 +482,7 @@ def _store(
     journal: Journal,
     missing: set[int],
     patience: int,
-    bar: tqdm[Any],
+    progress: Progress,
 ) -> None:
     """Append answers as they arrive, and remove their prompts from `missing`.
 
@@ -464,5 +503,5 @@ def _store(
             lost = 0
             held = []
         missing.difference_update(row.prompt.index for row in new)
-        bar.update(len(new))
+        progress.end(new)
     journal.append(held)

@@ -149,7 +149,12 @@ class ServedTarget(Answerer):
             "server": {"urls": urls, "model": self.model, "context": self.context},
         }
 
-    def answer(self, rows: Iterable[Conversation], sampling: AnswerSampling) -> Generator[Answered]:
+    def answer(
+        self,
+        rows: Iterable[Conversation],
+        sampling: AnswerSampling,
+        note: Callable[[list[int]], None] = lambda lengths: None,
+    ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
         What a server fails or refuses to answer goes to the others. A server is dropped if it is
