@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[Callable[..., None], str] = {
     using.demo: "draftheads demo",
+    data.questions: "draftheads questions --target Qwen/Qwen3-0.6B --out prompts.jsonl",
     data.distill: "draftheads distill --target Qwen/Qwen3-0.6B --prompts mt-bench --out data",
     data.import_answers: "draftheads import-answers c.jsonl --target Qwen/Qwen3-0.6B --out data",
     data.data_preview: "draftheads data-preview data",
@@ -65,7 +66,9 @@ RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
-LEARNING = "data-preview", "demo", "distill", "import-answers", "init", "plan", "train"
+LEARNING = (
+    *("data-preview", "demo", "distill", "import-answers", "init", "plan", "questions", "train"),
+)
 NEEDS = {
     **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml")),
     "gguf": ("gguf",),

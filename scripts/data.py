@@ -4,7 +4,7 @@ instant.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +14,7 @@ from draftheads.infer.pipeline.loading import load_target
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts.options import (
     HEAD_CHECK,
+    NEW_CHECK,
     OUT_CHECK,
     PROMPT_CHECK,
     Placement,
@@ -36,6 +37,7 @@ from draftheads.scripts.options import (
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
+    from draftheads.heads.target.model import Target
     from draftheads.train.data.distill import Answerer
 
 SETS = {
@@ -89,6 +91,37 @@ class AnswerServers(ServerAccess):
 
     server: Annotated[list[str] | None, Option(help=SERVER)] = None
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32
+
+
+def questions(
+    target: TargetName,
+    out: Annotated[Path, Option(callback=NEW_CHECK, help="new prompt file to write, .jsonl")],
+    placement: Placement,
+    count: Annotated[int, Option(min=1, help="questions")] = 2000,
+    batch_size: Annotated[int, Option(min=1, help="questions written together")] = 64,
+    seed: Seed = 0,
+    revision: Revision = None,
+) -> None:
+    """Let a chat model ask itself questions: prompts for those who have none.
+
+    They are as spread as what the model was made for; prompts like yours are better. Ctrl-C keeps
+    what is there.
+    """
+    from draftheads.heads.files import write_text
+    from draftheads.infer.engine import Speculator
+    from draftheads.train.data import questions as own
+
+    engine = Speculator(steady_target(target, revision, placement, batch_size))
+    lines: list[str] = []
+    try:
+        for question in own.questions(engine, count, batch_size, seed):
+            lines.append(own.line(question))
+    finally:
+        if lines:
+            write_text(out, "".join(lines))
+            say(f"{out}: {len(lines):,} questions")
+    words = target_options(target, placement.lora)
+    say_next("distill", *words, "--prompts", out, "--out", out.with_suffix(""))
 
 
 def distill(
@@ -150,10 +183,24 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    loaded = load_target(target, placement.place(), revision, template_args=prepared())
-    choose_threads(placement.threads, loaded, batch_size)
+    loaded = steady_target(target, revision, placement, batch_size)
     drafts = load_head(head, target=loaded) if head else None
     return LocalAnswerer(Speculator(loaded, drafts), batch_size)
+
+
+def steady_target(
+    target: str, revision: str | None, placement: Placement, batch_size: int
+) -> Target:
+    """A target that writes data, in a dtype that no measurement chose."""
+    from draftheads.heads.target.load import steady_dtype
+    from draftheads.heads.target.placement import default_device
+
+    place = placement.place()
+    if place.dtype == "auto" and (place.device or default_device()) == "cpu":
+        place = replace(place, dtype=steady_dtype(target, revision))
+    loaded = load_target(target, place, revision, template_args=prepared())
+    choose_threads(placement.threads, loaded, batch_size)
+    return loaded
 
 
 def say_init(target: str, out: Path, lora: str | None = None) -> None:

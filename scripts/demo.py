@@ -22,41 +22,57 @@ KINDS = {
     "sequential": "six heads learn it that also see the preceding draft tokens",
     "eagle3": "an EAGLE-3 head learns to continue its own drafts",
 }
+ASKED = 1500
+"""Questions to learn from, where there are no prompts."""
+HELDOUT = 24
+"""Questions to measure with."""
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
 
-def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
-    """Run all stages in `out`; an earlier run is resumed. run: a command, given its words; returns
-    its exit code, None for 0.
+class Stages:
+    """Numbered stages of a journey, each a command with its words. run: a command, given its words;
+    returns its exit code, None for 0.
     """
-    console = SafeConsole(highlight=False)
-    began = time.monotonic()
-    numbers = count(1)
 
-    def stage(title: str, *words: object) -> None:
-        console.rule(Text(f"{next(numbers)} of 7: {title}", "bold"))
+    def __init__(self, run: Callable[[list[str]], int | None]) -> None:
+        self.console = SafeConsole(highlight=False)
+        self._run = run
+        self._numbers = count(1)
+        self._began = time.monotonic()
+
+    def stage(self, title: str, *words: object) -> None:
+        """Run a command. Raises Exit where it fails."""
+        self.console.rule(Text(f"{next(self._numbers)}: {title}", "bold"))
         command = [str(word) for word in words]
         if command:
-            console.print(f"$ draftheads {shlex.join(command)}", soft_wrap=True)
-            code = run(command)
+            self.console.print(f"$ draftheads {shlex.join(command)}", soft_wrap=True)
+            code = self._run(command)
             if code:
                 raise Exit(code)
 
-    console.print(
+    def say_time(self) -> None:
+        """That of all stages."""
+        self.console.print(f"\nTotal time: {time.monotonic() - self._began:.0f} s.")
+
+
+def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
+    """Run all stages in `out`; an earlier run is resumed. run: as of `Stages`."""
+    stages = Stages(run)
+    stages.console.print(
         "The target: a frozen Llama of 3.1 M parameters that answers questions about Python's "
         "standard library."
     )
     threads = torch.get_num_threads()  # decoding may choose fewer
     target = ["--target", "demo-target"]
-    stage(
+    stages.stage(
         "the target answers prompts, its tokens are the data",
         *["distill", *target, "--prompts", "demo-prompts", "--out", out / "data"],
         *["--max-new-tokens", 128, "--batch-size", 64],
     )
     for kind, what in KINDS.items():
         places = [f"data.path={out / 'data'}", f"run.output={out / kind}"]
-        stage(what, "train", f"demo-{kind}", *places, "--threads", threads)
-    stage(
+        stages.stage(what, "train", f"demo-{kind}", *places, "--threads", threads)
+    stages.stage(
         "which is fastest on held-out prompts, against transformers' generate?",
         *["bench", *target, "--prompts", "demo-heldout", "--json", out / "bench.json"],
         *["--nodes", "4,8,16", "--repetitions", 1],
@@ -64,10 +80,57 @@ def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
     )
     results = json.loads((out / "bench.json").read_text())["heads"]
     best = max(results, key=lambda result: result["speedup"])["name"].partition("@")[0]
-    stage(
+    stages.stage(
         f"which tree of the {best} head is fastest here?",
         *["tune", "--head", out / best, "--prompts", "demo-heldout"],
     )
-    stage("a chat with this tree; accepted draft tokens are coloured")
-    sample_chat(load(out / best).engine, QUESTIONS, console=console)
-    console.print(f"\nTotal time: {time.monotonic() - began:.0f} s.")
+    stages.stage("a chat with this tree; accepted draft tokens are coloured")
+    sample_chat(load(out / best).engine, QUESTIONS, console=stages.console)
+    stages.say_time()
+
+
+def own_demo(
+    out: Path,
+    run: Callable[[list[str]], int | None],
+    target: str,
+    prompts: str | None,
+    minutes: float,
+) -> None:
+    """The same for a target of one's own, with sequential heads. prompts: default: questions that
+    it asks itself. minutes: of training. What an earlier run has made is used again.
+    """
+    stages = Stages(run)
+    named = ["--target", target]
+    heldout = out / "heldout.jsonl"
+    own = out / "questions.jsonl"
+    for file, number in ((heldout, HELDOUT), (own, ASKED)):
+        if not file.exists() and not (prompts and file == own):
+            stages.stage(
+                "the target asks itself questions",
+                *["questions", *named, "--out", file, "--count", number, "--seed", number],
+            )
+    stages.stage(
+        "the target answers them, its tokens are the data",
+        *["distill", *named, "--prompts", prompts or own, "--out", out / "data"],
+        *["--max-new-tokens", 256, "--batch-size", 64],
+    )
+    recipe = out / "recipe.yaml"
+    if not recipe.exists():
+        stages.stage(
+            "a recipe for this target and this machine",
+            *["init", *named, "--data", out / "data", "--out", recipe],
+        )
+    head = out / "head"
+    stages.stage(
+        "six heads learn to predict the next tokens",
+        *["train", recipe, f"run.output={head}", f"run.minutes={minutes:g}"],
+    )
+    stages.stage(
+        "how fast is it on held-out questions, against transformers' generate?",
+        *["bench", *named, "--head", head, "--prompts", heldout, "--limit", 8, "--nodes", "4,8"],
+    )
+    stages.stage(
+        "which tree is fastest here?",
+        *["tune", "--head", head, "--prompts", heldout, "--limit", 8],
+    )
+    stages.say_time()

@@ -21,6 +21,8 @@ from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
     OUT_CHECK,
+    PROMPT_CHECK,
+    TARGET_CHECK,
     Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
@@ -84,12 +86,35 @@ def demo(
     out: Annotated[
         Path, Option(callback=OUT_CHECK, help="folder for all outputs of the demo")
     ] = Path("out/demo"),
+    target: Annotated[
+        str | None,
+        Option(
+            callback=TARGET_CHECK,
+            help="instead of the embedded one: a folder, a Hub id, or smollm2",
+        ),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        Option(callback=PROMPT_CHECK, help="for --target; default: it asks itself questions"),
+    ] = None,
+    minutes: Annotated[float, Option(min=0.1, help="of training, for --target")] = 30,
 ) -> None:
-    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network."""
-    from draftheads.scripts.demo import demo as run
+    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network.
+
+    Or all of it for your own --target. The same command again resumes.
+    """
+    from draftheads.scripts import demo as journeys
 
     commands = context.find_root().command
-    run(out, lambda words: commands.main(words, standalone_mode=False))
+
+    def run(words: list[str]) -> int | None:
+        code: int | None = commands.main(words, standalone_mode=False)
+        return code
+
+    if target:
+        journeys.own_demo(out, run, target, prompts, minutes)
+    else:
+        journeys.demo(out, run)
 
 
 def chat(

@@ -163,6 +163,7 @@ def good_calls() -> dict[str, list[str]]:
     decode = ["--target", "target", "--max-new-tokens", "8", "--limit", "2"]
     ask = ["--prompts", "prompts.jsonl"]
     return {
+        "questions": ["--target", "target", "--out", "asked.jsonl", "--count", "2"],
         "distill": [*decode[:4], *ask, "--out", "data"],
         "import-answers": ["talks.jsonl", "--target", "target", "--out", "imported"],
         "data-preview": ["data", "-n", "1"],
