@@ -191,6 +191,12 @@ class Documents:
 
     def frequent_tokens(self, count: int, vocab_size: int) -> list[int]:
         """The `count` token ids that the target writes most often, most frequent first."""
+        counts_V = self.token_counts(vocab_size)
+        order: list[int] = np.argsort(-counts_V, kind="stable")[:count].tolist()
+        return order
+
+    def token_counts(self, vocab_size: int) -> Array:
+        """int64 (V,): how often the target writes each token."""
         counts_V = np.zeros(vocab_size, np.int64)
         for shard, first in zip(self._shards, self._firsts, strict=False):
             learn_N = shard.written()
@@ -198,8 +204,7 @@ class Documents:
                 is_learned = learn_N[at : at + CHUNK]
                 tokens = self.tokens(first + at, first + at + len(is_learned))
                 counts_V += np.bincount(tokens[is_learned], minlength=vocab_size)
-        order: list[int] = np.argsort(-counts_V, kind="stable")[:count].tolist()
-        return order
+        return counts_V
 
 
 class Verification:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import tiny_chat
+import torch
 import yaml
 from tiny_training import random_answers, write_answers
 from transformers import AutoConfig
 
+from draftheads.heads.cpu.linear import can_pack
 from draftheads.scripts import training
 from draftheads.train.advice.suggest import WHY_KIND, suggest
+from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
@@ -50,7 +53,19 @@ def test_a_large_target_has_a_draft_vocabulary(tmp_path):
     config.max_position_embeddings = 128
     config.save_pretrained(tmp_path / "target")
     values = yaml.safe_load(suggest(str(tmp_path / "target"), "sequential", None))
-    assert values["head"]["vocabulary"] == 32_768
+    assert values["head"]["vocabulary"] == 8_192
+    assert values["run"]["minutes"] == 30 and "epochs" not in values["run"]
+    data = write_answers(tmp_path / "data", [Answer([*range(3_000)], [(1, 3_000)])])
+    counted = yaml.safe_load(suggest(str(tmp_path / "target"), "sequential", data))
+    assert counted["head"]["vocabulary"] == 4_096, "97 % of 2,999 are more than 2,048"
+    assert "target_dtype" not in values, "its checkpoint is in float32"
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path / "target")
+    half = yaml.safe_load(suggest(str(tmp_path / "target"), "sequential", data))
+    can = can_pack(torch.device("cpu"), torch.bfloat16)
+    assert half.get("target_dtype") == ("bfloat16" if can else None)
+    assert half["run"].get("precision") == ("bf16" if can else None)
+    assert counted["data"]["cache_gb"] == 1 and "cache_gb" not in values["data"]
     assert values["head"]["rank"] == 256
     assert values["data"]["sequence_length"] == 128, "its context"
     assert values["data"]["rows_per_batch"] in (1, 2, 4, 8, 16)

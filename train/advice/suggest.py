@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from draftheads.heads.block import spare_token
+from draftheads.heads.target.load import steady_dtype
 from draftheads.heads.target.placement import default_device, read_config
+from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Counts, count, read_manifest
 from draftheads.train.data.text_side import TextSide
 
@@ -27,11 +32,21 @@ SMALL = 512
 RATES = {"sequential": 1e-3, "medusa": 1e-3, "eagle3": 3e-4, "block": 6e-4}
 """Peak learning rates of the shipped recipes for targets of 0.6 B parameters."""
 REDUCED = 32_768
-"""Tokens of the draft vocabulary of a large target, as in the shipped recipes."""
+"""Tokens of the draft vocabulary of a large target at most, as in the shipped recipes."""
+REDUCED_ON_CPU = 8_192
+"""The same where no answers are counted yet, on a CPU."""
+COVERED = 0.97
+"""Share of the answers' tokens that the draft vocabulary holds."""
 LONGEST = 2048
 """Tokens per row at most, where the answers do not ask for more."""
 EPOCHS = {300_000: 12, 3_000_000: 6}
 """Passes over so many tokens, at most; three over more."""
+STATES = {"eagle3": 3, "block": 5}
+"""Hidden states that heads read of each token, more than one."""
+CACHED = 0.25
+"""Share of the memory for these."""
+MINUTES = 30
+"""Of training on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -63,28 +78,30 @@ def suggest(
     if (folder / "manifest.json").is_file():
         counts = count(folder, read_manifest(folder))
     config = read_config(target, revision).get_text_config(decoder=True)
+    has_bf16 = default_device() != "cpu" or steady_dtype(target, revision) == "bfloat16"
     choices = [
         Setting("target", target, ""),
-        *_placement(revision, lora),
-        *_data(config, folder, counts),
-        *_head(config, target, revision, kind),
-        *_run(name, kind, counts),
+        *_placement(revision, lora, has_bf16),
+        *_data(config, folder, counts, kind),
+        *_head(config, target, revision, kind, covering(folder, config) if counts else None),
+        *_run(name, kind, counts, config.hidden_size, has_bf16),
     ]
     text = StringIO()
     YAML().dump(nested(choices), text)
     return text.getvalue()
 
 
-def _placement(revision: str | None, lora: str | None) -> Iterator[Setting]:
+def _placement(revision: str | None, lora: str | None, has_bf16: bool) -> Iterator[Setting]:
     if revision:
         yield Setting("target_revision", revision, "")
     if lora:
         yield Setting("target_adapter", lora, "")
-    if default_device() != "cpu":
-        yield Setting("target_dtype", "bfloat16", "as it will decode here")
+    if has_bf16:
+        why = "as it will decode here" if default_device() != "cpu" else "twice as fast as float32"
+        yield Setting("target_dtype", "bfloat16", why)
 
 
-def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Setting]:
+def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterator[Setting]:
     context = getattr(config, "max_position_embeddings", LONGEST)
     length = LONGEST if default_device() != "cpu" else LONGEST // 4
     why = "the answers are not there yet"
@@ -102,10 +119,31 @@ def _data(config: Any, folder: Path, counts: Counts | None) -> Iterator[Setting]
     yield Setting("data.rows_per_batch", rows, "draftheads plan measures whether they fit")
     if config.hidden_size < SMALL:
         yield Setting("data.cache_gb", 1, "features of a small target fit into memory")
+    elif default_device() == "cpu" and counts:
+        size = counts.tokens * config.hidden_size * 2 * STATES.get(kind, 1)
+        if size <= CACHED * psutil.virtual_memory().total:
+            why = "so the target reads each answer once"
+            yield Setting("data.cache_gb", math.ceil(size / 1e9), why)
 
 
-def _head(config: Any, target: str, revision: str | None, kind: str) -> Iterator[Setting]:
-    width, vocabulary = config.hidden_size, config.vocab_size
+def covering(folder: Path, config: Any) -> int | None:
+    """The draft vocabulary that holds most of what the target answers, a power of two; None if
+    there are no answers.
+    """
+    try:
+        documents = Documents.open(folder, config.vocab_size, str(folder))
+    except ValueError:
+        return None
+    counts_V = -np.sort(-documents.token_counts(config.vocab_size))
+    least = int(np.searchsorted(counts_V.cumsum(), COVERED * counts_V.sum())) + 1
+    return 1 << (least - 1).bit_length()
+
+
+def _head(
+    config: Any, target: str, revision: str | None, kind: str, covered: int | None
+) -> Iterator[Setting]:
+    width = config.hidden_size
+    vocabulary = config.vocab_size
     is_small = width < SMALL
     yield Setting("head.kind", kind, WHY_KIND[kind])
     if kind in ("sequential", "medusa"):
@@ -121,16 +159,29 @@ def _head(config: Any, target: str, revision: str | None, kind: str) -> Iterator
             yield Setting("head.mask", mask, "no text contains it; engines read no learned mask")
     if kind in ("sequential", "medusa") and is_small:
         yield Setting("head.layers", 2, "they cost little at this width")
-    reduced = vocabulary // 4 if is_small else REDUCED
+    reduced = REDUCED if default_device() != "cpu" else REDUCED_ON_CPU
+    share = f"of {vocabulary:,}: the last matrix is what drafting reads most"
+    if covered and not is_small:
+        reduced = min(REDUCED, max(1024, covered))
+        share = f"{COVERED:.0%} of the answers' tokens, {share}"
+    reduced = vocabulary // 4 if is_small else reduced
     if kind != "block" and vocabulary >= 1.5 * reduced and reduced >= 512:
-        share = f"of {vocabulary:,}: the last matrix is what drafting reads most"
         yield Setting("head.vocabulary", reduced, share)
     rate = 5e-3 if is_small else RATES[kind]
     yield Setting("optim.lr", rate, "lower it if the loss jumps")
 
 
-def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Setting]:
+def _run(
+    name: str, kind: str, counts: Counts | None, width: int, has_bf16: bool
+) -> Iterator[Setting]:
     yield Setting("run.output", f"out/{name}/{kind}", "")
+    if has_bf16:
+        yield Setting("run.precision", "bf16", "weights stay float32")
+    yield Setting("run.save_every", 200, "each save measures the heads, too")
+    if default_device() == "cpu" and width >= SMALL:
+        why = "of training, however fast this machine is; run.epochs in its place counts passes"
+        yield Setting("run.minutes", MINUTES, why)
+        return
     epochs = 4
     why = "run.minutes=20 in its place sets a time"
     if counts:
@@ -138,9 +189,6 @@ def _run(name: str, kind: str, counts: Counts | None) -> Iterator[Setting]:
         epochs = EPOCHS[sizes[0]] if sizes else 3
         why = f"over {counts.tokens:,} tokens; {why}"
     yield Setting("run.epochs", epochs, why)
-    yield Setting("run.save_every", 200, "each save measures the heads, too")
-    if default_device() != "cpu":
-        yield Setting("run.precision", "bf16", "weights stay float32")
 
 
 def nested(choices: list[Setting]) -> CommentedMap:
