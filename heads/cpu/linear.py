@@ -67,6 +67,11 @@ class PackedWeight:
         """The same, as it is frozen, and torch cannot copy what it holds."""
         return self
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that a product reads."""
+        return self.shape.numel() * (1 if self.bits else self.dtype.itemsize)
+
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""
         if self.bits:

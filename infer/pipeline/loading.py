@@ -128,16 +128,22 @@ def faster_dtype(name: str, revision: str | None, place: Place) -> str:
     unless that would round the checkpoint's weights; reported. What becomes int8 is loaded as it
     is.
     """
+    import torch
+
+    from draftheads.heads.target.load import NATIVE_WIDTH
     from draftheads.heads.target.placement import is_gguf, quantised_by, read_config
     from draftheads.heads.tensors import dtype_name
     from draftheads.infer.measure.precision import measured_pace, own_dtype
 
     config = read_config(name, revision)
-    if quantised_by(config):
+    is_exact = not is_gguf(name)
+    is_small = config.get_text_config(decoder=True).hidden_size < NATIVE_WIDTH
+    own = own_dtype(config)
+    if quantised_by(config) or (is_exact and is_small and own == torch.float32):
         return "auto"
     if place.bits:
-        return dtype_name(own_dtype(config))
-    pace = measured_pace(config, is_exact=not is_gguf(name))
+        return dtype_name(own)
+    pace = measured_pace(config, is_exact=is_exact)
     place.report(pace)
     return pace.dtype
 

@@ -53,5 +53,5 @@ def test_the_file_is_one_of_prompts(target, run, tmp_path):
     assert len(prompts) == 3 and all(each.messages for each in prompts)
     before = out.read_bytes()
     code, _, errors = run(*command)
-    assert code == 2 and "asked.jsonl" in errors
+    assert code == 2 and "asked.jsonl already exists" in errors[-1]
     assert out.read_bytes() == before
