@@ -31,7 +31,7 @@ NAMED = {
 }
 
 
-def target_place(name: str) -> str:
+def target_path(name: str) -> str:
     """The folder, GGUF file or Hub id of a target that has a name here; that of others is the name.
     A file or folder of the same name in the working directory comes first.
     """

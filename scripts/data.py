@@ -4,6 +4,7 @@ instant.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,17 +110,18 @@ def questions(
     """
     from draftheads.heads.files import write_text
     from draftheads.infer.engine import Speculator
-    from draftheads.train.data import questions as own
+    from draftheads.train.data.questions import questions as ask_itself
 
-    engine = Speculator(steady_target(target, revision, placement, batch_size))
+    engine = Speculator(answering_target(target, revision, placement, batch_size))
+    out.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     try:
-        for question in own.questions(engine, count, batch_size, seed):
-            lines.append(own.line(question))
+        for question in ask_itself(engine, count, batch_size, seed):
+            lines.append(json.dumps({"prompt": question}, ensure_ascii=False) + "\n")
     finally:
         if lines:
             write_text(out, "".join(lines))
-            say(f"{out}: {len(lines):,} questions")
+            say(f"{out}: {len(lines):,} of {count:,} questions")
     words = target_options(target, placement.lora)
     say_next("distill", *words, "--prompts", out, "--out", out.with_suffix(""))
 
@@ -183,21 +185,21 @@ def local_answerer(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.distill import LocalAnswerer
 
-    loaded = steady_target(target, revision, placement, batch_size)
+    loaded = answering_target(target, revision, placement, batch_size)
     drafts = load_head(head, target=loaded) if head else None
     return LocalAnswerer(Speculator(loaded, drafts), batch_size)
 
 
-def steady_target(
+def answering_target(
     target: str, revision: str | None, placement: Placement, batch_size: int
 ) -> Target:
     """A target that writes data, in a dtype that no measurement chose."""
-    from draftheads.heads.target.load import steady_dtype
+    from draftheads.heads.target.load import answering_dtype
     from draftheads.heads.target.placement import default_device
 
     place = placement.place()
     if place.dtype == "auto" and (place.device or default_device()) == "cpu":
-        place = replace(place, dtype=steady_dtype(target, revision))
+        place = replace(place, dtype=answering_dtype(target, revision))
     loaded = load_target(target, place, revision, template_args=prepared())
     choose_threads(placement.threads, loaded, batch_size)
     return loaded

@@ -122,7 +122,7 @@ def own_demo(
         )
     head = out / "head"
     stages.stage(
-        "six heads learn to predict the next tokens",
+        "heads learn to predict the next tokens",
         *["train", recipe, f"run.output={head}", f"run.minutes={minutes:g}"],
     )
     stages.stage(

@@ -26,7 +26,7 @@ LEAST = 1 << 18
 """Smaller weights stay as they are: they lie in the caches of the CPU."""
 FEW = 4
 """Fewer rows are padded to so many, with which oneDNN takes less time than with one."""
-JOINT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers of transformers that read the same states."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale: that of a row of zeros."""
@@ -83,13 +83,13 @@ class PackedWeight:
         if self.bits:
             x_RI32 = x_RI.float()
             largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
-            return (self._multiplied(x_RI32 / largest_R1) * largest_R1).to(x_RI.dtype)
+            return (self._opaque_product(x_RI32 / largest_R1) * largest_R1).to(x_RI.dtype)
         rows = len(x_RI)
         if rows < FEW:
             x_RI = F.pad(x_RI, (0, 0, 0, FEW - rows))
-        return self._multiplied(x_RI)[:rows]
+        return self._opaque_product(x_RI)[:rows]
 
-    def _multiplied(self, x_RI: Tensor) -> Tensor:
+    def _opaque_product(self, x_RI: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             product_RO: Tensor = torch.ops.draftheads.packed_product(x_RI, self.key, self.shape[0])
             return product_RO
@@ -118,7 +118,7 @@ def _(x_RI: Tensor, key: int, width: int) -> Tensor:
     return x_RI.new_empty(len(x_RI), width)
 
 
-class JointWeight:
+class FusedWeight:
     """Weights that multiply the same states, one after another: one product of all takes less time.
 
     What is multiplied first asks for all products, which the others find here.
@@ -140,34 +140,34 @@ class JointWeight:
             self._last = (None, {})
         return product
 
-    def __deepcopy__(self, memo: Any) -> JointWeight:
+    def __deepcopy__(self, memo: Any) -> FusedWeight:
         """The same, as it is frozen."""
         return self
 
 
-class JointPart:
+class FusedPart:
     """One weight of several that are multiplied together; stands for a `PackedWeight`."""
 
-    def __init__(self, joint: JointWeight, index: int) -> None:
-        self._joint = joint
+    def __init__(self, fused: FusedWeight, index: int) -> None:
+        self._fused = fused
         self._index = index
-        self.bits = joint.packed.bits
-        self.dtype = joint.packed.dtype
+        self.bits = fused.packed.bits
+        self.dtype = fused.packed.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
-        return self._joint.product(x, self._index)
+        return self._fused.product(x, self._index)
 
     def dense(self) -> Tensor:
         """As of `PackedWeight`."""
-        return torch.split(self._joint.packed.dense(), self._joint.sizes)[self._index]
+        return torch.split(self._fused.packed.dense(), self._fused.sizes)[self._index]
 
 
 class PackedLinear(nn.Module):
     """Takes the place of a linear layer. keep: its weight stays, for those that read it."""
 
     def __init__(
-        self, linear: nn.Linear, packed: PackedWeight | JointPart, *, keep: bool = False
+        self, linear: nn.Linear, packed: PackedWeight | FusedPart, *, keep: bool = False
     ) -> None:
         super().__init__()
         self.packed = packed
@@ -259,13 +259,13 @@ def pack_layers(
     for parent in list(module.modules()):
         children = parent.named_children()
         linear = {name: child for name, child in children if type(child) is nn.Linear}
-        for names in JOINT:
+        for names in FUSED:
             layers = [linear[name] for name in names if name in linear and linear[name] not in keep]
             numbers = sum(layer.weight.numel() for layer in layers)
             if len(layers) == len(names) and numbers >= least:
-                joint = JointWeight([layer.weight for layer in layers], bits)
+                fused = FusedWeight([layer.weight for layer in layers], bits)
                 for index, name in enumerate(names):
-                    setattr(parent, name, PackedLinear(linear.pop(name), JointPart(joint, index)))
+                    setattr(parent, name, PackedLinear(linear.pop(name), FusedPart(fused, index)))
         for name, child in linear.items():
             if child.weight.numel() >= least:
                 packed = PackedWeight(child.weight, bits)

@@ -96,7 +96,7 @@ NATIVE_WIDTH = 512
 """Hidden size below which bfloat16 saves a CPU no time."""
 
 
-def steady_dtype(path: str, revision: str | None) -> str:
+def answering_dtype(path: str, revision: str | None) -> str:
     """The dtype for a target on a CPU that learns or writes data. By rule, not by a measurement, as
     results must not depend on timing: bfloat16 where oneDNN multiplies it and it rounds nothing
     that was trained, else float32.

@@ -41,7 +41,7 @@ from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import check_sizes, dtype_name
-from draftheads.recipes import target_place
+from draftheads.recipes import target_path
 
 PlacementName = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
@@ -176,9 +176,9 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
 
 def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
     """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there, or
-    without a network; see `target_place` for names. offline: do not ask the Hub.
+    without a network; see `target_path` for names. offline: do not ask the Hub.
     """
-    path = target_place(path)
+    path = target_path(path)
     folder, file = os.path.split(path)
     if file.endswith(".gguf"):
         return folder or ".", {"gguf_file": file}
@@ -189,7 +189,7 @@ def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
 
 def is_gguf(path: str) -> bool:
     """Whether a target is a GGUF file."""
-    return target_place(path).endswith(".gguf")
+    return target_path(path).endswith(".gguf")
 
 
 @contextmanager

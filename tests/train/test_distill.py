@@ -31,7 +31,7 @@ from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data import distill as distill_module
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG, Conversation
-from draftheads.train.data.distill import Progress, distill
+from draftheads.train.data.distill import TokenBar, distill
 from draftheads.train.data.prompts import Prompt
 
 # ---------------------------------------------------------------- what is stored
@@ -306,7 +306,7 @@ def test_what_is_left_is_estimated_from_open_answers_too(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first answers to end are the short ones."""
-    progress = Progress(prompts=100, longest=512, disable=True)
+    progress = TokenBar(prompts=100, longest=512, disable=True)
     progress.note([20] * 32)
     assert progress.bar.total == 51_200, "at most"
     row = Conversation(prompts(1)[0], PromptRenderer(target, {}), CONTEXT)

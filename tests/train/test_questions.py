@@ -38,6 +38,12 @@ def test_a_model_for_no_chats_is_refused():
     target = llama(template=None)
     with pytest.raises(ValueError, match="expected a chat template that opens the user's turn"):
         next(questions(Speculator(target), 1, rows=1))
+    target = llama(template="{{ raise_exception('no') }}")
+    with pytest.raises(ValueError, match=r"renders a question, got one that fails \(no\)"):
+        next(questions(Speculator(target), 1, rows=1))
+    target = llama(eos=())
+    with pytest.raises(ValueError, match="expected questions of at most 160 tokens, got none of 4"):
+        list(questions(Speculator(target), 2, rows=4))
 
 
 @pytest.mark.slow
@@ -45,13 +51,29 @@ def test_the_file_is_one_of_prompts(target, run, tmp_path):
     folder = tmp_path / "target"
     target.model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
-    out = tmp_path / "asked.jsonl"
+    out = tmp_path / "new" / "asked.jsonl"
     command = ["questions", "--target", folder, "--out", out]
     code, printed, _ = run(*command, "--count", 3)
-    assert code == 0 and "3 questions" in printed
+    assert code == 0 and "3 of 3 questions" in printed
     prompts = read_prompts(out)
     assert len(prompts) == 3 and all(each.messages for each in prompts)
     before = out.read_bytes()
     code, _, errors = run(*command)
     assert code == 2 and "asked.jsonl already exists" in errors[-1]
     assert out.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_what_was_asked_before_ctrl_c_is_kept(target, run, tmp_path, monkeypatch):
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+
+    def two(*_):
+        yield from ("What?", "Why?")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftheads.train.data.questions.questions", two)
+    out = tmp_path / "asked.jsonl"
+    code, _, _ = run("questions", "--target", tmp_path / "target", "--out", out)
+    assert code == 130
+    assert [each.messages[0]["content"] for each in read_prompts(out)] == ["What?", "Why?"]

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from draftheads.heads.block import spare_token
-from draftheads.heads.target.load import steady_dtype
+from draftheads.heads.target.load import answering_dtype
 from draftheads.heads.target.placement import default_device, read_config
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Counts, count, read_manifest
@@ -75,15 +75,19 @@ def suggest(
     name = target.rstrip("/").rpartition("/")[2].lower()
     folder = data or Path("out") / name / "answers"
     counts = None
+    is_complete = False
     if (folder / "manifest.json").is_file():
-        counts = count(folder, read_manifest(folder))
+        manifest = read_manifest(folder)
+        counts = count(folder, manifest)
+        is_complete = bool(manifest["complete"] and counts.documents)
     config = read_config(target, revision).get_text_config(decoder=True)
-    has_bf16 = default_device() != "cpu" or steady_dtype(target, revision) == "bfloat16"
+    covered = answer_vocabulary(folder, config.vocab_size) if is_complete else None
+    has_bf16 = default_device() != "cpu" or answering_dtype(target, revision) == "bfloat16"
     choices = [
         Setting("target", target, ""),
         *_placement(revision, lora, has_bf16),
         *_data(config, folder, counts, kind),
-        *_head(config, target, revision, kind, covering(folder, config) if counts else None),
+        *_head(config, target, revision, kind, covered),
         *_run(name, kind, counts, config.hidden_size, has_bf16),
     ]
     text = StringIO()
@@ -97,8 +101,7 @@ def _placement(revision: str | None, lora: str | None, has_bf16: bool) -> Iterat
     if lora:
         yield Setting("target_adapter", lora, "")
     if has_bf16:
-        why = "as it will decode here" if default_device() != "cpu" else "twice as fast as float32"
-        yield Setting("target_dtype", "bfloat16", why)
+        yield Setting("target_dtype", "bfloat16", "as it will decode here")
 
 
 def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterator[Setting]:
@@ -126,15 +129,10 @@ def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterat
             yield Setting("data.cache_gb", math.ceil(size / 1e9), why)
 
 
-def covering(folder: Path, config: Any) -> int | None:
-    """The draft vocabulary that holds most of what the target answers, a power of two; None if
-    there are no answers.
-    """
-    try:
-        documents = Documents.open(folder, config.vocab_size, str(folder))
-    except ValueError:
-        return None
-    counts_V = -np.sort(-documents.token_counts(config.vocab_size))
+def answer_vocabulary(folder: Path, vocab_size: int) -> int:
+    """The size of a draft vocabulary that holds most tokens of the answers: a power of two."""
+    documents = Documents.open(folder, vocab_size, str(folder))
+    counts_V = -np.sort(-documents.token_counts(vocab_size))
     least = int(np.searchsorted(counts_V.cumsum(), COVERED * counts_V.sum())) + 1
     return 1 << (least - 1).bit_length()
 

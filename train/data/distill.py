@@ -326,7 +326,7 @@ def _answer(
     patience = MAX_LOST_BATCHES * options.batch_size
     if not stored:
         patience = max(1, min(patience, len(mine)))
-    progress = Progress(len(mine), options.max_new_tokens, disable=rank > 0)
+    progress = TokenBar(len(mine), options.max_new_tokens, disable=rank > 0)
     answers = answerer.answer(rows, options, progress.note)
     try:
         with progress.bar, closing(answers):
@@ -337,7 +337,7 @@ def _answer(
     return missing
 
 
-class Progress:
+class TokenBar:
     """A progress bar in tokens, which come steadily, where whole answers come late. What is left is
     estimated: open answers become at least as long as others were, all at most `longest`.
     """
@@ -482,7 +482,7 @@ def _store(
     journal: Journal,
     missing: set[int],
     patience: int,
-    progress: Progress,
+    progress: TokenBar,
 ) -> None:
     """Append answers as they arrive, and remove their prompts from `missing`.
 

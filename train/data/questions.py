@@ -7,8 +7,9 @@ data than others' prompts: they are spread over what the model was made for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+
+from jinja2.exceptions import TemplateError
 
 from draftheads.heads.terminal import progress_bar
 from draftheads.infer.continuous import ContinuousBatch, Request, seeded
@@ -26,7 +27,13 @@ def opening(renderer: PromptRenderer, name: str) -> list[int]:
     """Token ids of the chat template up to where the user's text begins. Raises ValueError for a
     target without a chat template, or with one that has no such place.
     """
-    text = renderer.text([{"role": "user", "content": MARK}], ask=False)
+    try:
+        text = renderer.text([{"role": "user", "content": MARK}], ask=False)
+    except TemplateError as error:
+        raise ValueError(
+            f"{name}: expected a chat template that renders a question, got one that fails "
+            f"({error}); mend it, or give prompts"
+        ) from error
     before, mark, _ = text.partition(MARK)
     if not (getattr(renderer.tokenizer, "chat_template", None) and before and mark):
         raise ValueError(
@@ -38,7 +45,7 @@ def opening(renderer: PromptRenderer, name: str) -> list[int]:
 
 def questions(engine: Speculator, count: int, rows: int, seed: int = 0) -> Iterator[str]:
     """As many different questions, sampled at temperature 1; fewer if the target repeats itself or
-    rarely ends. rows: questions that are written together.
+    rarely ends. rows: questions that are written together. Raises ValueError for none.
     """
     target = engine.target
     renderer = PromptRenderer(target, target.template_args)
@@ -60,8 +67,8 @@ def questions(engine: Speculator, count: int, rows: int, seed: int = 0) -> Itera
                 found[text] = None
                 bar.update()
                 yield text
-
-
-def line(question: str) -> str:
-    """A question as a record of a prompt file."""
-    return json.dumps({"prompt": question}, ensure_ascii=False) + "\n"
+    if not found:
+        raise ValueError(
+            f"{target.title}: expected questions of at most {LONGEST} tokens, got none of "
+            f"{2 * count} that ended; give it prompts"
+        )
