@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import partial
+
 import pytest
 from tiny_chat import llama
 
+from draftheads.infer.continuous import Request
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.train.data import questions as module
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.data.questions import LONGEST, opening, questions
 
@@ -32,6 +37,18 @@ def test_questions_differ_and_depend_on_the_seed_alone(target):
     assert sorted(questions(engine, 6, rows=6)) != sorted(questions(engine, 6, rows=6, seed=1))
     assert set(questions(engine, 6, rows=1)) <= set(questions(engine, 40, rows=4))
     assert max(len(target.tokenizer(each)["input_ids"]) for each in found) <= LONGEST
+
+
+def test_a_question_is_kept_once(target, monkeypatch):
+    """The same random numbers for all: a seed with which the question ends."""
+    engine = Speculator(target)
+    for seed in range(40):
+        same = partial(Request, seed=f"{seed}")
+        monkeypatch.setattr(module, "Request", lambda ids, limit, _, same=same: same(ids, limit))
+        with suppress(ValueError):
+            assert len(list(questions(engine, 4, rows=4))) == 1
+            return
+    pytest.fail("no question ended")
 
 
 def test_a_model_for_no_chats_is_refused():
