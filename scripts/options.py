@@ -27,7 +27,7 @@ from draftheads.arguments import (
     takes_files,
 )
 from draftheads.infer.pipeline.loading import Place
-from draftheads.recipes import find_recipe
+from draftheads.recipes import find_recipe, head_path
 from draftheads.train.data.prompts import KeepOrDrop, check_source
 from draftheads.train.entry import say
 
@@ -110,7 +110,7 @@ def check_head(source: str | Path) -> None:
         if kind == "model":
             check_path(path)
         elif kind not in DRAFTERS:
-            head_folder(part)
+            head_folder(head_path(part))
 
 
 def check_places(context: Context, remote: Set[str], local: Set[str], reason: str) -> bool:

@@ -45,6 +45,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.tree import DynamicTree, Tree
+from draftheads.recipes import head_path
 
 FORMAT = 1
 WEIGHTS = WEIGHT_FILES[0]
@@ -275,12 +276,12 @@ class HeadFolder:
 
 
 def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
-    """Find a head: a head folder, a training run's folder (its `best`, else its newest step), or
-    user/name or user/name@revision on the Hub, from which it is downloaded.
+    """Find a head: a head folder, a training run's folder (its `best`, else its newest step), the
+    packaged `smollm2`, or user/name or user/name@revision on the Hub, from which it is downloaded.
 
     Raises FileNotFoundError if there is none, ValueError for a damaged config.json.
     """
-    folder = head_folder(source)
+    folder = head_folder(head_path(source))
     if folder is not None:
         path = _head_in(folder)
         return HeadFolder(path, read_config(path), str(source))

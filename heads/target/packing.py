@@ -29,7 +29,7 @@ SIMILAR = 0.75
 
 Packing = Literal["resets", "mask", "alone"]
 """What keeps packed documents apart: position resets, a mask, or a row for each document, which
-recurrent layers need.
+recurrent layers need, and which takes a CPU less than half of the time.
 """
 Span = tuple[int, int, int]
 """Documents of a batch: row, start, stop."""

@@ -29,6 +29,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from draftheads.heads.target import trial
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import StaticTree
@@ -243,7 +244,9 @@ def test_rounding_refuses_no_target(name, dtype):
 @pytest.mark.parametrize(
     ("name", "ways"), [("llama", Ways("tree", "resets")), ("opt", Ways("tree", "mask"))]
 )
-def test_a_trial_finds_what_keeps_documents_apart(name, ways):
+def test_a_trial_finds_what_keeps_documents_apart(name, ways, monkeypatch):
+    assert Target(random_model(name)).ways == Ways("tree", "alone")
+    monkeypatch.setattr(trial, "ALONE", {"xpu"})
     assert Target(random_model(name)).ways == ways
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftheads.heads import training_time_test
 from draftheads.heads.batch import Batch
+from draftheads.heads.target import trial
 
 ATEN = torch.ops.aten
 WAITS = {ATEN.nonzero, ATEN._local_scalar_dense, ATEN.masked_select, ATEN.bincount}
@@ -125,8 +126,10 @@ def test_a_row_twice_as_long_needs_no_more_than_twice_the_memory(name, documents
 
 @pytest.mark.parametrize("name", ["llama", "gpt-oss", "opt"])
 @pytest.mark.parametrize("size", [1, 20, 45, 60])
-def test_a_long_row_has_the_features_of_a_short_one(name, size, monkeypatch):
-    """It is computed in pieces of whole documents."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_long_row_has_the_features_of_a_short_one(name, size, device, monkeypatch):
+    """It is computed in pieces of whole documents, or those alone."""
+    monkeypatch.setattr(trial, "ALONE", {device})
     target, batch = tiny_target(name), rows((20, 31), (40,), (7, 30, 12))
     layers = [0, 1, target.layers]
     expected = target.features(batch, layers)
