@@ -13,8 +13,8 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
@@ -43,7 +43,7 @@ from draftheads.train.data.answers import has_answers
 from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, serve_command
 from draftheads.train.launch import make_accelerator, use_huge_pages
-from draftheads.train.loop import trial_seconds
+from draftheads.train.loop import Run, train_step
 from draftheads.train.medusa import start
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
@@ -63,6 +63,8 @@ CLEAR = Path("/proc/self/clear_refs")
 
 TRIAL = "draftheads-plan-"
 """Beginning of the names of temporary folders."""
+LONG_S = 5.0
+"""Seconds of a step that is not tried once more."""
 
 
 class ShapeTarget(Target):
@@ -208,8 +210,8 @@ class StepTrial:
 
 
 def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
-    """Start the run, in another folder, and take the steps of its trial, which change nothing, with
-    one or two micro batches each. Raises what training raises.
+    """Start the run, in another folder, and take two or three steps of one micro batch each. Raises
+    what training raises.
     """
     sweep(Path(tempfile.gettempdir()), f"{TRIAL}*")
     owner = own_name(Path(TRIAL)).name.removeprefix(f".{TRIAL}")
@@ -218,10 +220,8 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
     forget_peak()
     base = _resident() if _device() == "cpu" else 0
     began = time.perf_counter()
-    batches = min(2, work.micro_batches)  # the first makes gradients, others add to them
     with tempfile.TemporaryDirectory(owner, f".{TRIAL}") as folder, _in_silence():
-        tokens = batches * recipe.data.rows_per_batch * work.length
-        short = _short(recipe, work, tokens, Path(folder))
+        short = _short(recipe, work, Path(folder))
         run = start(short, make_accelerator(short))
         load = time.perf_counter() - began
         try:
@@ -229,34 +229,57 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
         finally:
             run.features.close()
             run.checkpoints.close()
-    rows = batches * recipe.data.rows_per_batch
-    known = base + shapes.target_bytes() + 2 * shapes.trained  # weights and gradients
+    rows = recipe.data.rows_per_batch
+    known = base + shapes.target_bytes() + 4 * shapes.trained  # weights, gradients, two moments
     if short.data.cache_gb and _device() == "cpu":
         known += shapes.feature_bytes(2 * rows * work.row_tokens)  # of two steps
     # the target's forward pass and the head's, a third of its step, for each held-out row
     of_row = (max(0.0, first - again) + again / 3) / rows
-    times = work.micro_batches / batches
     return StepTrial(
         base=base,
         activations=max(0, peak_memory() - known),
         load=load,
         save=of_row * work.heldout / work.row_tokens,
-        features=max(0.0, first - again) * times,
-        rest=again * times,
+        features=max(0.0, first - again) * work.micro_batches,
+        rest=again * work.micro_batches,
     )
 
 
-def _short(recipe: Recipe, work: Workload, tokens: int, output: Path) -> Recipe:
-    """The recipe of a trial, which writes no features and keeps those that the run keeps."""
+def trial_seconds(run: Run) -> tuple[float, float]:
+    """Seconds of a step, and of one whose features are in memory."""
+
+    def seconds(step: int) -> float:
+        part = replace(run, state=replace(run.state, step=step, steps=step + 1))
+        began = time.perf_counter()
+        with closing(part.batches):
+            train_step(part, stop=False)
+        return time.perf_counter() - began
+
+    number = 0
+    first = seconds(number)
+    if first < LONG_S:  # it warmed up
+        number = 1
+        first = seconds(number)
+    for parameter in run.engine.learner.trained().values():
+        parameter.grad = torch.zeros_like(parameter)  # as of a micro batch before
+    return first, seconds(number)
+
+
+def _short(recipe: Recipe, work: Workload, output: Path) -> Recipe:
+    """The recipe of a trial, which writes no features and keeps those that the run keeps, and whose
+    adapter learns from the first step, as that costs most.
+    """
     features = recipe.features
     is_known = bool(recipe.data.cache_gb or features.server) or features.mode == "cached"
     if work.stores:
         features = features.model_copy(update={"mode": "online"})
     data = recipe.data.model_copy(update={"cache_gb": 1e6 if is_known else 0.0})
+    tokens = recipe.data.rows_per_batch * work.length
     steps = {"tokens_per_step": tokens, "steps": 2, "epochs": None, "minutes": None}
     run = recipe.run.model_copy(update={"output": output, "trackers": [], **steps})
+    adapter = recipe.adapter and recipe.adapter.model_copy(update={"start": 0.0})
     parts = {"features": features, "data": data, "run": run, "target_placement": "whole"}
-    return recipe.model_copy(update=parts)
+    return recipe.model_copy(update={**parts, "adapter": adapter})
 
 
 @contextmanager
