@@ -22,6 +22,7 @@ from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
 from draftheads.train.advice.plan import Plan
+from draftheads.train.batches import FEW_STEPS
 from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.text_side import TextSide
 
@@ -89,7 +90,13 @@ set head.vocabulary or run.gradient_checkpointing, or divide the head's state ov
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print memory as a table, then steps and time, and whether it fits."""
+    """Print all of a plan."""
+    print_counts(plan, console)
+    print_trial(plan, console)
+
+
+def print_counts(plan: Plan, console: Console | None = None) -> None:
+    """Print what is known before a trial: parameters, memory as a table, steps."""
     console = console or SafeConsole(highlight=False)
     shapes, work = plan.shapes, plan.work
     adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
@@ -100,27 +107,40 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():
-        table.add_row(part, "not measured" if size is None else _size(size))
-    total = "peak" if plan.trial else "sum without activations"
-    table.add_row(f"{total}, of {_size(plan.limit)}", _size(plan.peak))
+        if size is not None:
+            table.add_row(part, _size(size))
     console.print(table)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
-    time = f"unknown: {plan.reason}"
-    if plan.time:
-        speed = work.tokens_per_step / plan.time["step"]
-        time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
+    minutes = plan.recipe.run.minutes
+    steps = f"as many as {minutes:g} minutes hold" if minutes else "unknown"
     facts = {
-        "steps": f"{work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
+        "steps": f"{work.steps or steps}, of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}",
         "note": work.note,
-        "time": time,
-        "server": _served(plan.served) if plan.served else "",
         "refused by": shapes.refusals,
     }
-    for label, text in facts.items():
-        if text:
-            console.print(f"{label}: {text}", soft_wrap=True)
+    _print_facts(facts, console)
+
+
+def print_trial(plan: Plan, console: Console | None = None) -> None:
+    """Print what a trial has measured: activations, time, and whether the run fits."""
+    console = console or SafeConsole(highlight=False)
+    activations = plan.memory["activations"]
+    time = f"unknown: {plan.reason}"
+    if plan.time:
+        speed = plan.work.tokens_per_step / plan.time["step"]
+        time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
+        if "steps" in plan.time:
+            time += f", {plan.time['steps']:,} steps"
+            if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
+                time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
+    facts = {
+        "activations": "not measured" if activations is None else _size(activations),
+        "time": time,
+        "server": _served(plan.served) if plan.served else "",
+    }
+    _print_facts(facts, console)
     if plan.served:
         console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
     fits = is_fitting(plan)
@@ -133,6 +153,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if fits and "total" in plan.time:
         verdict += f", about {duration(plan.time['total'])}"
     console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
+
+
+def _print_facts(facts: Mapping[str, str], console: Console) -> None:
+    for label, text in facts.items():
+        if text:
+            console.print(f"{label}: {text}", soft_wrap=True)
 
 
 def is_fitting(plan: Plan) -> bool:

@@ -113,16 +113,21 @@ def plan(
     json_out: Json = None,
 ) -> None:
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
-    from draftheads.scripts.printing import is_fitting, next_command, print_plan
-    from draftheads.train.advice.plan import make_plan
+    from draftheads.scripts.printing import is_fitting, next_command, print_counts, print_trial
+    from draftheads.train.advice.plan import Plan, make_plan
     from draftheads.train.recipe import load_recipe
 
     set_threads(threads)
     prepared()
-    if not no_probe:
-        say("trying a few steps to measure memory and time; --no-probe skips this")
-    made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
-    print_plan(made)
+
+    def counted(plan: Plan) -> None:
+        print_counts(plan)
+        if not no_probe:
+            say("trying two or three steps, for memory and time; --no-probe skips this")
+
+    choices = load_recipe(recipe, overrides or [])
+    made = make_plan(choices, processes, engine, probe=not no_probe, counted=counted)
+    print_trial(made)
     if is_fitting(made):
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
     write_figures(json_out, made.to_json())

@@ -201,8 +201,8 @@ def report(outcome: Outcome) -> str:
     end = f"done: {outcome.steps} steps, saved in {checkpoint}"
     if not outcome.trained:
         end = (
-            f"{checkpoint}: this run is finished; raise run.steps or run.minutes to continue it, or "
-            "set another run.output"
+            f"{checkpoint}: this run is finished; raise run.steps or run.minutes to continue it, "
+            "or set another run.output"
         )
     if not (output / BEST).exists():
         return end

@@ -1,8 +1,8 @@
 """What a run needs, before it is started: memory and time.
 
 Weights, gradients and optimizer state are counted from shapes on the meta device, rows and steps
-from the data. Then activations and seconds are measured by the run's own trial, where the answers
-are there and memory can hold the run.
+from the data. Then activations and seconds are measured by a few of the run's own steps, where the
+answers are there and memory can hold the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -345,7 +345,9 @@ class Plan:
             # the first process trains on while a copy of weights and moments is written
             parts["checkpoint"] = shapes.checkpoint
             if self.recipe.features.mode == "online":
-                rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
+                rows = work.rows or 0
+                if work.steps:
+                    rows = min(rows, work.steps * work.rows_per_step)
                 room = int(self.recipe.data.cache_gb * 1e9)
                 parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
         return {**parts, "activations": trial.activations if trial else None}
@@ -362,28 +364,31 @@ class Plan:
 
     @cached_property
     def time(self) -> dict[str, float]:
-        """Seconds; empty without a trial. step: mean; total: where the number of steps is known."""
+        """Seconds; empty without a trial. step: mean; total: where it is known how many `steps`."""
         trial, work, run = self.trial, self.work, self.recipe.run
-        shapes = self.shapes
         if not trial:
             return {}
         rows = work.rows or work.rows_per_step
+        epoch = rows / work.rows_per_step
         load = trial.load
-        step = trial.rest
+        first = later = trial.rest
         if work.stores:
-            load += trial.features * rows / work.rows_per_step
-        elif self.recipe.features.mode == "online" and not shapes.is_served:  # asked for ahead
+            load += trial.features * epoch
+        elif self.recipe.features.mode == "online" and not self.shapes.is_served:  # asked for ahead
             room = self.recipe.data.cache_gb * 1e9
-            cached = min(1.0, room / shapes.feature_bytes(rows * work.row_tokens))
-            known = cached * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after one epoch
-            step += trial.features * (1 - known)
-        steps = work.steps
+            first += trial.features
+            known = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
+            later = first - known * trial.features
+        steps: float | None = work.steps
         if run.minutes:
-            steps = max(1, int(60 * run.minutes / step))
+            rest = 60 * run.minutes - epoch * first
+            steps = 60 * run.minutes / first if rest < 0 else epoch + rest / later
         if not steps:
-            return {"step": step}
+            return {"step": later}
+        seconds = min(steps, epoch) * first + max(0.0, steps - epoch) * later
         saves = math.ceil(steps / run.save_every)
-        return {"step": step, "total": load + steps * step + saves * trial.save}
+        total = load + seconds + saves * trial.save
+        return {"step": seconds / steps, "steps": max(1, int(steps)), "total": total}
 
     @cached_property
     def served(self) -> dict[str, Any] | None:
@@ -429,9 +434,14 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, processes: int = 1, engine: str = "ddp", *, probe: bool = True
+    recipe: Recipe,
+    processes: int = 1,
+    engine: str = "ddp",
+    *,
+    probe: bool = True,
+    counted: Callable[[Plan], object] | None = None,
 ) -> Plan:
-    """Count shapes and, with `probe`, try a few steps.
+    """Count shapes and, with `probe`, try a few steps. counted: called with what is known before.
 
     engine: a key of ENGINES. Raises the ValueError or OSError that training would raise for target,
     head, adapter, data and launch.
@@ -451,21 +461,25 @@ def make_plan(
     batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
-    alone = Plan(recipe, 1, "ddp", shapes, work, None, "")  # as it is tried
-    trial = None
-    reason = ""
-    if not probe:
-        reason = "--no-probe was given"
-    elif work.rows is None:
-        reason = f"no answers in {recipe.data.path} to try a step with"
-    elif alone.peak > alone.limit:
-        reason = "memory cannot hold the run of one process"
-    else:
-        try:
-            trial = try_steps(recipe, shapes, work)
-        except (RuntimeError, ValueError, OSError, MemoryError) as error:
-            reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing
-    return Plan(recipe, processes, engine, shapes, work, trial, reason)
+    plan = Plan(recipe, processes, engine, shapes, work, None, "--no-probe was given")
+    if counted:
+        counted(plan)
+    return _tried(plan) if probe else plan
+
+
+def _tried(plan: Plan) -> Plan:
+    """The plan with a trial, or with the reason for none."""
+    recipe, work = plan.recipe, plan.work
+    alone = replace(plan, processes=1, engine="ddp")  # as it is tried
+    if work.rows is None:
+        return replace(plan, reason=f"no answers in {recipe.data.path} to try a step with")
+    if alone.peak > alone.limit:
+        return replace(plan, reason="memory cannot hold the run of one process")
+    try:
+        return replace(plan, trial=try_steps(recipe, plan.shapes, work), reason="")
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        # shapes are worth printing
+        return replace(plan, reason=f"a trial failed: {one_line(error)}")
 
 
 def _device() -> str:
