@@ -49,7 +49,7 @@ def init(
     target: TargetName,
     out: Annotated[Path, Option(callback=NEW_CHECK, help="new recipe to write")],
     data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
-    kind: Annotated[str, Option(help="sequential, medusa, eagle3 or block")] = "sequential",
+    kind: Annotated[str, Option(help="sequential, medusa, eagle3, block or mtp")] = "sequential",
     revision: Revision = None,
     lora: Lora = None,
 ) -> None:
