@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -89,12 +88,6 @@ set head.vocabulary or run.gradient_checkpointing, or divide the head's state ov
 --engine zero2"""
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print all of a plan."""
-    print_counts(plan, console)
-    print_trial(plan, console)
-
-
 def print_counts(plan: Plan, console: Console | None = None) -> None:
     """Print what is known before a trial: parameters, memory as a table, steps."""
     console = console or SafeConsole(highlight=False)
@@ -138,11 +131,10 @@ def print_trial(plan: Plan, console: Console | None = None) -> None:
     facts = {
         "activations": "not measured" if activations is None else _size(activations),
         "time": time,
-        "server": _served(plan.served) if plan.served else "",
     }
     _print_facts(facts, console)
-    if plan.served:
-        console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
+    for line in plan.servers:
+        console.print(line, soft_wrap=True)
     fits = is_fitting(plan)
     verdict = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
     if not fits:
@@ -226,14 +218,6 @@ def why_no_drafts(tuned: Tuned) -> str:
         f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
         f"doctor), {other}--compile, or tune on the machine that will decode"
     )
-
-
-def _served(served: Mapping[str, Any]) -> str:
-    line = f"{served['bytes'] / 1024:.4g} KiB per token (states {served['states']})"
-    if served["wanted"]:
-        line += f"; it should give {served['wanted']:,.0f} tokens per second, and gives "
-        line += f"{served['given']:,.0f}"
-    return line
 
 
 def next_command(plan: Plan, arguments: Sequence[str]) -> str:

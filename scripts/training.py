@@ -15,7 +15,6 @@ from draftheads.infer.threads import set_threads
 from draftheads.recipes import find_recipe, recipe_names
 from draftheads.scripts.options import (
     NEW_CHECK,
-    Json,
     Lora,
     Overrides,
     RecipeFile,
@@ -26,7 +25,6 @@ from draftheads.scripts.options import (
     say_beside,
     say_next,
     target_options,
-    write_figures,
 )
 from draftheads.train.entry import say
 
@@ -110,7 +108,6 @@ def plan(
     processes: Annotated[int, Option(min=1, help="processes of the launch")] = 1,
     engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
     threads: Threads = None,
-    json_out: Json = None,
 ) -> None:
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
     from draftheads.scripts.printing import is_fitting, next_command, print_counts, print_trial
@@ -130,7 +127,6 @@ def plan(
     print_trial(made)
     if is_fitting(made):
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
-    write_figures(json_out, made.to_json())
 
 
 def train(

@@ -4,7 +4,6 @@ with an adapter of the target before it begins to learn and after.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -33,9 +32,9 @@ from transformers import LlamaConfig
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.scripts import cli
-from draftheads.scripts.printing import print_plan
+from draftheads.scripts.printing import print_counts, print_trial
 from draftheads.train.advice import plan as planning
-from draftheads.train.advice.plan import Shapes, make_plan
+from draftheads.train.advice.plan import Plan, Shapes, make_plan
 from draftheads.train.batches import Documents
 from draftheads.train.data.answers import Answer
 from draftheads.train.medusa import main
@@ -56,6 +55,11 @@ def command(monkeypatch, *arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    print_counts(plan, console)
+    print_trial(plan, console)
 
 
 CHOICES = [
@@ -282,20 +286,11 @@ def test_a_plan_refuses_what_training_refuses(
     assert planned.startswith("error: ") and "\n" not in planned
 
 
-def test_json_says_the_same(made, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "deep" / "plan.json"
-    recipe = recipe_file(made, tmp_path)
-    assert command(monkeypatch, recipe, "--no-probe", "--json", out) == 0
-    plan = json.loads(out.read_text())
-    assert plan["time"] is None
-    assert plan["steps"] == 6
-    memory = plan["memory"]
-    parts = set(memory) - {"total", "limit"}
-    assert memory["activations"] is None, "they are measured or unknown"
-    assert memory["total"] == sum(memory[part] for part in parts - {"activations"})
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"{plan['parameters']['head']:,} parameters trained" in said
-    assert [path.name for path in out.parent.iterdir()] == ["plan.json"]
+def test_the_peak_is_the_sum_of_what_is_known(made):
+    plan = make_plan(recipe_of(tiny_recipe(made)), probe=False)
+    assert plan.time == {}
+    assert plan.memory["activations"] is None, "they are measured or unknown"
+    assert plan.peak == sum(size for size in plan.memory.values() if size is not None)
 
 
 @pytest.mark.parametrize("kind", HEADS)

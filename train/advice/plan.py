@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from draftheads.arguments import check_path
@@ -68,16 +68,10 @@ LONG_S = 5.0
 
 
 class ShapeTarget(Target):
-    """A target on the meta device."""
+    """A target on the meta device, which computes no logits."""
 
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """Shapes alone."""
-        return hidden.new_empty(*hidden.shape[:-1], self.vocab_size)
-
-    def unembed_weight(self) -> Tensor:
-        """Shapes alone."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight
+    def _checked_lm_head(self) -> Any:
+        return self.model.get_output_embeddings()
 
 
 class Shapes:
@@ -390,47 +384,19 @@ class Plan:
         total = load + seconds + saves * trial.save
         return {"step": seconds / steps, "steps": max(1, int(steps)), "total": total}
 
-    @cached_property
-    def served(self) -> dict[str, Any] | None:
-        """What servers must give. bytes: of a token. wanted, given: tokens per second, where a
-        trial has asked them.
-        """
+    @property
+    def servers(self) -> list[str]:
+        """Lines on what servers of features must give, and how they are started; none without."""
         shapes, trial = self.shapes, self.trial
         if not shapes.is_served:
-            return None
-        wanted = given = None
+            return []
+        needs = f"server: {shapes.served_token / 1024:.4g} KiB per token (states {shapes.captured})"
         if trial:
             wanted = self.work.tokens_per_step / trial.rest
             given = self.work.tokens_per_step / max(trial.features, 1e-9)
-        return {
-            "states": shapes.captured,
-            "bytes": shapes.served_token,
-            "wanted": wanted,
-            "given": given,
-            "command": serve_command(self.recipe, shapes.captured, shapes.served_dtype),
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures."""
-        shapes, work = self.shapes, self.work
-        return {
-            "processes": self.processes,
-            "engine": self.engine,
-            "parameters": {
-                "target": shapes.frozen,
-                "head": shapes.head,
-                "adapter": shapes.adapter,
-            },
-            "rows": work.rows,
-            "tokens_per_step": work.tokens_per_step,
-            "steps": work.steps,
-            "note": work.note,
-            "memory": {**self.memory, "total": self.peak, "limit": self.limit},
-            "time": self.time or None,
-            "served": self.served,
-            "reason": self.reason,
-            "recipe": self.recipe.model_dump(mode="json"),
-        }
+            needs += f"; it should give {wanted:,.0f} tokens per second, and gives {given:,.0f}"
+        command = serve_command(self.recipe, shapes.captured, shapes.served_dtype)
+        return [needs, f"start it with: {command}"]
 
 
 def make_plan(
