@@ -100,8 +100,7 @@ def print_counts(plan: Plan, console: Console | None = None) -> None:
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():
-        if size is not None:
-            table.add_row(part, _size(size))
+        table.add_row(part, _size(size))
     console.print(table)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
@@ -119,7 +118,6 @@ def print_counts(plan: Plan, console: Console | None = None) -> None:
 def print_trial(plan: Plan, console: Console | None = None) -> None:
     """Print what a trial has measured: activations, time, and whether the run fits."""
     console = console or SafeConsole(highlight=False)
-    activations = plan.memory["activations"]
     time = f"unknown: {plan.reason}"
     if plan.time:
         speed = plan.work.tokens_per_step / plan.time["step"]
@@ -129,7 +127,7 @@ def print_trial(plan: Plan, console: Console | None = None) -> None:
             if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
                 time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
     facts = {
-        "activations": "not measured" if activations is None else _size(activations),
+        "activations": _size(plan.trial.activations) if plan.trial else "",
         "time": time,
     }
     _print_facts(facts, console)

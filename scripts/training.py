@@ -111,19 +111,15 @@ def plan(
 ) -> None:
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
     from draftheads.scripts.printing import is_fitting, next_command, print_counts, print_trial
-    from draftheads.train.advice.plan import Plan, make_plan
+    from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
     set_threads(threads)
     prepared()
-
-    def counted(plan: Plan) -> None:
-        print_counts(plan)
-        if not no_probe:
-            say("trying two or three steps, for memory and time; --no-probe skips this")
-
+    if not no_probe:
+        say("memory by shapes; then by two or three steps, as the time; --no-probe skips these")
     choices = load_recipe(recipe, overrides or [])
-    made = make_plan(choices, processes, engine, probe=not no_probe, counted=counted)
+    made = make_plan(choices, processes, engine, probe=not no_probe, counted=print_counts)
     print_trial(made)
     if is_fitting(made):
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")

@@ -323,12 +323,12 @@ class Plan:
     reason: str
 
     @cached_property
-    def memory(self) -> dict[str, int | None]:
-        """Peak bytes of one process, by part; None: not measured."""
+    def memory(self) -> dict[str, int]:
+        """Peak bytes of one process by part, without activations unless a trial measured them."""
         shapes, work, trial = self.shapes, self.work, self.trial
         moments = 3 if self.engine in ("zero1", "zero2") else 2  # DeepSpeed keeps weights twice
         trained = {"weights": 1, "gradients": 1, "optimizer": moments}
-        parts: dict[str, int | None] = {}
+        parts: dict[str, int] = {}
         for part, copies in trained.items():
             shards = self.processes if part in ENGINES[self.engine] else 1
             parts[part] = math.ceil(copies * shapes.trained / shards)
@@ -344,12 +344,14 @@ class Plan:
                     rows = min(rows, work.steps * work.rows_per_step)
                 room = int(self.recipe.data.cache_gb * 1e9)
                 parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
-        return {**parts, "activations": trial.activations if trial else None}
+        if trial:
+            parts["activations"] = trial.activations
+        return parts
 
     @property
     def peak(self) -> int:
         """Bytes of memory of one process, without what was not measured."""
-        return sum(size or 0 for size in self.memory.values())
+        return sum(self.memory.values())
 
     @property
     def limit(self) -> int:
