@@ -92,10 +92,10 @@ def print_counts(plan: Plan, console: Console | None = None) -> None:
     """Print what is known before a trial: parameters, memory as a table, steps."""
     console = console or SafeConsole(highlight=False)
     shapes, work = plan.shapes, plan.work
-    adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
+    adapter = f" and {shapes.adapter:,} of an adapter" if shapes.adapter else ""
     console.print(
         f"{plan.recipe.head.kind} head on {plan.recipe.target}: {shapes.head:,} parameters"
-        f"{adapter if shapes.adapted else ''} trained, {shapes.frozen:,} frozen; "
+        f"{adapter} trained, {shapes.frozen:,} frozen; "
         f"{plan.processes} processes, {plan.engine}"
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
@@ -122,10 +122,9 @@ def print_trial(plan: Plan, console: Console | None = None) -> None:
     if plan.time:
         speed = plan.work.tokens_per_step / plan.time["step"]
         time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
-        if "steps" in plan.time:
-            time += f", {plan.time['steps']:,} steps"
-            if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
-                time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
+        time += f", {plan.time['steps']:,} steps"
+        if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
+            time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
     facts = {
         "activations": _size(plan.trial.activations) if plan.trial else "",
         "time": time,
@@ -140,7 +139,7 @@ def print_trial(plan: Plan, console: Console | None = None) -> None:
         verdict = f"does not fit: {sizes} of {TOO_MUCH_MEMORY}"
     elif not plan.trial:
         verdict += " without activations, which were not measured"
-    if fits and "total" in plan.time:
+    if fits and plan.time:
         verdict += f", about {duration(plan.time['total'])}"
     console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -108,12 +109,11 @@ class Run:
             batch = self.data.train.batch(rows)
             return batch.pin_memory() if pins else batch
 
-        steps: Iterable[int] = range(self.state.step, self.state.steps)
-        if self.recipe.run.minutes:  # nobody knows which step is the last
-            steps = count(self.state.step)
+        # by the clock, nobody knows which step is the last
+        end = sys.maxsize if self.recipe.run.minutes else self.state.steps
         due: deque[tuple[int, list[int], Future[Batch]]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
-            for step in steps:
+            for step in range(self.state.step, end):
                 for number, rows in share(self.order.step(step), size, rank, world):
                     due.append((number, rows, thread.submit(make, rows)))
                     self.features.ahead(rows)

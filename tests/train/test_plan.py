@@ -4,6 +4,7 @@ with an adapter of the target before it begins to learn and after.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -311,7 +312,6 @@ def test_shapes_count_what_a_real_adapter_holds(made, choices):
     sizes = Shapes(joint_recipe(made, **choices))
     adapter = tiny_target().adapt(**{"rank": 4, "alpha": 16.0, **choices})
     assert sizes.adapter == sum(tensor.numel() for tensor in adapter.state().values())
-    assert sizes.adapted == choices.get("layers", 2)
 
 
 def test_what_an_adapter_learns_with_is_in_memory(made):
@@ -345,7 +345,7 @@ def test_minutes_hold_a_slow_first_epoch_and_later_ones_from_memory(made):
     epoch = plan.work.rows / plan.work.rows_per_step
     plan = replace(plan, trial=trial)
     assert 1.5 * epoch < 60, "else this tests nothing"
-    assert plan.time["steps"] == int(epoch + (60 - 1.5 * epoch) / 0.5)
+    assert plan.time["steps"] == math.ceil(epoch + (60 - 1.5 * epoch) / 0.5)
     assert plan.time["total"] == pytest.approx(5 + 60 + 2 * 0.5)
     assert plan.memory["cache"] == plan.shapes.feature_bytes(plan.work.tokens)
     print_plan(plan, Console(file=(said := StringIO()), width=200))
@@ -356,7 +356,7 @@ def test_an_adapter_is_probed_and_shown(made):
     plan = make_plan(joint_recipe(made))
     assert plan.reason == "" and plan.time
     print_plan(plan, Console(file=(said := StringIO()), width=200))
-    assert f"and {plan.shapes.adapter:,} of an adapter of 2 layers trained" in said.getvalue()
+    assert f"and {plan.shapes.adapter:,} of an adapter trained" in said.getvalue()
 
 
 def test_what_cannot_be_probed_is_not_told(made, monkeypatch):

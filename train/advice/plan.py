@@ -79,7 +79,7 @@ class Shapes:
 
     frozen, per_layer: parameters of the target and of one of its layers. itemsize: bytes per
     number of the target. head, adapter: trained parameters; trained: their bytes in float32.
-    adapted: layers with an adapter. states: number of target layers that training reads.
+    states: number of target layers that training reads.
     checkpoint: bytes of weights, moments and the head's other tensors.
 
     Raises OSError without the target's config.json, ValueError for a head or an adapter that does
@@ -112,7 +112,7 @@ class Shapes:
         vocabulary: Sequence[int] | None = None
         if recipe.head.draft_vocabulary is not None:
             vocabulary = range(min(recipe.head.draft_vocabulary, self.target.vocab_size))
-        self.adapter = self.adapted = 0
+        self.adapter = 0
         with torch.device("meta"):
             if recipe.head.source:
                 head = initial_shape(recipe, self.target)
@@ -122,7 +122,6 @@ class Shapes:
                 keys = {"rank", "alpha", "layers", "modules"}
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
-                self.adapted = len(adapter.config["layers_to_transform"])
         self.head, self.refusals = _count(head), refusals(head, self.target)
         self.states = len(head.training_layers)
         self.captured = recipe.features.layers or captured_states(head.training_layers, self.layers)
@@ -249,11 +248,10 @@ def trial_seconds(run: Run) -> tuple[float, float]:
             train_step(part, stop=False)
         return time.perf_counter() - began
 
-    number = 0
-    first = seconds(number)
-    if first < LONG_S:  # it warmed up
-        number = 1
+    for number in range(2):  # the first warms up
         first = seconds(number)
+        if first > LONG_S:
+            break
     for parameter in run.engine.learner.trained().values():
         parameter.grad = torch.zeros_like(parameter)  # as of a micro batch before
     return first, seconds(number)
@@ -339,11 +337,11 @@ class Plan:
             # the first process trains on while a copy of weights and moments is written
             parts["checkpoint"] = shapes.checkpoint
             if self.recipe.features.mode == "online":
-                rows = work.rows or 0
+                tokens: float = work.tokens
                 if work.steps:
-                    rows = min(rows, work.steps * work.rows_per_step)
+                    tokens = min(tokens, work.steps * work.tokens_per_step)
                 room = int(self.recipe.data.cache_gb * 1e9)
-                parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
+                parts["cache"] = min(room, shapes.feature_bytes(tokens))
         if trial:
             parts["activations"] = trial.activations
         return parts
@@ -360,12 +358,11 @@ class Plan:
 
     @cached_property
     def time(self) -> dict[str, float]:
-        """Seconds; empty without a trial. step: mean; total: where it is known how many `steps`."""
+        """Seconds of a mean step and in total, and the number of steps; empty without a trial."""
         trial, work, run = self.trial, self.work, self.recipe.run
         if not trial:
             return {}
-        rows = work.rows or work.rows_per_step
-        epoch = rows / work.rows_per_step
+        epoch = work.tokens / work.tokens_per_step
         load = trial.load
         first = later = trial.rest
         if work.stores:
@@ -373,18 +370,16 @@ class Plan:
         elif self.recipe.features.mode == "online" and not self.shapes.is_served:  # asked for ahead
             room = self.recipe.data.cache_gb * 1e9
             first += trial.features
-            known = min(1.0, room / self.shapes.feature_bytes(rows * work.row_tokens))
+            known = min(1.0, room / self.shapes.feature_bytes(work.tokens))
             later = first - known * trial.features
-        steps: float | None = work.steps
+        steps: float = work.steps or 0
         if run.minutes:
             rest = 60 * run.minutes - epoch * first
-            steps = 60 * run.minutes / first if rest < 0 else epoch + rest / later
-        if not steps:
-            return {"step": later}
+            steps = epoch + rest / (first if rest < 0 else later)
         seconds = min(steps, epoch) * first + max(0.0, steps - epoch) * later
         saves = math.ceil(steps / run.save_every)
         total = load + seconds + saves * trial.save
-        return {"step": seconds / steps, "steps": max(1, int(steps)), "total": total}
+        return {"step": seconds / steps, "steps": math.ceil(steps), "total": total}
 
     @property
     def servers(self) -> list[str]:
