@@ -121,7 +121,9 @@ class BlockChoices(HeadChoices, LayerSizes):
     sliding_window: int | None = Field(
         None, ge=1, description="attention window, at least the block; null: all tokens"
     )
-    vocabulary: int | None = Field(None, ge=2, description="N most frequent tokens; null: all")
+    vocabulary: int | None = Field(
+        None, ge=2, description="N most frequent tokens, with an lm_head of their own; null: all"
+    )
     lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
     embeddings: Literal["own", "shared"] = Field("shared", description="shared: of the target")
     labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
@@ -147,8 +149,6 @@ class BlockChoices(HeadChoices, LayerSizes):
             DynamicTree(self.nodes, self.block_size - (not self.sample_from_anchor), self.top_k)
         if self.loss != "ce" and self.labels != "soft":
             raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
-        if self.vocabulary is not None and self.lm_head != "own":
-            raise ValueError("vocabulary needs an lm_head of as many tokens; set lm_head to own")
         return self
 
 

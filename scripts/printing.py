@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -22,6 +21,7 @@ from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
 from draftheads.train.advice.plan import Plan
+from draftheads.train.batches import FEW_STEPS
 from draftheads.train.data.answers import count, read_answers, read_manifest
 from draftheads.train.data.text_side import TextSide
 
@@ -88,41 +88,50 @@ set head.vocabulary or run.gradient_checkpointing, or divide the head's state ov
 --engine zero2"""
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print memory as a table, then steps and time, and whether it fits."""
+def print_counts(plan: Plan, console: Console | None = None) -> None:
+    """Print what is known before a trial: parameters, memory as a table, steps."""
     console = console or SafeConsole(highlight=False)
     shapes, work = plan.shapes, plan.work
-    adapter = f" and {shapes.adapter:,} of an adapter of {shapes.adapted} layers"
+    adapter = f" and {shapes.adapter:,} of an adapter" if shapes.adapter else ""
     console.print(
         f"{plan.recipe.head.kind} head on {plan.recipe.target}: {shapes.head:,} parameters"
-        f"{adapter if shapes.adapted else ''} trained, {shapes.frozen:,} frozen; "
+        f"{adapter} trained, {shapes.frozen:,} frozen; "
         f"{plan.processes} processes, {plan.engine}"
     )
     table = Table("memory per process", "", box=box.SIMPLE_HEAD)
     for part, size in plan.memory.items():
-        table.add_row(part, "not measured" if size is None else _size(size))
-    total = "peak" if plan.trial else "sum without activations"
-    table.add_row(f"{total}, of {_size(plan.limit)}", _size(plan.peak))
+        table.add_row(part, _size(size))
     console.print(table)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
-    time = f"unknown: {plan.reason}"
-    if plan.time:
-        speed = work.tokens_per_step / plan.time["step"]
-        time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
+    minutes = plan.recipe.run.minutes
+    steps = f"as many as {minutes:g} minutes hold" if minutes else "unknown"
     facts = {
-        "steps": f"{work.steps or 'unknown'} of {work.tokens_per_step:,.0f} tokens "
+        "steps": f"{work.steps or steps}, of {work.tokens_per_step:,.0f} tokens "
         f"({work.micro_batches} micro batches); {epochs}{rows}",
         "note": work.note,
-        "time": time,
-        "server": _served(plan.served) if plan.served else "",
         "refused by": shapes.refusals,
     }
-    for label, text in facts.items():
-        if text:
-            console.print(f"{label}: {text}", soft_wrap=True)
-    if plan.served:
-        console.print(f"start it with: {plan.served['command']}", soft_wrap=True)
+    _print_facts(facts, console)
+
+
+def print_trial(plan: Plan, console: Console | None = None) -> None:
+    """Print what a trial has measured: activations, time, and whether the run fits."""
+    console = console or SafeConsole(highlight=False)
+    time = f"unknown: {plan.reason}"
+    if plan.time:
+        speed = plan.work.tokens_per_step / plan.time["step"]
+        time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
+        time += f", {plan.time['steps']:,} steps"
+        if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
+            time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
+    facts = {
+        "activations": _size(plan.trial.activations) if plan.trial else "",
+        "time": time,
+    }
+    _print_facts(facts, console)
+    for line in plan.servers:
+        console.print(line, soft_wrap=True)
     fits = is_fitting(plan)
     verdict = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
     if not fits:
@@ -130,9 +139,15 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         verdict = f"does not fit: {sizes} of {TOO_MUCH_MEMORY}"
     elif not plan.trial:
         verdict += " without activations, which were not measured"
-    if fits and "total" in plan.time:
+    if fits and plan.time:
         verdict += f", about {duration(plan.time['total'])}"
     console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
+
+
+def _print_facts(facts: Mapping[str, str], console: Console) -> None:
+    for label, text in facts.items():
+        if text:
+            console.print(f"{label}: {text}", soft_wrap=True)
 
 
 def is_fitting(plan: Plan) -> bool:
@@ -200,14 +215,6 @@ def why_no_drafts(tuned: Tuned) -> str:
         f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
         f"doctor), {other}--compile, or tune on the machine that will decode"
     )
-
-
-def _served(served: Mapping[str, Any]) -> str:
-    line = f"{served['bytes'] / 1024:.4g} KiB per token (states {served['states']})"
-    if served["wanted"]:
-        line += f"; it should give {served['wanted']:,.0f} tokens per second, and gives "
-        line += f"{served['given']:,.0f}"
-    return line
 
 
 def next_command(plan: Plan, arguments: Sequence[str]) -> str:

@@ -15,7 +15,6 @@ from draftheads.infer.threads import set_threads
 from draftheads.recipes import find_recipe, recipe_names
 from draftheads.scripts.options import (
     NEW_CHECK,
-    Json,
     Lora,
     Overrides,
     RecipeFile,
@@ -26,7 +25,6 @@ from draftheads.scripts.options import (
     say_beside,
     say_next,
     target_options,
-    write_figures,
 )
 from draftheads.train.entry import say
 
@@ -49,7 +47,7 @@ def init(
     target: TargetName,
     out: Annotated[Path, Option(callback=NEW_CHECK, help="new recipe to write")],
     data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
-    kind: Annotated[str, Option(help="sequential, medusa, eagle3 or block")] = "sequential",
+    kind: Annotated[str, Option(help="sequential, medusa, eagle3, block or mtp")] = "sequential",
     revision: Revision = None,
     lora: Lora = None,
 ) -> None:
@@ -110,22 +108,21 @@ def plan(
     processes: Annotated[int, Option(min=1, help="processes of the launch")] = 1,
     engine: Annotated[str, Option(help="ddp, zero1, zero2, zero3 or fsdp2")] = "ddp",
     threads: Threads = None,
-    json_out: Json = None,
 ) -> None:
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
-    from draftheads.scripts.printing import is_fitting, next_command, print_plan
+    if not no_probe:  # before imports, which take seconds
+        say("memory by shapes; then by two or three steps, as the time; --no-probe skips these")
+    from draftheads.scripts.printing import is_fitting, next_command, print_counts, print_trial
     from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
     set_threads(threads)
     prepared()
-    if not no_probe:
-        say("trying a few steps to measure memory and time; --no-probe skips this")
-    made = make_plan(load_recipe(recipe, overrides or []), processes, engine, probe=not no_probe)
-    print_plan(made)
+    choices = load_recipe(recipe, overrides or [])
+    made = make_plan(choices, processes, engine, probe=not no_probe, counted=print_counts)
+    print_trial(made)
     if is_fitting(made):
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
-    write_figures(json_out, made.to_json())
 
 
 def train(

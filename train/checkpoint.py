@@ -6,8 +6,9 @@ A step folder is a head folder plus `trainer/`, written atomically:
     out/step-001000/trainer/{state.json, optimizer.safetensors}    read when the run is resumed
     out/best -> step-001000                                        by the recipe's `eval.best`
 
-Data order and randomness are functions of (seed, step), the learning rate of the step: none of
-them is stored. The full optimizer state is stored by parameter name (see `train.engines`).
+Data order and randomness are functions of (seed, step), the learning rate of the step or of the
+seconds: none of them is stored. The full optimizer state is stored by parameter name (see
+`train.engines`).
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class RunState:
     """State of a run after `step` steps, as in state.json."""
 
     step: int = 0  # optimizer steps done
-    steps: int  # of the whole run
+    steps: int  # of the whole run; with run.minutes, by its pace so far
     tokens: int = 0  # trained on, without padding
-    seconds: float = 0.0  # of training, over all launches
+    seconds: float = 0.0  # of training, over all launches, without evaluations and saves
     loss: float | None = None
     tokens_per_step: float = 1.0  # simulated
     skipped: int = 0  # consecutive non-finite steps, up to this one
@@ -116,6 +117,29 @@ class RunState:
         waited = self.waited + 1 if worth == self.best else 0
         return replace(state, best=worth, best_step=self.step, waited=waited)
 
+    def after_step(self, tokens: int, seconds: float) -> RunState:
+        """This state after one more step, with its tokens and seconds."""
+        step = self.step + 1
+        state = replace(
+            self, step=step, tokens=self.tokens + tokens, seconds=self.seconds + seconds
+        )
+        if self.recipe.run.minutes:
+            state = replace(state, steps=max(step, math.ceil(step / state.done)))
+        return state
+
+    @property
+    def place(self) -> tuple[float, float]:
+        """How far the run is, and how long: in steps, or in seconds where it has minutes."""
+        if self.recipe.run.minutes:
+            return self.seconds, 60 * self.recipe.run.minutes
+        return self.step, self.steps
+
+    @property
+    def done(self) -> float:
+        """The share of the run that is over."""
+        now, end = self.place
+        return now / end
+
     @property
     def exhausted(self) -> bool:
         """Whether `eval.patience` evaluations have passed without improvement."""
@@ -127,13 +151,13 @@ class RunState:
     @property
     def has_steps(self) -> bool:
         """Whether the run goes on."""
-        return self.step < self.steps and not self.exhausted
+        return self.done < 1 and not self.exhausted
 
     @property
     def is_due(self) -> bool:
         """Whether to evaluate after this step."""
         every = self.recipe.eval.every or self.recipe.run.save_every
-        return self.step % every == 0 or self.step == self.steps
+        return self.step % every == 0 or self.done >= 1
 
     @property
     def saves(self) -> bool:
@@ -150,18 +174,9 @@ class RunState:
         )
 
     def planned_steps(self, recipe: Recipe) -> int | None:
-        """Steps of this run under a new recipe; None if its epochs have changed. Raises ValueError
-        for other minutes, which say how long a new run is.
-        """
-        began, now = self.recipe.run, recipe.run
-        if (now.steps, now.epochs, now.minutes) == (began.steps, began.epochs, began.minutes):
-            return self.steps
-        if now.minutes is not None:
-            raise ValueError(
-                f"run.minutes: expected run.steps for a run that has begun, got {now.minutes:g} "
-                f"minutes; the run has {self.steps} steps"
-            )
-        return now.steps
+        """Steps of this run under a new recipe; None if its epochs have changed."""
+        steps = self.steps if recipe.run.epochs == self.recipe.run.epochs else None
+        return recipe.run.steps or steps
 
 
 _STATE = TypeAdapter(RunState)
@@ -251,12 +266,12 @@ def resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
 
 def is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
     """Whether a run has no step left under this recipe."""
-    planned = state.planned_steps(recipe)
     if state.lacks_evaluation:
         return False
-    if planned is not None and state.step >= planned:
+    steps = state.planned_steps(recipe) or state.step + 1
+    state = replace(state, recipe=recipe, steps=steps)
+    if state.done >= 1:
         return True
-    state = replace(state, recipe=recipe)
     if state.exhausted:
         log(f"{state.early_end}; raise eval.patience to resume")
     return state.exhausted

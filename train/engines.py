@@ -98,8 +98,8 @@ class Learner(nn.Module):
         optimizer.register_step_post_hook(lambda *_: increment_version(self.trained().values()))
         return optimizer
 
-    def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
-        """Learning rates of the update after `step` of `steps` steps."""
+    def rates(self, choices: OptimChoices, step: float, steps: float) -> Rates:
+        """Learning rates of the update after `step` of `steps` steps, or seconds."""
         return {"heads": learning_rate(choices, step, steps)}
 
 
@@ -151,7 +151,7 @@ class JointLearner(Learner):
         names = [ADAPTER + name for name in self.names]
         return super().trained() | dict(zip(names, self.changes, strict=True))
 
-    def rates(self, choices: OptimChoices, step: int, steps: int) -> Rates:
+    def rates(self, choices: OptimChoices, step: float, steps: float) -> Rates:
         """The adapter's schedule covers only the steps that train it."""
         own = choices.model_copy(update={"lr": self.choices.lr})
         first = math.ceil(self.choices.start * steps - 1e-9)  # 0.1 of 30 steps are 3
@@ -167,13 +167,13 @@ def make_learner(recipe: Recipe, head: DraftHead, target: Target) -> Learner:
     return JointLearner(head, recipe.run.precision, target.adapter, recipe.adapter)
 
 
-def learning_rate(choices: OptimChoices, step: int, steps: int) -> float:
-    """The rate of the update after `step` steps: linear warm-up, then constant, or cosine to zero
-    at `steps`.
+def learning_rate(choices: OptimChoices, step: float, steps: float) -> float:
+    """The rate of the update after `step` steps, or seconds: linear warm-up, then constant, or
+    cosine to zero at `steps`.
     """
     warmup = round(choices.warmup * steps)
     if step < warmup:
-        return choices.lr * (step + 1) / warmup
+        return choices.lr * min(step + 1, warmup) / warmup
     if choices.schedule == "constant":
         return choices.lr
     return choices.lr * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

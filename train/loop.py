@@ -1,8 +1,8 @@
 """A step of training: the target's features, the head's loss, an optimizer step over all processes;
 and what follows it: counts, an evaluation, a checkpoint. The loop itself is in train/medusa.py.
 
-A step's rows, micro batches and random numbers are functions of (seed, step), and its learning rate
-of the step: resuming is continuing at step n.
+A step's rows, micro batches and random numbers are functions of (seed, step), its learning rate of
+the step, or of the seconds of training before it: resuming is continuing at step n.
 
 Legend: B batch, T tokens, D feature width, K draft depth, R ranks.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -28,13 +29,13 @@ from torch import Tensor
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
-from draftheads.train.batches import FEW_STEPS, Order, share
+from draftheads.train.batches import Order, share
 from draftheads.train.checkpoint import Checkpoints, Content, RunState
 from draftheads.train.engines import Engine
 from draftheads.train.evaluate import Evaluator
 from draftheads.train.faults import lost_processes
 from draftheads.train.features.sources import SharedFaults
-from draftheads.train.launch import agreeing, main_process_log
+from draftheads.train.launch import agreeing
 from draftheads.train.metrics import Progress, StepResult
 from draftheads.train.origin import sizes_of
 from draftheads.train.recipe import Recipe
@@ -71,15 +72,25 @@ class Run:
     stopped_by: str = ""
     """What interrupted the run, once it is."""
     batches: Generator[MicroBatch] = field(init=False)
+    began: float = field(init=False)
+    """When this process would have begun to train without a pause, by time.monotonic."""
 
     def __post_init__(self) -> None:
         self.batches = self._micro_batches()
+        self.began = time.monotonic() - self.state.seconds
 
     @property
     def must_stop(self) -> bool:
         """Whether this process knows a reason to end the run, other than a signal."""
         failed = self.checkpoints.failed or self.data.verification.failed
         return failed or bool(self.asked)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside the block from the run's."""
+        start = time.monotonic()
+        yield
+        self.began += time.monotonic() - start
 
     def close(self) -> None:
         """End all that goes on beside the training."""
@@ -98,9 +109,11 @@ class Run:
             batch = self.data.train.batch(rows)
             return batch.pin_memory() if pins else batch
 
+        # by the clock, nobody knows which step is the last
+        end = sys.maxsize if self.recipe.run.minutes else self.state.steps
         due: deque[tuple[int, list[int], Future[Batch]]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
-            for step in range(self.state.step, self.state.steps):
+            for step in range(self.state.step, end):
                 for number, rows in share(self.order.step(step), size, rank, world):
                     due.append((number, rows, thread.submit(make, rows)))
                     self.features.ahead(rows)
@@ -111,43 +124,9 @@ class Run:
                 yield number, rows, future.result()
 
 
-def set_length(run: Run, minutes: float) -> None:
-    """Give the run as many steps as fit into these minutes. They are fixed before the first one, as
-    learning rates follow from their number.
-    """
-    epoch = run.state.steps
-    first, later = trial_seconds(run)
-    rest = 60 * minutes - epoch * first
-    steps = 60 * minutes / first if rest < 0 else epoch + rest / later
-    run.state = replace(run.state, steps=max(1, int(steps)))
-    log = main_process_log(run.accelerator)
-    log(f"run.minutes={minutes:g}: {run.state.steps:,} steps of about {first:.3g} s, by a trial")
-    if run.state.steps < FEW_STEPS:
-        log("warning: few steps to learn from; raise run.minutes or lower run.tokens_per_step")
-
-
-def trial_seconds(run: Run) -> tuple[float, float]:
-    """Mean seconds of a step on the slowest process: in the first epoch, and later, when cached
-    features of its rows are in memory. The steps of this trial change nothing.
-    """
-    seconds = []
-    for step in (0, 1, 1):  # the first warms up, the last reads the same rows again
-        trial = replace(run, state=replace(run.state, step=step, steps=step + 1))
-        began = time.perf_counter()
-        with closing(trial.batches):
-            train_step(trial, stop=False, is_trial=True)
-        seconds.append(time.perf_counter() - began)
-    _, first, again = map(max, zip(*gather_object([seconds]), strict=True))
-    width = len(run.head.training_layers) * run.target.hidden_size
-    token_bytes = width * run.target.dtype.itemsize
-    size = token_bytes * sum(run.data.train.sizes) / run.accelerator.num_processes
-    cached = min(1.0, run.recipe.data.cache_gb * 1e9 / size)
-    return first, first - cached * (first - again)
-
-
-def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
+def train_step(run: Run, stop: bool) -> StepResult:
     """One optimizer step over all processes; skipped if the gradient is not finite. stop: whether
-    this process was asked to stop. is_trial: takes the time of a step, and is skipped.
+    this process was asked to stop.
 
     The loss is one mean over all learned tokens of the step. Raises, on all processes, the error of
     the features of any.
@@ -157,7 +136,6 @@ def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
     numbers = run.order.step(step)
     learned = sum(run.data.train.learned[row] for row in numbers)
     shares = share(numbers, recipe.data.rows_per_batch, rank, world)
-    done = 1.0 if is_trial else step / run.state.steps  # a trial is of what costs most
     losses: list[Tensor] = []
     ranks: list[Tensor] = []
     for number, rows, on_host in islice(run.batches, len(shares)):
@@ -167,20 +145,22 @@ def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
         # seeded by micro batch, so the number of processes does not matter
         torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
         with run.engine.accumulating(last=last):
-            out = run.engine.model(batch, features_BTD, run.target, done)
+            out = run.engine.model(batch, features_BTD, run.target, run.state.done)
             loss = out.loss / learned
             # a non-finite loss must give non-finite gradients on every engine
-            is_good = loss.detach().isfinite() & (not is_trial) & (run.features.fault is None)
+            is_good = loss.detach().isfinite() & (run.features.fault is None)
             poison = torch.where(is_good, 1.0, math.nan)
             run.engine.backward(loss * poison, last=last)
         losses.append(loss.detach())
         ranks.append(out.ranks_KR)
     mine = torch.stack(losses)
-    # one collective for all: whoever is asked to stop, all stop after the same step
-    flags = torch.tensor([stop, run.features.fault is not None], device=mine.device)
+    # one collective for all: whoever is asked to stop, all stop after the same step, and all go by
+    # the clock of the first
+    seconds = 0.0 if rank else time.monotonic() - run.began - run.state.seconds
+    flags = torch.tensor([stop, run.features.fault is not None, seconds], device=mine.device)
     sums = torch.cat([mine.sum()[None], flags.to(mine)])
-    loss_sum, stops, faults = run.accelerator.reduce(sums, "sum").tolist()
-    rates = run.engine.learner.rates(recipe.optim, step, run.state.steps)
+    loss_sum, stops, faults, seconds = run.accelerator.reduce(sums, "sum").tolist()
+    rates = run.engine.learner.rates(recipe.optim, *run.state.place)
     norm = run.engine.update(rates)
     if faults:
         run.features.check(run.accelerator)
@@ -190,7 +170,7 @@ def train_step(run: Run, stop: bool, *, is_trial: bool = False) -> StepResult:
         suspects = [run.data.train.document_numbers(rows) for rows in bad]
         documents = sorted({number for numbers in gather_object(suspects) for number in numbers})
     ranks_KR = torch.stack(ranks).sum(0)
-    return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents)
+    return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents, seconds)
 
 
 def record(run: Run, result: StepResult, progress: Progress) -> None:
@@ -198,12 +178,8 @@ def record(run: Run, result: StepResult, progress: Progress) -> None:
     state, recipe = run.state, run.recipe
     rows = run.order.step(state.step)
     tokens = sum(run.data.train.sizes[row] for row in rows)
-    run.state = replace(
-        state,
-        step=state.step + 1,
-        tokens=state.tokens + tokens,
-        seconds=time.monotonic() - progress.began,
-    )
+    run.state = state.after_step(tokens, result.seconds)
+    progress.bar.total = run.state.steps
     if math.isfinite(result.norm):
         run.state = replace(run.state, loss=result.loss, skipped=0)
         progress.step(run.state.step, result, tokens)

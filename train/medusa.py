@@ -103,12 +103,11 @@ def fit(
             return metrics.Outcome(saved.folder, saved.state.step, saved.state.step, trained=False)
         run = start(recipe, accelerator, saved, on_evaluation)
         with closing(run), launch.StopRequest(recipe.run.output) as stop:  # nothing to save before
-            if recipe.run.minutes and not saved:
-                loop.set_length(run, recipe.run.minutes)
-            progress = metrics.Progress(accelerator, run.state)
+            with run.paused():
+                progress = metrics.Progress(accelerator, run.state)
             with closing(progress), loop.rescued(run):
                 if run.state.lacks_evaluation:
-                    with progress.paused():
+                    with run.paused():
                         loop.save(run, progress)
                 while run.state.has_steps and not run.stopped_by:
                     result = loop.train_step(run, stop.pending() or run.must_stop)
@@ -117,7 +116,7 @@ def fit(
                         run.stopped_by = stop.by or run.asked or "another process"
                         run.checkpoints.wait()  # raises if a failed write is the reason
                     if run.stopped_by or run.state.saves:
-                        with progress.paused():
+                        with run.paused():
                             loop.save(run, progress)
                 run.checkpoints.wait()
                 step, steps = run.state.step, run.state.steps

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +59,7 @@ class StepResult(NamedTuple):
     """Result of a step. loss: mean over the learned tokens of all processes. norm: of the gradient
     before clipping; if it is not finite, no weights were updated. lr: of the heads. ranks_KR: of
     this process. stop: whether any process was asked to. documents: those with non-finite losses.
+    seconds: of training since the step before, by the clock of the first process.
     """
 
     loss: float
@@ -69,6 +68,7 @@ class StepResult(NamedTuple):
     ranks_KR: Tensor
     stop: bool
     documents: list[int]
+    seconds: float
 
 
 class Progress:
@@ -100,8 +100,7 @@ class Progress:
         self.losses: list[float] = []
         self.tokens = 0
         self.ranks_KR: Tensor | None = None
-        self.since = time.monotonic()
-        self.began = self.since - state.seconds
+        self.seconds = 0.0
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""
@@ -113,6 +112,7 @@ class Progress:
         self.bar.update()
         self.losses.append(result.loss)
         self.tokens += tokens
+        self.seconds += result.seconds
         before_KR = self.ranks_KR
         self.ranks_KR = result.ranks_KR if before_KR is None else before_KR + result.ranks_KR
         if step % self.log_every:
@@ -120,7 +120,7 @@ class Progress:
         ranks_KR = self.accelerator.reduce(self.ranks_KR, "sum").cpu()
         shares_KR = ranks_KR.double() / ranks_KR.sum(1, keepdim=True).clamp(min=1)
         top1 = shares_KR[:, 0]
-        rate = self.tokens / (time.monotonic() - self.since)
+        rate = self.tokens / self.seconds
         values = {
             "loss": sum(self.losses) / len(self.losses),
             "gradient_norm": result.norm,
@@ -138,7 +138,7 @@ class Progress:
         self.losses = []
         self.tokens = 0
         self.ranks_KR = None
-        self.since = time.monotonic()
+        self.seconds = 0.0
 
     def skipped(self, step: int, reason: str) -> None:
         """Count step number `step`, which did not change the weights."""
@@ -162,13 +162,6 @@ class Progress:
             values["heldout_loss"] = evaluation.loss
         self._write(step, values)
         return values
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside the block from tokens per second."""
-        start = time.monotonic()
-        yield
-        self.since += time.monotonic() - start
 
     def close(self) -> None:
         """Finish the bar."""
@@ -208,8 +201,8 @@ def report(outcome: Outcome) -> str:
     end = f"done: {outcome.steps} steps, saved in {checkpoint}"
     if not outcome.trained:
         end = (
-            f"{checkpoint}: this run is finished; raise run.steps to continue it, or set another "
-            "run.output"
+            f"{checkpoint}: this run is finished; raise run.steps or run.minutes to continue it, "
+            "or set another run.output"
         )
     if not (output / BEST).exists():
         return end

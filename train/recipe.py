@@ -162,7 +162,7 @@ class RunChoices(Section):
     minutes: float | None = Field(
         None,
         gt=0,
-        description="time for steps, as many as a trial says; loading, evaluations and saves are "
+        description="time for steps, by which the lr goes, too; loading, evaluations and saves are "
         "not counted",
     )
     tokens_per_step: int | None = Field(

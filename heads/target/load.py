@@ -20,6 +20,7 @@ from draftheads.heads.target.placement import (
     is_gguf,
     load_model,
     location,
+    parsed_once,
     quantisation,
     quantised_by,
     read_config,
@@ -40,11 +41,13 @@ def load(
     options["dtype"] = dtype_name(options.get("dtype") or "auto")
     how = Loading(**options, lora=Lora.open(lora) if lora else None)
     fingerprint = None
-    if how.placement == "skeleton" and how.lora is None:
-        model = load_skeleton(path, how)
-    else:
-        model, fingerprint = load_model(path, how)
-    saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
+    with parsed_once(path):
+        if how.placement == "skeleton" and how.lora is None:
+            model = load_skeleton(path, how)
+        else:
+            model, fingerprint = load_model(path, how)
+        saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
+        tokenizer = _tokenizer(path, how)
     facts = {
         "name": path,
         "revision": how.revision or getattr(model.config, "_commit_hash", None),
@@ -52,7 +55,7 @@ def load(
         "lora": how.lora.name if how.lora else None,
         "saved_dtype": dtype_name(saved or torch.float32),
     }
-    return model, _tokenizer(path, how), facts
+    return model, tokenizer, facts
 
 
 def _tokenizer(path: str, how: Loading) -> Any:

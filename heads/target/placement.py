@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypedDict
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -192,6 +193,20 @@ def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
 def is_gguf(path: str) -> bool:
     """Whether a target is a GGUF file."""
     return target_path(path).endswith(".gguf")
+
+
+@contextmanager
+def parsed_once(path: str) -> Iterator[None]:
+    """Inside, a GGUF file is parsed once. transformers would do so for config, weights and
+    tokenizer each, which takes three seconds for 49,152 tokens.
+    """
+    if not is_gguf(path) or importlib.util.find_spec("gguf") is None:
+        yield
+        return
+    import gguf
+
+    with mock.patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)):
+        yield
 
 
 @contextmanager

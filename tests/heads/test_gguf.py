@@ -77,6 +77,20 @@ def file(demo, tmp_path_factory) -> Path:
     return path
 
 
+def test_a_gguf_file_is_parsed_once(file, monkeypatch):
+    parsed = []
+    reader = gguf.GGUFReader
+
+    def counted(*path):
+        parsed.append(path)
+        return reader(*path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", counted)
+    Target.load(str(file))
+    assert len(parsed) == 1
+    assert gguf.GGUFReader is counted
+
+
 def test_a_gguf_target_has_the_weights_of_its_file(demo, file):
     target = Target.load(file)
     for (name, whole), (_, left) in zip(

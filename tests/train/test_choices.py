@@ -212,14 +212,6 @@ def test_a_tree_of_a_block_head_is_as_deep_as_its_drafts(path, from_anchor, most
     assert f"{most} candidates, got 99" in error(path, *block, "head.nodes=99")
 
 
-def test_a_draft_vocabulary_of_a_block_head_needs_an_lm_head(path):
-    block = ["head.kind=block", "head.vocabulary=9"]
-    assert "vocabulary needs an lm_head of as many tokens; set lm_head to own" in error(
-        path, *block
-    )
-    assert load_recipe(path, [*block, "head.lm_head=own"]).head.vocabulary == 9
-
-
 @pytest.mark.parametrize(("mask", "read"), [("3", 3), ("auto", "auto"), ("learned", "learned")])
 def test_a_mask_is_an_id_or_a_word(path, mask, read):
     assert load_recipe(path, ["head.kind=block", f"head.mask={mask}"]).head.mask == read

@@ -1,5 +1,5 @@
-"""The promise: a time budget is a number of steps, fixed before the first one by a trial without
-a trace; all processes have the same, and a resumed run keeps it.
+"""The promise: the clock ends a run of minutes, however long its steps take, and learning rates
+follow it. It stands still in evaluations and between launches, and is the same on all processes.
 """
 
 from __future__ import annotations
@@ -7,89 +7,84 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from launching import ENGINES, outputs_of_two_forks
 from tiny_training import assert_same, run, tiny_recipe, weights
 
-from draftheads.heads.formats.hub import HEADS
 from draftheads.train import loop
-from draftheads.train.checkpoint import load_optimizer_state, newest
+from draftheads.train.checkpoint import RunState, load_optimizer_state, newest
+from draftheads.train.engines import learning_rate
 from draftheads.train.metrics import Progress, read_metrics
 
-"""Choices that make a step random."""
 
-
-def length(output: Path) -> int:
-    """Steps of a finished run."""
+def state_of(output: Path) -> RunState:
+    """The state of a finished run."""
     saved, _ = newest(output)
     assert saved is not None and saved.state.step == saved.state.steps
-    return saved.state.steps
-
-
-def assert_same_run(left: Path, right: Path, steps: int) -> None:
-    assert_same(weights(left, steps), weights(right, steps))
-    folders = [output / f"step-{steps:06d}" for output in (left, right)]
-    assert_same(*map(load_optimizer_state, folders))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_trial_leaves_no_trace(made, tmp_path, capsys, kind, cache):
-    budget, counted = tmp_path / "budget" / "run", tmp_path / "counted" / "run"
-    budget.parent.mkdir()
-    counted.parent.mkdir()
-    choices = [cache, "head.anchors=3" if kind == "block" else "head.depth=3"]
-    assert run(made, budget, "run.minutes=0.003", *choices, kind=kind) == 0
-    steps = length(budget)
-    assert f"run.minutes=0.003: {steps} steps" in capsys.readouterr().out
-    assert run(made, counted, f"run.steps={steps}", *choices, kind=kind) == 0
-    assert_same_run(budget, counted, steps)
-    losses = [[x["loss"] for x in read_metrics(o) if "loss" in x] for o in (budget, counted)]
-    assert losses[0] == losses[1] and len(losses[0]) == steps
-
-
-def test_a_trial_leaves_no_trace_in_an_adapter(made, tmp_path):
-    choices = ["adapter.rank=4", "adapter.lr=0.02", "adapter.start=0.3"]
-    for name in ("budget", "counted"):
-        (tmp_path / name).mkdir()
-    budget, counted = (tmp_path / name / "run" for name in ("budget", "counted"))
-    assert run(made, budget, "run.minutes=0.003", *choices) == 0
-    steps = length(budget)
-    assert run(made, counted, f"run.steps={steps}", *choices) == 0
-    assert_same_run(budget, counted, steps)
+    return saved.state
 
 
 @pytest.fixture
-def paced(monkeypatch):
-    """Every trial finds two seconds per step, and one where features are in memory."""
-    trials = []
+def clock(monkeypatch):
+    """A clock by which every step takes two seconds, and every save a hundred."""
+    clock = SimpleNamespace(now=0.0, seconds=2.0)
+    train_step, save = loop.train_step, loop.save
 
-    def seconds(run):
-        trials.append(run)
-        return 2.0, 1.0
+    def slow_step(*parts):
+        clock.now += clock.seconds
+        return train_step(*parts)
 
-    monkeypatch.setattr(loop, "trial_seconds", seconds)
-    return trials
+    def slow_save(*parts):
+        clock.now += 100.0
+        save(*parts)
 
-
-def test_steps_after_the_first_epoch_are_faster(made, tmp_path, capsys, paced):
-    assert run(made, tmp_path / "run", "run.minutes=0.2", "run.tokens_per_step=256") == 0
-    epoch = paced[0].order.steps(1)
-    assert 2 * epoch < 12, "else this tests nothing"
-    assert length(tmp_path / "run") == epoch + 12 - 2 * epoch
-    assert "warning: few steps to learn from; raise run.minutes" in capsys.readouterr().out
-
-
-def test_no_budget_is_too_short_for_a_step(made, tmp_path, paced):
-    assert run(made, tmp_path / "run", "run.minutes=1e-4") == 0
-    assert length(tmp_path / "run") == 1
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(loop, "train_step", slow_step)
+    monkeypatch.setattr(loop, "save", slow_save)
+    return clock
 
 
-def test_a_resumed_run_keeps_its_length_or_has_other_steps(made, tmp_path, capsys, paced):
+def test_the_clock_ends_the_run_and_sets_learning_rates(made, tmp_path, clock):
     output = tmp_path / "run"
+    assert run(made, output, "run.minutes=0.5", "run.save_every=4", "eval.every=0") == 0
+    state = state_of(output)
+    assert (state.step, state.seconds) == (15, 30.0)
+    rates = [line["lr"] for line in read_metrics(output) if "lr" in line]
+    optim = state.recipe.optim
+    assert rates == [learning_rate(optim, 2.0 * step, 30.0) for step in range(15)]
+    assert 0 < rates[0] < max(rates) > rates[-1] > 0
+
+
+def test_a_machine_that_becomes_busy_takes_fewer_steps(made, tmp_path, clock, monkeypatch):
+    record = loop.record
+
+    def busy(run, *rest):
+        record(run, *rest)
+        clock.seconds += 1
+
+    monkeypatch.setattr(loop, "record", busy)
+    assert run(made, tmp_path / "run", "run.minutes=0.2") == 0
+    state = state_of(tmp_path / "run")
+    assert (state.step, state.seconds) == (4, 14.0), "2, 3, 4 and 5 seconds"
+
+
+def test_no_budget_is_too_short_for_a_step(made, tmp_path, clock):
+    assert run(made, tmp_path / "run", "run.minutes=1e-4") == 0
+    assert state_of(tmp_path / "run").step == 1
+
+
+ADAPTER = ["adapter.rank=4", "adapter.lr=0.02", "adapter.start=0.3"]
+
+
+@pytest.mark.parametrize("choices", [[], ADAPTER])
+def test_a_resumed_run_has_the_time_that_is_left(made, tmp_path, clock, choices):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, parts = (tmp_path / name / "run" for name in ("whole", "parts"))
+    assert run(made, whole, "run.minutes=0.2", *choices) == 0
     original = Progress.step
 
     def interrupt(self, number, *rest):
@@ -99,22 +94,24 @@ def test_a_resumed_run_keeps_its_length_or_has_other_steps(made, tmp_path, capsy
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Progress, "step", interrupt)
-        assert run(made, output, "run.minutes=0.2") == 130
-    assert run(made, output, "run.minutes=0.2") == 0
-    steps = length(output)
-    assert len(paced) == 1, "a resumed run is not timed again"
-    assert run(made, output, "run.minutes=0.4") == 2
-    assert f"the run has {steps} steps" in capsys.readouterr().err
-    assert run(made, output, f"run.steps={2 * steps + 1}") == 0
-    assert length(output) == 2 * steps + 1
+        assert run(made, parts, "run.minutes=0.2", *choices) == 130
+    clock.now += 1000.0
+    assert run(made, parts, "run.minutes=0.2", *choices) == 0
+    assert state_of(parts).seconds == state_of(whole).seconds == 12.0
+    assert_same(weights(whole, 6), weights(parts, 6))
+    assert_same(*(load_optimizer_state(output / "step-000006") for output in (whole, parts)))
 
 
-def test_minutes_for_a_run_that_began_with_steps_are_refused(made, tmp_path, capsys):
-    assert run(made, tmp_path / "run") == 0
+def test_a_finished_run_goes_on_to_another_length(made, tmp_path, capsys, clock):
+    output = tmp_path / "run"
+    for length, steps in [("steps=2", 2), ("minutes=0.2", 6), ("minutes=0.3", 9), ("steps=11", 11)]:
+        assert run(made, output, f"run.{length}") == 0
+        assert state_of(output).step == steps
     capsys.readouterr()
-    assert run(made, tmp_path / "run", "run.minutes=3") == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: run.minutes: expected run.steps") and "\n" not in error
+    assert run(made, output, "run.minutes=0.1") == 0
+    assert "this run is finished" in capsys.readouterr().out
+    assert run(made, output, "run.epochs=40") == 0
+    assert state_of(output).step > 11
 
 
 WORKER = "tests/helpers/minutes_worker.py"
@@ -122,16 +119,13 @@ WORKER = "tests/helpers/minutes_worker.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_processes_agree_on_a_length_and_their_trial_leaves_no_trace(made, tmp_path, engine):
+def test_processes_go_by_the_clock_of_the_first(made, tmp_path, engine):
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
     values = tiny_recipe(made)
     values["data"]["rows_per_batch"] = 1  # several micro batches
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(values))
-    first, _ = outputs_of_two_forks(
-        tmp_path, WORKER, str(recipe), str(tmp_path), told=ENGINES[engine]
-    )
-    steps = length(tmp_path / "budget")
-    assert f"run.minutes=0.01: {steps} steps" in first
-    assert_same_run(tmp_path / "budget", tmp_path / "counted", steps)
+    outputs_of_two_forks(tmp_path, WORKER, str(recipe), str(tmp_path), told=ENGINES[engine])
+    state = state_of(tmp_path / "run")
+    assert state.step >= 1 and state.seconds >= 0.6

@@ -557,16 +557,16 @@ def test_plan_says_what_a_server_must_give(made, server, tmp_path):
     recipe = tiny_recipe(made, "eagle3")
     recipe["features"] = {"server": [server.url], "exchange": str(server.folder)}
     made_plan = make_plan(recipe_of(recipe))
-    served = made_plan.served
+    needs, start = made_plan.servers
     assert made_plan.time, made_plan.reason
-    assert served["states"] == ALL and served["bytes"] == 3 * 32 * 4
-    assert served["wanted"] > 0 and served["given"] > 0
+    assert needs.startswith(f"server: 0.375 KiB per token (states {ALL})"), 3 * 32 * 4
+    assert re.search(r"should give [1-9][\d,]* tokens per second, and gives [1-9]", needs)
     assert made_plan.memory["target"] == 2 * 97 * 32 * 4 + 32 * 4, "no layers"
-    command = shlex.split(served["command"])
+    command = shlex.split(start.removeprefix("start it with: "))
     assert command[command.index("--dtype") + 1] == "float32", "vLLM's own choice is bfloat16"
     drafting = json.loads(command[command.index("--speculative-config") + 1])
     captured = drafting["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert captured == ALL and drafting["method"] == "extract_hidden_states"
     server.close()
     alone = make_plan(recipe_of(recipe))
-    assert "expected an OpenAI-compatible server" in alone.reason and alone.served["command"]
+    assert "expected an OpenAI-compatible server" in alone.reason and len(alone.servers) == 2

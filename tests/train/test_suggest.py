@@ -23,7 +23,7 @@ def test_a_recipe_of_each_kind_is_valid(kind, tmp_path):
     path.write_text(suggest("demo-target", kind, None))
     recipe = load_recipe(path)
     assert (recipe.head.kind, recipe.target) == (kind, "demo-target")
-    assert recipe.head.draft_vocabulary == (None if kind == "block" else 1024)
+    assert recipe.head.draft_vocabulary == 1024
 
 
 def test_choices_have_reasons(tmp_path):
@@ -84,16 +84,28 @@ def test_a_block_head_has_a_mask_that_engines_read(tmp_path):
     assert "mask" not in yaml.safe_load(suggest("demo-target", "block", None))["head"], "none spare"
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_an_mtp_layer_is_tuned_where_the_target_has_one(tmp_path, layers):
+    config = AutoConfig.for_model("qwen3", vocab_size=4_096, hidden_size=512)
+    config.num_nextn_predict_layers = layers
+    config.save_pretrained(tmp_path / "target")
+    (tmp_path / "mine.yaml").write_text(suggest(str(tmp_path / "target"), "mtp", None))
+    recipe = load_recipe(tmp_path / "mine.yaml")
+    assert recipe.head.source == ("target" if layers else None)
+    assert recipe.optim.lr == (5e-5 if layers else 3e-4)
+
+
 def test_unknown_kinds_and_existing_files_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="--kind: expected sequential, medusa, eagle3, block"):
+    with pytest.raises(ValueError, match="--kind: expected sequential, medusa, eagle3, block, mtp"):
         suggest("demo-target", "eagle4", None)
 
 
 @pytest.mark.slow
-def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", WHY_KIND)
+def test_what_init_writes_trains_as_it_is(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
     write_answers(tmp_path / "data", random_answers(40))
-    training.init("demo-target", tmp_path / "mine.yaml", tmp_path / "data")
+    training.init("demo-target", tmp_path / "mine.yaml", tmp_path / "data", kind)
     assert "next: draftheads plan" in capsys.readouterr().err
     recipe = load_recipe(tmp_path / "mine.yaml", ["run.steps=2", "eval.every=0"])
     assert fit(recipe).finished

@@ -1,8 +1,8 @@
 """What a run needs, before it is started: memory and time.
 
 Weights, gradients and optimizer state are counted from shapes on the meta device, rows and steps
-from the data. Then activations and seconds are measured by the run's own trial, where the answers
-are there and memory can hold the run.
+from the data. Then activations and seconds are measured by a few of the run's own steps, where the
+answers are there and memory can hold the run.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import cached_property
 from io import StringIO
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from draftheads.arguments import check_path
@@ -43,7 +43,7 @@ from draftheads.train.data.answers import has_answers
 from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, serve_command
 from draftheads.train.launch import make_accelerator, use_huge_pages
-from draftheads.train.loop import trial_seconds
+from draftheads.train.loop import Run, train_step
 from draftheads.train.medusa import start
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
@@ -63,19 +63,15 @@ CLEAR = Path("/proc/self/clear_refs")
 
 TRIAL = "draftheads-plan-"
 """Beginning of the names of temporary folders."""
+LONG_S = 5.0
+"""Seconds of a step that is not tried once more."""
 
 
 class ShapeTarget(Target):
-    """A target on the meta device."""
+    """A target on the meta device, which computes no logits."""
 
-    def unembed(self, hidden: Tensor) -> Tensor:
-        """Shapes alone."""
-        return hidden.new_empty(*hidden.shape[:-1], self.vocab_size)
-
-    def unembed_weight(self) -> Tensor:
-        """Shapes alone."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight
+    def _checked_lm_head(self) -> Any:
+        return self.model.get_output_embeddings()
 
 
 class Shapes:
@@ -83,7 +79,7 @@ class Shapes:
 
     frozen, per_layer: parameters of the target and of one of its layers. itemsize: bytes per
     number of the target. head, adapter: trained parameters; trained: their bytes in float32.
-    adapted: layers with an adapter. states: number of target layers that training reads.
+    states: number of target layers that training reads.
     checkpoint: bytes of weights, moments and the head's other tensors.
 
     Raises OSError without the target's config.json, ValueError for a head or an adapter that does
@@ -116,7 +112,7 @@ class Shapes:
         vocabulary: Sequence[int] | None = None
         if recipe.head.draft_vocabulary is not None:
             vocabulary = range(min(recipe.head.draft_vocabulary, self.target.vocab_size))
-        self.adapter = self.adapted = 0
+        self.adapter = 0
         with torch.device("meta"):
             if recipe.head.source:
                 head = initial_shape(recipe, self.target)
@@ -126,7 +122,6 @@ class Shapes:
                 keys = {"rank", "alpha", "layers", "modules"}
                 adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
-                self.adapted = len(adapter.config["layers_to_transform"])
         self.head, self.refusals = _count(head), refusals(head, self.target)
         self.states = len(head.training_layers)
         self.captured = recipe.features.layers or captured_states(head.training_layers, self.layers)
@@ -208,8 +203,8 @@ class StepTrial:
 
 
 def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
-    """Start the run, in another folder, and take the steps of its trial, which change nothing, with
-    one or two micro batches each. Raises what training raises.
+    """Start the run, in another folder, and take two or three steps of one micro batch each. Raises
+    what training raises.
     """
     sweep(Path(tempfile.gettempdir()), f"{TRIAL}*")
     owner = own_name(Path(TRIAL)).name.removeprefix(f".{TRIAL}")
@@ -218,10 +213,8 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
     forget_peak()
     base = _resident() if _device() == "cpu" else 0
     began = time.perf_counter()
-    batches = min(2, work.micro_batches)  # the first makes gradients, others add to them
     with tempfile.TemporaryDirectory(owner, f".{TRIAL}") as folder, _in_silence():
-        tokens = batches * recipe.data.rows_per_batch * work.length
-        short = _short(recipe, work, tokens, Path(folder))
+        short = _short(recipe, work, Path(folder))
         run = start(short, make_accelerator(short))
         load = time.perf_counter() - began
         try:
@@ -229,34 +222,56 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
         finally:
             run.features.close()
             run.checkpoints.close()
-    rows = batches * recipe.data.rows_per_batch
-    known = base + shapes.target_bytes() + 2 * shapes.trained  # weights and gradients
+    rows = recipe.data.rows_per_batch
+    known = base + shapes.target_bytes() + 4 * shapes.trained  # weights, gradients, two moments
     if short.data.cache_gb and _device() == "cpu":
         known += shapes.feature_bytes(2 * rows * work.row_tokens)  # of two steps
     # the target's forward pass and the head's, a third of its step, for each held-out row
     of_row = (max(0.0, first - again) + again / 3) / rows
-    times = work.micro_batches / batches
     return StepTrial(
         base=base,
         activations=max(0, peak_memory() - known),
         load=load,
         save=of_row * work.heldout / work.row_tokens,
-        features=max(0.0, first - again) * times,
-        rest=again * times,
+        features=max(0.0, first - again) * work.micro_batches,
+        rest=again * work.micro_batches,
     )
 
 
-def _short(recipe: Recipe, work: Workload, tokens: int, output: Path) -> Recipe:
-    """The recipe of a trial, which writes no features and keeps those that the run keeps."""
+def trial_seconds(run: Run) -> tuple[float, float]:
+    """Seconds of a step, and of one whose features are in memory."""
+
+    def seconds(step: int) -> float:
+        part = replace(run, state=replace(run.state, step=step, steps=step + 1))
+        began = time.perf_counter()
+        with closing(part.batches):
+            train_step(part, stop=False)
+        return time.perf_counter() - began
+
+    for number in range(2):  # the first warms up
+        first = seconds(number)
+        if first > LONG_S:
+            break
+    for parameter in run.engine.learner.trained().values():
+        parameter.grad = torch.zeros_like(parameter)  # as of a micro batch before
+    return first, seconds(number)
+
+
+def _short(recipe: Recipe, work: Workload, output: Path) -> Recipe:
+    """The recipe of a trial, which writes no features and keeps those that the run keeps, and whose
+    adapter learns from the first step, as that costs most.
+    """
     features = recipe.features
     is_known = bool(recipe.data.cache_gb or features.server) or features.mode == "cached"
     if work.stores:
         features = features.model_copy(update={"mode": "online"})
     data = recipe.data.model_copy(update={"cache_gb": 1e6 if is_known else 0.0})
+    tokens = recipe.data.rows_per_batch * work.length
     steps = {"tokens_per_step": tokens, "steps": 2, "epochs": None, "minutes": None}
     run = recipe.run.model_copy(update={"output": output, "trackers": [], **steps})
+    adapter = recipe.adapter and recipe.adapter.model_copy(update={"start": 0.0})
     parts = {"features": features, "data": data, "run": run, "target_placement": "whole"}
-    return recipe.model_copy(update=parts)
+    return recipe.model_copy(update={**parts, "adapter": adapter})
 
 
 @contextmanager
@@ -306,12 +321,12 @@ class Plan:
     reason: str
 
     @cached_property
-    def memory(self) -> dict[str, int | None]:
-        """Peak bytes of one process, by part; None: not measured."""
+    def memory(self) -> dict[str, int]:
+        """Peak bytes of one process by part, without activations unless a trial measured them."""
         shapes, work, trial = self.shapes, self.work, self.trial
         moments = 3 if self.engine in ("zero1", "zero2") else 2  # DeepSpeed keeps weights twice
         trained = {"weights": 1, "gradients": 1, "optimizer": moments}
-        parts: dict[str, int | None] = {}
+        parts: dict[str, int] = {}
         for part, copies in trained.items():
             shards = self.processes if part in ENGINES[self.engine] else 1
             parts[part] = math.ceil(copies * shapes.trained / shards)
@@ -322,15 +337,19 @@ class Plan:
             # the first process trains on while a copy of weights and moments is written
             parts["checkpoint"] = shapes.checkpoint
             if self.recipe.features.mode == "online":
-                rows = min(work.rows or 0, (work.steps or 0) * work.rows_per_step)
+                tokens: float = work.tokens
+                if work.steps:
+                    tokens = min(tokens, work.steps * work.tokens_per_step)
                 room = int(self.recipe.data.cache_gb * 1e9)
-                parts["cache"] = min(room, shapes.feature_bytes(rows * work.row_tokens))
-        return {**parts, "activations": trial.activations if trial else None}
+                parts["cache"] = min(room, shapes.feature_bytes(tokens))
+        if trial:
+            parts["activations"] = trial.activations
+        return parts
 
     @property
     def peak(self) -> int:
         """Bytes of memory of one process, without what was not measured."""
-        return sum(size or 0 for size in self.memory.values())
+        return sum(self.memory.values())
 
     @property
     def limit(self) -> int:
@@ -339,76 +358,53 @@ class Plan:
 
     @cached_property
     def time(self) -> dict[str, float]:
-        """Seconds; empty without a trial. step: mean; total: where the number of steps is known."""
+        """Seconds of a mean step and in total, and the number of steps; empty without a trial."""
         trial, work, run = self.trial, self.work, self.recipe.run
-        shapes = self.shapes
         if not trial:
             return {}
-        rows = work.rows or work.rows_per_step
+        epoch = work.tokens / work.tokens_per_step
         load = trial.load
-        step = trial.rest
+        first = later = trial.rest
         if work.stores:
-            load += trial.features * rows / work.rows_per_step
-        elif self.recipe.features.mode == "online" and not shapes.is_served:  # asked for ahead
+            load += trial.features * epoch
+        elif self.recipe.features.mode == "online" and not self.shapes.is_served:  # asked for ahead
             room = self.recipe.data.cache_gb * 1e9
-            cached = min(1.0, room / shapes.feature_bytes(rows * work.row_tokens))
-            known = cached * (1 - 1 / max(1.0, work.epochs or 1.0))  # none after one epoch
-            step += trial.features * (1 - known)
-        steps = work.steps
+            first += trial.features
+            known = min(1.0, room / self.shapes.feature_bytes(work.tokens))
+            later = first - known * trial.features
+        steps: float = work.steps or 0
         if run.minutes:
-            steps = max(1, int(60 * run.minutes / step))
-        if not steps:
-            return {"step": step}
+            rest = 60 * run.minutes - epoch * first
+            steps = epoch + rest / (first if rest < 0 else later)
+        seconds = min(steps, epoch) * first + max(0.0, steps - epoch) * later
         saves = math.ceil(steps / run.save_every)
-        return {"step": step, "total": load + steps * step + saves * trial.save}
+        total = load + seconds + saves * trial.save
+        return {"step": seconds / steps, "steps": math.ceil(steps), "total": total}
 
-    @cached_property
-    def served(self) -> dict[str, Any] | None:
-        """What servers must give. bytes: of a token. wanted, given: tokens per second, where a
-        trial has asked them.
-        """
+    @property
+    def servers(self) -> list[str]:
+        """Lines on what servers of features must give, and how they are started; none without."""
         shapes, trial = self.shapes, self.trial
         if not shapes.is_served:
-            return None
-        wanted = given = None
+            return []
+        needs = f"server: {shapes.served_token / 1024:.4g} KiB per token (states {shapes.captured})"
         if trial:
             wanted = self.work.tokens_per_step / trial.rest
             given = self.work.tokens_per_step / max(trial.features, 1e-9)
-        return {
-            "states": shapes.captured,
-            "bytes": shapes.served_token,
-            "wanted": wanted,
-            "given": given,
-            "command": serve_command(self.recipe, shapes.captured, shapes.served_dtype),
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """All figures."""
-        shapes, work = self.shapes, self.work
-        return {
-            "processes": self.processes,
-            "engine": self.engine,
-            "parameters": {
-                "target": shapes.frozen,
-                "head": shapes.head,
-                "adapter": shapes.adapter,
-            },
-            "rows": work.rows,
-            "tokens_per_step": work.tokens_per_step,
-            "steps": work.steps,
-            "note": work.note,
-            "memory": {**self.memory, "total": self.peak, "limit": self.limit},
-            "time": self.time or None,
-            "served": self.served,
-            "reason": self.reason,
-            "recipe": self.recipe.model_dump(mode="json"),
-        }
+            needs += f"; it should give {wanted:,.0f} tokens per second, and gives {given:,.0f}"
+        command = serve_command(self.recipe, shapes.captured, shapes.served_dtype)
+        return [needs, f"start it with: {command}"]
 
 
 def make_plan(
-    recipe: Recipe, processes: int = 1, engine: str = "ddp", *, probe: bool = True
+    recipe: Recipe,
+    processes: int = 1,
+    engine: str = "ddp",
+    *,
+    probe: bool = True,
+    counted: Callable[[Plan], object] | None = None,
 ) -> Plan:
-    """Count shapes and, with `probe`, try a few steps.
+    """Count shapes and, with `probe`, try a few steps. counted: called with what is known before.
 
     engine: a key of ENGINES. Raises the ValueError or OSError that training would raise for target,
     head, adapter, data and launch.
@@ -428,21 +424,25 @@ def make_plan(
     batch = min(recipe.data.rows_per_batch, work.rows_per_step // processes)
     data = recipe.data.model_copy(update={"rows_per_batch": batch})
     recipe = recipe.model_copy(update={"data": data})
-    alone = Plan(recipe, 1, "ddp", shapes, work, None, "")  # as it is tried
-    trial = None
-    reason = ""
-    if not probe:
-        reason = "--no-probe was given"
-    elif work.rows is None:
-        reason = f"no answers in {recipe.data.path} to try a step with"
-    elif alone.peak > alone.limit:
-        reason = "memory cannot hold the run of one process"
-    else:
-        try:
-            trial = try_steps(recipe, shapes, work)
-        except (RuntimeError, ValueError, OSError, MemoryError) as error:
-            reason = f"a trial failed: {one_line(error)}"  # shapes are worth printing
-    return Plan(recipe, processes, engine, shapes, work, trial, reason)
+    plan = Plan(recipe, processes, engine, shapes, work, None, "--no-probe was given")
+    if counted:
+        counted(plan)
+    return _tried(plan) if probe else plan
+
+
+def _tried(plan: Plan) -> Plan:
+    """The plan with a trial, or with the reason for none."""
+    recipe, work = plan.recipe, plan.work
+    alone = replace(plan, processes=1, engine="ddp")  # as it is tried
+    if work.rows is None:
+        return replace(plan, reason=f"no answers in {recipe.data.path} to try a step with")
+    if alone.peak > alone.limit:
+        return replace(plan, reason="memory cannot hold the run of one process")
+    try:
+        return replace(plan, trial=try_steps(recipe, plan.shapes, work), reason="")
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        # shapes are worth printing
+        return replace(plan, reason=f"a trial failed: {one_line(error)}")
 
 
 def _device() -> str:

@@ -15,6 +15,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from draftheads.heads.block import spare_token
+from draftheads.heads.mtp.checkpoint import NATIVE
+from draftheads.heads.mtp.families import FAMILIES
 from draftheads.heads.target.load import answering_dtype
 from draftheads.heads.target.placement import default_device, read_config
 from draftheads.train.batches import Documents
@@ -26,11 +28,14 @@ WHY_KIND = {
     "medusa": "quickest to train, nearly free to draft",
     "eagle3": "vLLM serves it, SGLang with trees",
     "block": "most tokens per step in small trees; vLLM, SGLang and llama.cpp serve it",
+    "mtp": "one more layer of the target's kind; engines serve it inside the checkpoint",
 }
 SMALL = 512
 """Width below which a target is a toy, for which the demo's numbers were found."""
-RATES = {"sequential": 1e-3, "medusa": 1e-3, "eagle3": 3e-4, "block": 6e-4}
+RATES = {"sequential": 1e-3, "medusa": 1e-3, "eagle3": 3e-4, "block": 6e-4, "mtp": 3e-4}
 """Peak learning rates of the shipped recipes for targets of 0.6 B parameters."""
+TUNED = 5e-5
+"""The same for a layer that is trained already."""
 REDUCED = 32_768
 """Tokens of the draft vocabulary of a large target at most, as in the shipped recipes."""
 REDUCED_ON_CPU = 8_192
@@ -149,6 +154,9 @@ def _head(
     if kind == "sequential":
         rank = max(16, min(512, width // 4))
         yield Setting("head.rank", rank, f"a quarter of the width, {width}")
+    is_native = kind == "mtp" and any(getattr(config, each.count, 0) for each in FAMILIES)
+    if is_native:
+        yield Setting("head.from", NATIVE, "its checkpoint has such a layer, which this tunes")
     if kind == "block":
         yield Setting("head.layers", 2, "two with conditioning are better than five without")
         side = TextSide.load(target, revision)
@@ -163,9 +171,12 @@ def _head(
         reduced = min(REDUCED, max(1024, covered))
         share = f"{COVERED:.0%} of the answers' tokens, {share}"
     reduced = vocabulary // 4 if is_small else reduced
-    if kind != "block" and vocabulary >= 1.5 * reduced and reduced >= 512:
+    is_served = kind == "block" and default_device() != "cpu"  # by engines that take all tokens
+    if not is_served and vocabulary >= 1.5 * reduced and reduced >= 512:
         yield Setting("head.vocabulary", reduced, share)
     rate = 5e-3 if is_small else RATES[kind]
+    if is_native:
+        rate = TUNED
     yield Setting("optim.lr", rate, "lower it if the loss jumps")
 
 
