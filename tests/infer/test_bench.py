@@ -42,12 +42,12 @@ from draftheads.infer.race import (
     PLAIN,
     BenchPrompt,
     Candidate,
-    TimedRun,
     batched,
     speedup_interval,
     timed,
 )
 from draftheads.infer.rows import Step
+from draftheads.infer.turns import TimedRun
 from draftheads.scripts.options import write_figures
 
 NEW = 21  # one token from the prefill and four steps of an oracle of depth 4
@@ -335,8 +335,8 @@ def test_the_interval_of_batches_is_over_batches():
 
 def test_batches_have_prompts_of_one_category():
     prompts = some_of("a", "a", "a", "b", "b")
-    assert batched(prompts, 2) == [[0, 1], [2], [3, 4]]
-    assert batched(prompts, 1) == [[0], [1], [2], [3], [4]]
+    assert batched(prompts, 2) == [[0, 1], [3, 4], [2]]
+    assert batched(prompts, 1) == [[0], [3], [1], [4], [2]]
 
 
 def test_a_batch_gets_the_room_of_its_longest_prompt(target, prompts):

@@ -198,9 +198,9 @@ def test_a_text_that_differs_is_counted(measured, engines):
     seen: Counter[int] = Counter()
 
     def change(number: int, ids: list[int]) -> list[int]:
-        if number < 2:  # warming up
+        if number < 1:  # warming up
             return ids
-        prompt = (number - 2) % 7
+        prompt = (number - 1) % 7
         seen[prompt] += 1
         if prompt == 2:
             return [*ids[:4], 35, *ids[5:]]
