@@ -7,6 +7,7 @@ Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resa
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
 import re
@@ -160,15 +161,12 @@ def race(
     SIGTERM are left to `turns`. Returns the prompts that it reached, with their runs.
     """
     turns = turns or Turns()
-    runs: dict[str, list[list[TimedRun]]] = {
-        each.name: [[] for _ in prompts] for each in candidates
-    }
-    units = batched(prompts, options.batch)
-    batches = [[prompts[place] for place in unit] for unit in units]
-    names = sorted(runs)
+    names = sorted(each.name for each in candidates)
+    places = batched(prompts, options.batch) * options.repetitions
+    batches = [[prompts[place] for place in unit] for unit in places]
     keys = [
-        turns.key(turn, [each.number for each in batches[turn % len(units)]], names)
-        for turn in range(options.repetitions * len(units))
+        json.dumps([turn, [each.number for each in batch], names])
+        for turn, batch in enumerate(batches)
     ]
     if not turns.ended.keys() >= {*keys}:
         warm_up(candidates, batches, options)
@@ -176,31 +174,31 @@ def race(
     turns.open(keys, len(candidates), options.minutes)
     try:
         for turn, key in enumerate(keys):
-            if key not in turns.ended and not turns.has_time():
-                turns.left_out += len(keys) - turn
+            if key in turns.ended:
+                continue
+            if not turns.has_time():
                 break
-            if key not in turns.ended:
-                seed = options.seed + turn
-                first = turn % len(candidates)
-                rotated = [*candidates[first:], *candidates[:first]]
-                times = {}
-                for each in rotated:
-                    torch.manual_seed(seed)
-                    options.sampling.seed(seed)
-                    times[each.name] = timed(each, batches[turn % len(units)], clock)
-                    turns.tick()
-                turns.keep(key, times)
-            for name, rows in turns.ended[key].items():
-                for place, run in zip(units[turn % len(units)], rows, strict=True):
-                    runs[name][place].append(run)
+            first = turn % len(candidates)
+            times = {}
+            for each in (*candidates[first:], *candidates[:first]):
+                torch.manual_seed(options.seed + turn)
+                options.sampling.seed(options.seed + turn)
+                times[each.name] = timed(each, batches[turn], clock)
+                turns.tick()
+            turns.keep(key, times)
     except (KeyboardInterrupt, SystemExit) as stop:
-        if not any(chain.from_iterable(runs.values())):
-            raise
         turns.stop = stop
-        turns.left_out += len(keys) - turn
-    places = [place for place, repeated in enumerate(runs[names[0]]) if repeated]
-    ended = {name: [repeated[place] for place in places] for name, repeated in runs.items()}
-    return [prompts[place] for place in places], ended
+    runs: dict[str, dict[int, list[TimedRun]]] = {name: defaultdict(list) for name in names}
+    for key, unit in zip(keys, places, strict=True):
+        for name, rows in turns.ended.get(key, {}).items():
+            for place, run in zip(unit, rows, strict=True):
+                runs[name][place].append(run)
+    turns.left_out += sum(key not in turns.ended for key in keys)
+    reached = sorted(runs[names[0]])
+    if not reached:
+        turns.check()
+    ended = {name: [runs[name][place] for place in reached] for name in names}
+    return [prompts[place] for place in reached], ended
 
 
 def warm_up(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,10 +58,10 @@ class Turns:
         self.ended: dict[str, dict[str, list[TimedRun]]] = {}
         self._bar: tqdm[Any] | None = None
         self._is_estimated = False  # in a line
-        self._minutes: float | None = None
         self._began = time.monotonic()
-        self._turn_began = self._began
-        self._seconds: list[float] = []  # of the turns of this race
+        self._end = math.inf
+        self._race_began = self._began
+        self._turns = 0  # of this race, since then
         if path:
             self._read(path, dict(facts or {}))
 
@@ -80,15 +81,9 @@ class Turns:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, "\n".join(lines) + "\n")
 
-    @staticmethod
-    def key(turn: int, prompts: Sequence[int], names: Sequence[str]) -> str:
-        """What a turn measures. prompts: their numbers. names: of the candidates."""
-        return json.dumps([turn, prompts, names])
-
     def open(self, keys: Sequence[str], candidates: int, minutes: float | None) -> None:
         """Begin a race. minutes: no turn begins that would end later; None: all do."""
-        self._seconds = []
-        self._minutes = minutes
+        self._end = self._began + 60 * (minutes or math.inf)
         before = sum(key in self.ended for key in keys) * candidates
         if self._bar is None:
             bound = f", at most {minutes:g} minutes" if minutes else ""
@@ -102,14 +97,15 @@ class Turns:
             )
         self._bar.initial += before
         self._bar.n += before
-        self._turn_began = time.monotonic()
+        self._race_began = time.monotonic()
+        self._turns = 0
 
     def has_time(self) -> bool:
         """Whether another turn may begin; the first of a race always may."""
-        if not (self._minutes and self._seconds):
+        if not self._turns:
             return True
-        mean = sum(self._seconds) / len(self._seconds)
-        return time.monotonic() + mean <= self._began + 60 * self._minutes
+        now = time.monotonic()
+        return now + (now - self._race_began) / self._turns <= self._end
 
     def tick(self) -> None:
         """Note a run."""
@@ -122,9 +118,7 @@ class Turns:
     def keep(self, key: str, runs: dict[str, list[TimedRun]]) -> None:
         """Note a turn that has ended."""
         self.ended[key] = runs
-        now = time.monotonic()
-        self._seconds.append(now - self._turn_began)
-        self._turn_began = now
+        self._turns += 1
         if self.path:
             with self.path.open("ab") as file:
                 file.write(TURN.dump_json((key, runs)) + b"\n")

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shlex
 import sys
@@ -13,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Context, Option
 
 from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
-    FILE_CHECK,
     HEAD_CHECK,
     TARGET_CHECK,
     Json,
@@ -124,9 +122,6 @@ class Outputs:
     """What is written and printed."""
 
     json_out: Json = None
-    markdown: Annotated[
-        Path | None, Option(callback=FILE_CHECK, help="write tables and notes here")
-    ] = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
 
     def check(self, heads: Sequence[str]) -> None:
@@ -138,16 +133,10 @@ class Outputs:
         self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
     ) -> None:
         """Write and print all of them. is_whole: else no card is written."""
-        from draftheads.infer.measure.report import (
-            print_report,
-            write_cards,
-            write_markdown,
-        )
+        from draftheads.infer.measure.report import print_report, write_cards
 
         print_report(report)
         write_figures(self.json_out, asdict(report))
-        if self.markdown:
-            write_markdown(report, self.markdown)
         if self.card and is_whole:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
 
@@ -292,26 +281,20 @@ def turns_of(
     """Where a command that was stopped goes on: beside the file of --json, if target, heads, their
     trees, settings, prompts and machine are the same.
     """
-    from draftheads.infer.race import describe_machine, rule_name
+    from draftheads.infer.race import describe_machine
     from draftheads.infer.turns import Turns
 
     files = [file for folder in folders for file in sorted(folder.path.glob("*.safetensors"))]
-    stats = [file.stat() for file in files]
-    facts: dict[str, Any] = {
+    facts: dict[str, object] = {
         "target": [model.title, model.fingerprint()],
-        "heads": [(stat.st_size, stat.st_mtime_ns) for stat in stats],
+        "heads": [(file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         "trees": {name: tree and tree.to_json() for name, tree in trees.items()},
-        "settings": {
-            **vars(options),
-            "sampling": rule_name(options.sampling),
-            "minutes": None,
-            "rival": None,
-        },
+        "settings": replace(options, minutes=None),
         "prompts": prompts,
         "machine": {**describe_machine(model), "date": None},
     }
     digests = {
-        name: hashlib.sha256(json.dumps(fact).encode()).hexdigest() for name, fact in facts.items()
+        name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()
     }
     return Turns(json_out and json_out.with_name(f"{json_out.name}.turns"), digests)
 

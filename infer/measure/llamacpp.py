@@ -55,14 +55,13 @@ def find_server() -> Path | None:
 
 @dataclass(frozen=True)
 class LlamaServer:
-    """A server that runs. process: None if that is not known."""
+    """A server that runs."""
 
     url: str
-    process: psutil.Process | None = None
+    process: psutil.Process
 
     def clock(self) -> float:
         """CPU seconds of the process, in which other processes hardly count."""
-        assert self.process is not None, "a server of our own"
         times = self.process.cpu_times()
         return float(times.user + times.system)
 

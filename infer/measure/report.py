@@ -1,14 +1,12 @@
-"""What a bench measured: as tables on the terminal and in Markdown, as JSON, for model cards."""
+"""What a bench measured: as tables on the terminal, and for model cards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from draftheads.heads.files import write_text
 from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.costs import too_slow
@@ -46,16 +44,6 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
     for name, folder in folders.items():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
         record_measured(folder.path, [measured_facts(report, each) for each in results])
-
-
-def write_markdown(report: BenchReport, path: Path) -> None:
-    """Write the tables and all notes for a README or a model card, atomically."""
-    tables = [grid.markdown() for grid in grids(report)]
-    notes = [*cautions(report), *LEGEND.splitlines(), *details(report)]
-    listed = "\n".join(f"- {note}" for note in notes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [f"**{title(report)}**", verdict(report), *tables, listed]
-    write_text(path, "\n\n".join(parts) + "\n")
 
 
 def title(report: BenchReport) -> str:
@@ -187,24 +175,6 @@ def _merit(result: Result) -> tuple[bool, float]:
 LEGEND = """τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.
 speedup: over generate. vs best: over the best undrafted.
 draft, verify: ms per step. *: the fastest."""
-
-
-def details(report: BenchReport) -> list[str]:
-    """What only a file says: how figures are counted, and where they were measured."""
-    settings = report.settings
-    lines = [
-        "τ counts the target's own token, and no prefill. Speeds count the prompt. 95 %: the "
-        f"interval of the speedup over {settings['prompts']} prompts.",
-    ]
-    if settings["compile"]:
-        lines.append("A compiled step is one function, whose time is all under verify.")
-    if not report.plain.lossless_reason:
-        lines.append("lossless: generate's output, token for token.")
-    if settings["batch"] > 1:
-        lines.append("batches: each row is compared with generate of that prompt alone.")
-    lines.append(f"machine: {machine_line(report.machine)}.")
-    lines.append(f"command: {settings['command']}")
-    return lines
 
 
 def verdict(report: BenchReport) -> str:

@@ -14,7 +14,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from draftheads.infer.costs import (
     search,
 )
 from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.bench import sums_of
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
@@ -247,7 +247,10 @@ class Track:
         trials = {each.tree: each for each in chosen}
         present = chosen[0].tree
         runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
-        sums_P2 = {tree: speeds_P2(each) for tree, each in runs.items()}
+        sums_P2 = {
+            tree: sums_of(each, [[place] for place in range(len(each))])
+            for tree, each in runs.items()
+        }
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():
@@ -288,16 +291,3 @@ def likely(depth: int, nodes: int) -> StaticTree:
     """A tree of a common shape."""
     chances = [0.7 * 0.5**rank for rank in range(10)]
     return StaticTree.best_first([chances] * depth, nodes)
-
-
-def speeds_P2(runs: Sequence[Sequence[TimedRun]]) -> Tensor:
-    """float64 (P, 2): mean tokens of each prompt, and seconds at the speed of the fastest
-    repetition, or of the median one if their texts differ.
-    """
-    rows = []
-    for repeated in runs:
-        tokens = sum(len(run.tokens) for run in repeated) / len(repeated)
-        is_same = all(run.tokens == repeated[0].tokens for run in repeated)
-        seconds = [run.seconds / len(run.tokens) for run in repeated]
-        rows.append([tokens, tokens * (min(seconds) if is_same else median(seconds))])
-    return torch.tensor(rows, dtype=torch.float64)

@@ -410,7 +410,6 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
         ("--card", "--card: omit"),
         ("--drawn --typical", "--drawn, --typical: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
-        ("--markdown a.md", "--markdown: omit"),
         ("--concurrency 0", "--concurrency: expected greater than or equal to 1"),
         ("--server ftp://x", "--server: expected http://HOST:PORT, got 'ftp://x'"),
     ],

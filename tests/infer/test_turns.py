@@ -108,7 +108,7 @@ def test_a_bound_leaves_out_the_same_prompts_of_every_row(tmp_path, monkeypatch,
     wall = count(0, 10)
     monkeypatch.setattr("draftheads.infer.turns.time.monotonic", lambda: next(wall))
     with Turns(path, FACTS) as turns:
-        report = measured(turns, minutes=1, repetitions=repetitions)
+        report = measured(turns, minutes=0.6, repetitions=repetitions)
     left_out = report.settings["turns_left_out"]
     reached = 4 * repetitions - left_out
     assert 1 <= report.settings["prompts"] == reached < 4
