@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from time import perf_counter
@@ -159,7 +161,8 @@ def bench(
     options = options or BenchOptions()
     turns = turns or Turns()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    fitting = arranged(fitting, categories, options.batch)
+    if categories:
+        fitting = [replace(each, category=categories[each.number] or "other") for each in fitting]
     candidates = list(_candidates(target, heads, options))
     with without_defaults(target), own_randomness(target):
         clock = fair_clock(target.device)
@@ -186,20 +189,6 @@ def bench(
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     return BenchReport(describe_machine(target), settings, plain, others, rival)
-
-
-def arranged(
-    prompts: Sequence[BenchPrompt], categories: Sequence[str | None], batch: int
-) -> list[BenchPrompt]:
-    """The prompts with their categories; those of a batch have the same limit."""
-    ordered = list(prompts)
-    if categories:
-        ordered = [replace(each, category=categories[each.number] or "other") for each in prompts]
-    for unit in batched(ordered, batch):
-        limit = min(ordered[place].limit for place in unit)
-        for place in unit:
-            ordered[place] = replace(ordered[place], limit=limit)
-    return ordered
 
 
 def _candidates(
@@ -309,19 +298,17 @@ def summarize(
 def _by_category(
     name: str, prompts: Sequence[BenchPrompt], runs: Runs, options: BenchOptions
 ) -> dict[str, CategoryResult]:
-    places: dict[str, list[int]] = {}
-    for place in sorted(range(len(prompts)), key=lambda place: prompts[place].category or ""):
-        places.setdefault(prompts[place].category or "", []).append(place)
-    if len(places) == 1:
+    units: dict[str, list[list[int]]] = defaultdict(list)
+    for unit in batched(prompts, options.batch):
+        units[prompts[unit[0]].category or ""].append(unit)
+    if len(units) == 1:
         return {}
     results = {}
-    for category, members in places.items():
-        units = batched([prompts[place] for place in members], options.batch)
-        ours = [runs[name][place] for place in members]
-        generate = [runs[GENERATE][place] for place in members]
-        speedup, interval = compared(sums_of(ours, units), sums_of(generate, units), options)
+    for category, own in sorted(units.items()):
+        ours = [runs[name][place] for place in chain.from_iterable(own)]
+        sums = [sums_of(runs[each], own) for each in (name, GENERATE)]
         tau = Statistics.of(steps_of(ours)).tokens_per_step
-        results[category] = CategoryResult(len(members), tau, speedup, interval)
+        results[category] = CategoryResult(len(ours), tau, *compared(*sums, options))
     return results
 
 

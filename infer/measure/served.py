@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from draftheads.infer.accept import Greedy
 from draftheads.infer.measure.bench import (
     BenchOptions,
-    arranged,
     compared,
     differing_outputs,
     sums_of,
@@ -90,7 +89,6 @@ def measure(
     settings: more entries for those of the report. Raises ValueError for servers that are not what
     they should be, and for counters that cannot be right; OSError for one that does not answer.
     """
-    prompts = arranged(prompts, (), options.batch)
     engines = {HEAD: head, PLAIN: plain} if plain else {HEAD: head}
     candidates = [Candidate(name, None, each, options.sampling) for name, each in engines.items()]
     before: dict[str, float] = {}
