@@ -35,8 +35,8 @@ GENERATE, PLAIN = "generate", "plain"
 
 RESAMPLES = 5000
 """Of the bootstrap."""
-WARM_TOKENS = 8
-"""Of a run that is not timed."""
+WARM_TOKENS = 2
+"""Of a run that is not timed: of the prefill, and of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def race(
 def warm_up(
     candidates: Sequence[Candidate], batches: Sequence[list[BenchPrompt]], options: RaceOptions
 ) -> None:
-    """Decode the shortest batch of each size by a few tokens. Compiled code may know one length
+    """Decode the shortest batch of each size by a step. Compiled code may know one length
     only, and transformers compiles again for a longer cache: it decodes the longest, too, as long
     as in the race.
     """

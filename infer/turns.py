@@ -53,6 +53,7 @@ class Turns:
     def __init__(self, path: Path | None = None, facts: Mapping[str, str] | None = None) -> None:
         self.path = path
         self.runs = 0  # of all races, as far as it is known, for the progress bar
+        self.share = 1.0  # of the minutes, after which the present race ends
         self.left_out = 0  # turns
         self.stop: BaseException | None = None  # Ctrl-C or SIGTERM
         self.ended: dict[str, dict[str, list[TimedRun]]] = {}
@@ -83,7 +84,7 @@ class Turns:
 
     def open(self, keys: Sequence[str], candidates: int, minutes: float | None) -> None:
         """Begin a race. minutes: no turn begins that would end later; None: all do."""
-        self._end = self._began + 60 * (minutes or math.inf)
+        self._end = self._began + 60 * self.share * (minutes or math.inf)
         before = sum(key in self.ended for key in keys) * candidates
         if self._bar is None:
             bound = f", at most {minutes:g} minutes" if minutes else ""

@@ -55,8 +55,8 @@ from draftheads.infer.turns import TimedRun, Turns
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""
-COST_PROMPTS = 6
-"""Prompts on which costs are measured."""
+COST_PROMPTS, COST_TOKENS = 4, 32
+"""Prompts on which costs are measured, and new tokens of each."""
 COSTS_END, FIT_END, HELD_END = 0.4, 0.5, 0.6
 """Shares of the minutes after which costs end, texts to fit trees to, and those to predict on."""
 
@@ -178,6 +178,7 @@ class Track:
         ValueError for steps that cannot be compiled.
         """
         options = self.options
+        self.turns.share = share
         self.engines = {
             tree: self.engines.get(tree)
             or Speculator(self.target, self.head, tree=tree, compile=options.compile)
@@ -190,7 +191,7 @@ class Track:
         _, runs = race(
             [*candidates.values()],
             prompts,
-            replace(options, repetitions=repetitions, minutes=self.minutes(share)),
+            replace(options, repetitions=repetitions),
             fair_clock(self.target.device),
             turns=self.turns,
         )
@@ -201,10 +202,6 @@ class Track:
             )
         return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
-    def minutes(self, share: float) -> float | None:
-        """When a race ends that has to by this share of the minutes."""
-        return share * self.options.minutes if self.options.minutes else None
-
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
         """What steps cost, by those of fixed trees."""
         depth = self.head.depth
@@ -214,7 +211,9 @@ class Track:
         else:
             trees = cost_trees(depth, self.options.nodes)
             repetitions = 1
-        chosen = prompts[:COST_PROMPTS]
+        chosen = [
+            replace(each, limit=min(each.limit, COST_TOKENS)) for each in prompts[:COST_PROMPTS]
+        ]
         self.turns.runs += len(trees) * len(chosen) * repetitions
         runs = self.race(trees, chosen, repetitions, COSTS_END)
         self.turns.check()
@@ -226,8 +225,8 @@ class Track:
         new token i. share: as of `race`.
         """
         engine = Candidate("text", None, Speculator(self.target, self.head), self.options.sampling)
-        minutes = self.minutes(share)
-        options = replace(self.options, repetitions=1, compile=False, minutes=minutes)
+        self.turns.share = share
+        options = replace(self.options, repetitions=1, compile=False)
         prompts, runs = race([engine], prompts, options, turns=self.turns)
         self.turns.check()
         texts = []
