@@ -188,17 +188,25 @@ def race(
             turns.keep(key, times)
     except (KeyboardInterrupt, SystemExit) as stop:
         turns.stop = stop
-    runs: dict[str, dict[int, list[TimedRun]]] = {name: defaultdict(list) for name in names}
-    for key, unit in zip(keys, places, strict=True):
-        for name, rows in turns.ended.get(key, {}).items():
-            for place, run in zip(unit, rows, strict=True):
-                runs[name][place].append(run)
     turns.left_out += sum(key not in turns.ended for key in keys)
+    runs = {each.name: by_place(each.name, keys, places, turns) for each in candidates}
     reached = sorted(runs[names[0]])
     if not reached:
         turns.check()
-    ended = {name: [runs[name][place] for place in reached] for name in names}
+    ended = {name: [own[place] for place in reached] for name, own in runs.items()}
     return [prompts[place] for place in reached], ended
+
+
+def by_place(
+    name: str, keys: Sequence[str], places: Sequence[Sequence[int]], turns: Turns
+) -> dict[int, list[TimedRun]]:
+    """The repetitions of one candidate, by the places of prompts. places: of each turn's batch."""
+    runs: dict[int, list[TimedRun]] = defaultdict(list)
+    for key, unit in zip(keys, places, strict=True):
+        if key in turns.ended:
+            for place, run in zip(unit, turns.ended[key][name], strict=True):
+                runs[place].append(run)
+    return runs
 
 
 def warm_up(
