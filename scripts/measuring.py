@@ -209,10 +209,10 @@ def bench(
     is_alone = options.batch == 1 and model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids), default=0) + runs.max_new_tokens
     with ExitStack() as stack:
+        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, trees, options, ids))
         if is_alone and isinstance(options.sampling, Greedy):
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
-        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, trees, options, ids))
         report = benches.bench(model, entries, ids, options, categories=categories, turns=turns)
         outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
