@@ -306,9 +306,10 @@ def _by_category(
     results = {}
     for category, own in sorted(units.items()):
         ours = [runs[name][place] for place in chain.from_iterable(own)]
-        sums = [sums_of(runs[each], own) for each in (name, GENERATE)]
+        sums_P2 = sums_of(runs[name], own)
         tau = Statistics.of(steps_of(ours)).tokens_per_step
-        results[category] = CategoryResult(len(ours), tau, *compared(*sums, options))
+        ratios = compared(sums_P2, sums_of(runs[GENERATE], own), options)
+        results[category] = CategoryResult(len(ours), tau, *ratios)
     return results
 
 
