@@ -87,7 +87,7 @@ class Turns:
         self._end = self._began + 60 * self.share * (minutes or math.inf)
         before = sum(key in self.ended for key in keys) * candidates
         if self._bar is None:
-            bound = f", at most {minutes:g} minutes" if minutes else ""
+            bound = f", at most {minutes:g} min" if minutes else ""
             self._bar = progress_bar(
                 total=max(self.runs, len(keys) * candidates),
                 desc=f"decoding{bound}",

@@ -173,8 +173,8 @@ def _merit(result: Result) -> tuple[bool, float]:
 
 
 LEGEND = """τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.
-speedup: over generate. vs best: over the best undrafted.
-draft, verify: ms per step. *: the fastest."""
+speedup: over generate. vs best: over the faster of generate and plain.
+draft, verify: ms per step. *: the fastest with drafts."""
 
 
 def verdict(report: BenchReport) -> str:
