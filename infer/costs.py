@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
-from draftheads.infer.race import TimedRun, steps_of
+from draftheads.infer.race import steps_of
+from draftheads.infer.turns import TimedRun
 
 FINALISTS = 4
 """Trees that race."""

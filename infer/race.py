@@ -7,33 +7,36 @@ Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resa
 from __future__ import annotations
 
 import gc
+import json
 import os
 import platform
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, groupby, product
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from rich.progress import track
 from torch import Tensor
 
 from draftheads.heads.target.model import Target
-from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.rows import Step
+from draftheads.infer.turns import TimedRun, Turns
 
 GENERATE, PLAIN = "generate", "plain"
 """Candidates of every bench: transformers' own, and this engine without a drafter."""
 
 RESAMPLES = 5000
 """Of the bootstrap."""
+WARM_TOKENS = 2
+"""Of a run that is not timed: of the prefill, and of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,8 @@ class RaceOptions:
     repetitions: int = 1  # at least 1; runs per prompt and candidate
     seed: int = 0  # of sampling
     batch: int = 1  # at least 1; prompts decoded together
+    compile: bool = False  # of a bench: every candidate once more, compiled
+    minutes: float | None = None  # since `Turns` began, in which turns end
 
     def __post_init__(self) -> None:
         for name in ("repetitions", "batch"):
@@ -88,31 +93,21 @@ class BatchEngine(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine to time. nodes: draft nodes of its tree, None if that is not fixed."""
+    """An engine to time. nodes: draft nodes of its tree, None if that is not fixed. clock: of an
+    engine in another process, in place of the one that times the others.
+    """
 
     name: str
     nodes: int | None
     engine: BatchEngine
     rule: Acceptance
+    clock: Callable[[], float] | None = None
 
     def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
         """Continue a batch of prompts, each by the new tokens that fit after all of them."""
         prompts = [each.prompt for each in batch]
         limit = min(each.limit for each in batch)
         return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
-
-
-@dataclass(frozen=True)
-class TimedRun:
-    """One timed generation. A row of a batch has its share of the batch's times."""
-
-    steps: list[Step]
-    seconds: float
-
-    @property
-    def tokens(self) -> list[int]:
-        """The new tokens."""
-        return [token for step in self.steps for token in step.tokens]
 
 
 Runs = Mapping[str, list[list[TimedRun]]]
@@ -157,61 +152,106 @@ def race(
     options: RaceOptions,
     clock: Callable[[], float] = perf_counter,
     begin: Callable[[], object] = lambda: None,
-) -> Runs:
+    turns: Turns | None = None,
+) -> tuple[list[BenchPrompt], Runs]:
     """Warm up, then time every candidate on every batch; the order rotates by one each time.
 
-    Seeds torch's global random stream. clock: of
-    `TimedRun.seconds`. begin: called once between the two.
+    Seeds torch's global random stream. clock: of `TimedRun.seconds`. begin: called once between the
+    two. turns: where a race goes on, and where it ends early. Once one turn has ended, Ctrl-C and
+    SIGTERM are left to `turns`. Returns the prompts that it reached, with their runs.
     """
-    console = SafeConsole(stderr=True)
-    runs: dict[str, list[list[TimedRun]]] = {
-        each.name: [[] for _ in prompts] for each in candidates
-    }
-    units = batched(prompts, options.batch)
-    batches = [[prompts[place] for place in unit] for unit in units]
-    # the longest and the shortest batch of each size: compiled code may know one length only, and
-    # transformers compiles again for a longer cache
-    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
-    longest = {len(batch): batch for batch in ordered}
-    shortest = {len(batch): batch for batch in reversed(ordered)}
-    for each, batch in product(candidates, [*longest.values(), *shortest.values()]):
-        timed(each, batch)
+    turns = turns or Turns()
+    names = sorted(each.name for each in candidates)
+    places = batched(prompts, options.batch) * options.repetitions
+    batches = [[prompts[place] for place in unit] for unit in places]
+    keys = [
+        json.dumps([turn, [each.number for each in batch], names])
+        for turn, batch in enumerate(batches)
+    ]
+    if not turns.ended.keys() >= {*keys}:
+        warm_up(candidates, batches, options)
     begin()
-    for turn in track(
-        range(options.repetitions * len(units)),
-        "decoding",
-        console=console,
-        auto_refresh=False,  # no thread that draws during the measurement
-        transient=True,
-        disable=not console.is_terminal,
-    ):
-        number = turn % len(units)
-        first = turn % len(candidates)
-        for each in (*candidates[first:], *candidates[:first]):
-            torch.manual_seed(options.seed + turn)
-            options.sampling.seed(options.seed + turn)
-            rows = timed(each, batches[number], clock)
-            for place, run in zip(units[number], rows, strict=True):
-                runs[each.name][place].append(run)
+    turns.open(keys, len(candidates), options.minutes)
+    try:
+        for turn, key in enumerate(keys):
+            if key in turns.ended:
+                continue
+            if not turns.has_time():
+                break
+            first = turn % len(candidates)
+            times = {}
+            for each in (*candidates[first:], *candidates[:first]):
+                torch.manual_seed(options.seed + turn)
+                options.sampling.seed(options.seed + turn)
+                times[each.name] = timed(each, batches[turn], clock)
+                turns.tick()
+            turns.keep(key, times)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        turns.stop = stop
+    turns.left_out += sum(key not in turns.ended for key in keys)
+    runs = {each.name: by_place(each.name, keys, places, turns) for each in candidates}
+    reached = sorted(runs[names[0]])
+    if not reached:
+        turns.check()
+    ended = {name: [own[place] for place in reached] for name, own in runs.items()}
+    return [prompts[place] for place in reached], ended
+
+
+def by_place(
+    name: str, keys: Sequence[str], places: Sequence[Sequence[int]], turns: Turns
+) -> dict[int, list[TimedRun]]:
+    """The repetitions of one candidate, by the places of prompts. places: of each turn's batch."""
+    runs: dict[int, list[TimedRun]] = defaultdict(list)
+    for key, unit in zip(keys, places, strict=True):
+        if key in turns.ended:
+            for place, run in zip(unit, turns.ended[key][name], strict=True):
+                runs[place].append(run)
     return runs
 
 
+def warm_up(
+    candidates: Sequence[Candidate], batches: Sequence[list[BenchPrompt]], options: RaceOptions
+) -> None:
+    """Decode the shortest batch of each size by a step. Compiled code may know one length
+    only, and transformers compiles again for a longer cache: it decodes the longest, too, as long
+    as in the race.
+    """
+    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
+    shortest = {len(batch): batch for batch in reversed(ordered)}
+    chosen = [
+        [replace(prompt, limit=min(prompt.limit, WARM_TOKENS)) for prompt in batch]
+        for batch in shortest.values()
+    ]
+    if options.compile:
+        longest = {len(batch): batch for batch in ordered}
+        chosen = [*longest.values(), *shortest.values()]
+    for each, batch in product(candidates, chosen):
+        timed(each, batch)
+
+
 def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
-    """The places of prompts that are decoded together: up to `size` neighbours of one category."""
-    batches = []
-    for _, same in groupby(range(len(prompts)), key=lambda place: prompts[place].category):
-        places = list(same)
-        batches += [places[first : first + size] for first in range(0, len(places), size)]
-    return batches
+    """The places of prompts that are decoded together: up to `size` of one category. Categories
+    take turns, so that a race that ends early has some of each.
+    """
+    members: dict[str | None, list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        members[prompt.category].append(place)
+    by_category = [
+        [places[first : first + size] for first in range(0, len(places), size)]
+        for places in members.values()
+    ]
+    return [batch for batch in chain.from_iterable(zip_longest(*by_category)) if batch]
 
 
 def timed(
     candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
 ) -> list[TimedRun]:
     """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
+    clock: unless the candidate has its own.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
     """
+    clock = candidate.clock or clock
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import sys
@@ -17,7 +18,6 @@ from typer import Context, Option
 
 from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
-    FILE_CHECK,
     HEAD_CHECK,
     TARGET_CHECK,
     Json,
@@ -44,12 +44,19 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.base import DraftHead
+    from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.heads.target.model import Target
+    from draftheads.heads.tree import Tree
     from draftheads.infer.drafters.named import NamedDrafts
     from draftheads.infer.engine import DrafterSource
     from draftheads.infer.measure.bench import BenchReport, Entry, Result
     from draftheads.infer.measure.served import ServedReport
+    from draftheads.infer.race import RaceOptions
+    from draftheads.infer.turns import Turns
 
 Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
+MINUTES = "end after about so long: fewer runs and prompts, the same for all rows"
+Minutes = Annotated[float | None, Option(min=0.01, help=MINUTES)]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,8 @@ class BenchRuns:
     """Runs."""
 
     max_new_tokens: Annotated[int, Option(min=1)] = 128
-    repetitions: Repetitions = 3
+    repetitions: Repetitions = 1
+    minutes: Minutes = None
     seed: Seed = 0
 
 
@@ -114,9 +122,6 @@ class Outputs:
     """What is written and printed."""
 
     json_out: Json = None
-    markdown: Annotated[
-        Path | None, Option(callback=FILE_CHECK, help="write tables and notes here")
-    ] = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
 
     def check(self, heads: Sequence[str]) -> None:
@@ -124,19 +129,15 @@ class Outputs:
         for source in heads if self.card else ():
             check_writable_head(source, "--card")
 
-    def write(self, report: BenchReport, drafts: Mapping[str, NamedDrafts]) -> None:
-        """Write and print all of them."""
-        from draftheads.infer.measure.report import (
-            print_report,
-            write_cards,
-            write_markdown,
-        )
+    def write(
+        self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
+    ) -> None:
+        """Write and print all of them. is_whole: else no card is written."""
+        from draftheads.infer.measure.report import print_report, write_cards
 
         print_report(report)
         write_figures(self.json_out, asdict(report))
-        if self.markdown:
-            write_markdown(report, self.markdown)
-        if self.card:
+        if self.card and is_whole:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
 
 
@@ -176,8 +177,10 @@ def bench(
             f"bench: expected --target and --head, or --server, got no {' and no '.join(missing)}; "
             "pass them"
         )
+    from draftheads.infer.accept import Greedy
     from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import bench as benches
+    from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
     from draftheads.scripts.openings import openings
 
@@ -199,8 +202,19 @@ def bench(
         raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
     ids, categories = openings(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
-    report = benches.bench(model, entries, ids, options, categories=categories)
-    outputs.write(report, drafts)
+    trees = {
+        name: entry[1] if isinstance(entry, tuple) else entry.tree
+        for name, entry in entries.items()
+    }
+    is_alone = options.batch == 1 and model.device.type == "cpu" and not model.lora
+    longest = max(map(len, ids), default=0) + runs.max_new_tokens
+    with ExitStack() as stack:
+        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, trees, options, ids))
+        if is_alone and isinstance(options.sampling, Greedy):
+            rival = stack.enter_context(rival_of(target, longest))
+            options = replace(options, rival=rival)
+        report = benches.bench(model, entries, ids, options, categories=categories, turns=turns)
+        outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
 
@@ -254,6 +268,35 @@ def bench_server(
         report = measure(engines[0], plain, prompts, race, settings)
     print_served(report)
     return report
+
+
+def turns_of(
+    json_out: Path | None,
+    model: Target,
+    folders: Sequence[HeadFolder],
+    trees: Mapping[str, Tree | None],
+    options: RaceOptions,
+    prompts: Sequence[Sequence[int]],
+) -> Turns:
+    """Where a command that was stopped goes on: beside the file of --json, if target, heads, their
+    trees, settings, prompts and machine are the same.
+    """
+    from draftheads.infer.race import describe_machine
+    from draftheads.infer.turns import Turns
+
+    files = [file for folder in folders for file in sorted(folder.path.glob("*.safetensors"))]
+    facts: dict[str, object] = {
+        "target": [model.title, model.fingerprint()],
+        "heads": [(file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        "trees": {name: tree and tree.to_json() for name, tree in trees.items()},
+        "settings": replace(options, minutes=None),
+        "prompts": prompts,
+        "machine": {**describe_machine(model), "date": None},
+    }
+    digests = {
+        name: hashlib.sha256(repr(fact).encode()).hexdigest() for name, fact in facts.items()
+    }
+    return Turns(json_out and json_out.with_name(f"{json_out.name}.turns"), digests)
 
 
 def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
@@ -328,7 +371,8 @@ class Search:
 
     max_new_tokens: Annotated[int, Option(min=2)] = 64
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64
-    repetitions: Repetitions = 3
+    repetitions: Repetitions = 1
+    minutes: Minutes = None
     seed: Seed = 0
 
 
@@ -369,10 +413,13 @@ def tune(
     ids = opening_ids(model, texts.prompts, texts.limit)
     trained = [folder.facts.trained_tree for folder in folders]
     say_compiling(speed.compile)
-    tuned = run(model, cast("DraftHead", drafts.load(model)), ids, options, others=trained)
-    print_tuned(tuned)
-    if keeps_tree:
-        record_tuned(folders[0].path, tuned.best.tree, tuned.facts())
-        say(f"written to {folders[0].path}")
-    write_figures(json_out, asdict(tuned))
+    source = cast("DraftHead", drafts.load(model))
+    trees = {"now": source.tree, **{str(place): tree for place, tree in enumerate(trained)}}
+    with turns_of(json_out, model, folders, trees, options, ids) as turns:
+        tuned = run(model, source, ids, options, others=trained, turns=turns)
+        print_tuned(tuned)
+        write_figures(json_out, asdict(tuned))
+        if keeps_tree and not turns.stop:
+            record_tuned(folders[0].path, tuned.best.tree, tuned.facts())
+            say(f"written to {folders[0].path}")
     say_next("chat", *target_options(name, model.lora), "--head", head)

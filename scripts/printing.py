@@ -17,6 +17,7 @@ from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
+from draftheads.infer.measure.report import partial
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
@@ -169,6 +170,8 @@ def print_tuned(tuned: Tuned) -> None:
     if tree.nodes == 1:
         gain = why_no_drafts(tuned)
     choice = "the present tree stays" if tuned.best is present else "a new tree"
+    for line in partial(tuned.settings):
+        console.print(line, style="yellow")
     console.print(f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
     console.print(
         "*: chosen. predicted, measured: tokens per second, prompt included, on prompts that "

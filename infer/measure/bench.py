@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import DrafterSource, Speculator
-from draftheads.infer.measure.baseline import Baseline, without_defaults
+from draftheads.infer.measure.baseline import Baseline, OneByOne, without_defaults
+from draftheads.infer.measure.llamacpp import LlamaServer
 from draftheads.infer.race import (
     GENERATE,
     PLAIN,
@@ -31,7 +35,6 @@ from draftheads.infer.race import (
     Candidate,
     RaceOptions,
     Runs,
-    TimedRun,
     batched,
     describe_machine,
     fitting_prompts,
@@ -45,12 +48,15 @@ from draftheads.infer.race import (
 )
 from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
+from draftheads.infer.turns import TimedRun, Turns
 
 ALONE = "generate alone"
-"""Reference of the outputs of batches, not timed: padding must not change an output."""
+"""Reference of the outputs of batches, in no table: padding must not change an output."""
 COMPILED = " compiled"
 """At the end of the names of candidates whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
+RIVAL = "llama.cpp"
+RESERVED = (*BASELINES, ALONE, RIVAL)
 PROFILED_PROMPTS = 8
 """At most so many are decoded once more, for draft and verify times on an accelerator."""
 
@@ -63,7 +69,7 @@ class BenchOptions(RaceOptions):
 
     max_new_tokens: int = 128
     nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
-    compile: bool = False  # every candidate once more, compiled
+    rival: LlamaServer | None = None  # with the same weights, for one prompt at a time
 
 
 @dataclass(frozen=True)
@@ -120,12 +126,15 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """plain: the engine without a drafter. heads: one Result per head and tree."""
+    """plain: the engine without a drafter. heads: one Result per head and tree. rival: llama.cpp
+    without drafts; its text is not compared, and its steps take what its own clock says.
+    """
 
     machine: dict[str, Any]
     settings: dict[str, Any]
     plain: Result
     heads: list[Result]
+    rival: Result | None
 
     def result(self, name: str) -> Result:
         """The result with this name."""
@@ -139,53 +148,47 @@ def bench(
     options: BenchOptions | None = None,
     *,
     categories: Sequence[str | None] = (),
+    turns: Turns | None = None,
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
     heads: name -> head or other source of drafters, or (such, tree). prompts: token
     ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
     than max_new_tokens in the context gets what is left; one that fills the context is skipped.
+    turns: as of `race`; the report is of what it reached.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
+    turns = turns or Turns()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    fitting = arranged(fitting, categories, options.batch)
+    if categories:
+        fitting = [replace(each, category=categories[each.number] or "other") for each in fitting]
     candidates = list(_candidates(target, heads, options))
-    sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
     with without_defaults(target), own_randomness(target):
-        runs = race(candidates, fitting, options, fair_clock(target.device))
-        if options.batch > 1:
-            runs = {**runs, ALONE: [timed(candidates[0], [each]) for each in fitting]}
-        plain, *others = [
+        clock = fair_clock(target.device)
+        skipped = len(prompts) - len(fitting)
+        fitting, runs = race(candidates, fitting, options, clock, turns=turns)
+        sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
+        results = [
             summarize(each, target, fitting, runs, options, profiled(each, sample))
-            for each in candidates[1:]
+            for each in candidates
+            if each.name not in (GENERATE, ALONE)
         ]
+    plain, *others = results
+    rival = others.pop() if options.rival else None
     settings = {
         **vars(options),
         "target": target.title,
         "sampling": rule_name(options.sampling),
         "nodes": list(options.nodes),
+        "rival": options.rival is not None,
         "prompts": len(fitting),
+        "turns_left_out": turns.left_out,
         "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
-        "prompts_skipped": len(prompts) - len(fitting),
+        "prompts_skipped": skipped,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    return BenchReport(describe_machine(target), settings, plain, others)
-
-
-def arranged(
-    prompts: Sequence[BenchPrompt], categories: Sequence[str | None], batch: int
-) -> list[BenchPrompt]:
-    """The prompts by category; those of a batch have the same limit."""
-    ordered = list(prompts)
-    if categories:
-        named = [replace(each, category=categories[each.number] or "other") for each in prompts]
-        ordered = sorted(named, key=lambda each: each.category or "")
-    for unit in batched(ordered, batch):
-        limit = min(ordered[place].limit for place in unit)
-        for place in unit:
-            ordered[place] = replace(ordered[place], limit=limit)
-    return ordered
+    return BenchReport(describe_machine(target), settings, plain, others, rival)
 
 
 def _candidates(
@@ -198,7 +201,7 @@ def _candidates(
         plain = Speculator(target, compile=compile)
         yield Candidate(PLAIN + ending, 0, plain, options.sampling)
     for name, entry in heads.items():
-        if name in BASELINES:
+        if name in RESERVED:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
@@ -206,6 +209,13 @@ def _candidates(
             for ending, compile in endings.items():
                 engine = Speculator(target, drafts, tree=shape, compile=compile)
                 yield Candidate(label + ending, nodes, engine, options.sampling)
+    if options.batch > 1:
+        yield Candidate(ALONE, None, OneByOne(Baseline(target)), options.sampling)
+    if options.rival:
+        clock = fair_clock(target.device)
+        if clock is not perf_counter:
+            clock = options.rival.clock
+        yield Candidate(RIVAL, None, options.rival, options.sampling, clock)
 
 
 def _trees(
@@ -258,7 +268,9 @@ def summarize(
     profile = profile or statistics
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
-    if not _is_sampled(options.sampling):
+    if name == RIVAL:
+        reason = "lossless: n/a, llama.cpp rounds otherwise."
+    elif not _is_sampled(options.sampling):
         divergence = _divergence(target, prompts, runs, name)
     return Result(
         name=name,
@@ -286,19 +298,18 @@ def summarize(
 def _by_category(
     name: str, prompts: Sequence[BenchPrompt], runs: Runs, options: BenchOptions
 ) -> dict[str, CategoryResult]:
-    places: dict[str, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        places.setdefault(prompt.category or "", []).append(place)
-    if len(places) == 1:
+    units: dict[str, list[list[int]]] = defaultdict(list)
+    for unit in batched(prompts, options.batch):
+        units[prompts[unit[0]].category or ""].append(unit)
+    if len(units) == 1:
         return {}
     results = {}
-    for category, members in places.items():
-        units = batched([prompts[place] for place in members], options.batch)
-        ours = [runs[name][place] for place in members]
-        generate = [runs[GENERATE][place] for place in members]
-        speedup, interval = compared(sums_of(ours, units), sums_of(generate, units), options)
+    for category, own in sorted(units.items()):
+        ours = [runs[name][place] for place in chain.from_iterable(own)]
+        sums_P2 = sums_of(runs[name], own)
         tau = Statistics.of(steps_of(ours)).tokens_per_step
-        results[category] = CategoryResult(len(members), tau, speedup, interval)
+        ratios = compared(sums_P2, sums_of(runs[GENERATE], own), options)
+        results[category] = CategoryResult(len(ours), tau, *ratios)
     return results
 
 

@@ -1,4 +1,4 @@
-"""A table of figures, on a terminal of any width and in Markdown."""
+"""A table of figures, on a terminal of any width."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
-
-from draftheads.heads.tables import markdown_table
 
 NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}
 """Titles that are wider than their column, for a terminal."""
@@ -22,10 +20,6 @@ class Grid:
     columns: list[str]
     rows: list[list[str]]
     texts: int = 1
-
-    def markdown(self) -> str:
-        """As a Markdown table; "" without rows."""
-        return markdown_table(self.columns, self.rows, self.texts)
 
     def print(self, console: Console, style: Callable[[Sequence[str]], str | None]) -> None:
         """Print it. style: of a whole row."""

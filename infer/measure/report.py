@@ -1,18 +1,16 @@
-"""What a bench measured: as tables on the terminal and in Markdown, as JSON, for model cards."""
+"""What a bench measured: as tables on the terminal, and for model cards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from draftheads.heads.files import write_text
 from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.costs import too_slow
-from draftheads.infer.measure.bench import BASELINES, COMPILED, BenchReport, Result
+from draftheads.infer.measure.bench import BASELINES, COMPILED, RIVAL, BenchReport, Result
 from draftheads.infer.measure.grid import Grid
 from draftheads.infer.race import GENERATE, PLAIN, machine_line
 
@@ -46,16 +44,6 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
     for name, folder in folders.items():
         results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
         record_measured(folder.path, [measured_facts(report, each) for each in results])
-
-
-def write_markdown(report: BenchReport, path: Path) -> None:
-    """Write the tables and all notes for a README or a model card, atomically."""
-    tables = [grid.markdown() for grid in grids(report)]
-    notes = [*cautions(report), *LEGEND.splitlines(), *details(report)]
-    listed = "\n".join(f"- {note}" for note in notes)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = [f"**{title(report)}**", verdict(report), *tables, listed]
-    write_text(path, "\n\n".join(parts) + "\n")
 
 
 def title(report: BenchReport) -> str:
@@ -100,6 +88,8 @@ def results_grid(report: BenchReport) -> Grid:
     others = [result.tokens_per_second for result in results if result.name in BASELINES]
     over_best = f"{generate / max(generate, *others):.2f}"
     rows = [[GENERATE, "", f"{generate:.0f}", "1.00", "", over_best, "", "", ""]]
+    if report.rival:
+        results.append(report.rival)
     for result in results:
         rows.append([_label(result, report), *[show(result) for show in COLUMNS.values()]])
     return Grid(["candidate", *COLUMNS], rows)
@@ -183,26 +173,8 @@ def _merit(result: Result) -> tuple[bool, float]:
 
 
 LEGEND = """τ: tokens per step. name@N: N draft nodes. plain: this engine without drafts.
-speedup: over generate. vs best: over the best undrafted.
-draft, verify: ms per step. *: the fastest."""
-
-
-def details(report: BenchReport) -> list[str]:
-    """What only a file says: how figures are counted, and where they were measured."""
-    settings = report.settings
-    lines = [
-        "τ counts the target's own token, and no prefill. Speeds count the prompt. 95 %: the "
-        f"interval of the speedup over {settings['prompts']} prompts.",
-    ]
-    if settings["compile"]:
-        lines.append("A compiled step is one function, whose time is all under verify.")
-    if not report.plain.lossless_reason:
-        lines.append("lossless: generate's output, token for token.")
-    if settings["batch"] > 1:
-        lines.append("batches: each row is compared with generate of that prompt alone.")
-    lines.append(f"machine: {machine_line(report.machine)}.")
-    lines.append(f"command: {settings['command']}")
-    return lines
+speedup: over generate. vs best: over the faster of generate and plain.
+draft, verify: ms per step. *: the fastest with drafts."""
 
 
 def verdict(report: BenchReport) -> str:
@@ -218,10 +190,11 @@ def verdict(report: BenchReport) -> str:
         False: "ITS TEXT DIFFERS",
         None: "its text is not judged",
     }[result.lossless]
+    text += after_rival(report)
     if result.speedup_over_best <= 1:
         return (
             "No drafts are faster here than the best decoding without: the fastest, "
-            f"{result.name}, has {over_best} its speed."
+            f"{result.name}, has {over_best} its speed{after_rival(report)}."
         )
     if result.speedup_over_best_ci95[0] > 1:
         return (
@@ -234,12 +207,36 @@ def verdict(report: BenchReport) -> str:
     )
 
 
+def after_rival(report: BenchReport) -> str:
+    """The end of that sentence, if llama.cpp is faster without drafts than all others here."""
+    ours = [report.plain.baseline_tokens_per_second, report.plain.tokens_per_second]
+    best = max([*ours, *(result.tokens_per_second for result in report.heads)])
+    if not report.rival or report.rival.tokens_per_second <= best:
+        return ""
+    theirs = report.rival.tokens_per_second
+    return (
+        f". {RIVAL} without drafts is faster than all of them: {1e3 / theirs:.1f} ms a token, the "
+        f"best here {1e3 / best:.1f}"
+    )
+
+
 def times(ratio: float, interval: list[float]) -> str:
     """With two decimals where one would hide on which side of 1 it is."""
     places = 2 if any(round(each, 1) == 1 for each in (ratio, *interval)) else 1
     return "{:.{places}f} times ({:.{places}f} to {:.{places}f})".format(
         ratio, *interval, places=places
     )
+
+
+def partial(settings: Mapping[str, Any]) -> list[str]:
+    """A line for a race that ended early."""
+    left_out = settings["turns_left_out"]
+    if not left_out:
+        return []
+    return [
+        f"PARTIAL: {left_out} more runs of each row were left out, for lack of time. With --json, "
+        "the same command goes on."
+    ]
 
 
 def cautions(report: BenchReport) -> list[str]:
@@ -249,7 +246,7 @@ def cautions(report: BenchReport) -> list[str]:
     """
     settings = report.settings
     dtype = report.machine["dtype"]
-    lines = []
+    lines = partial(settings)
     for result in fastest(report):
         is_compiled = result.name.endswith(COMPILED)
         plain = report.result(PLAIN + COMPILED if is_compiled else PLAIN)
@@ -257,6 +254,11 @@ def cautions(report: BenchReport) -> list[str]:
             break_even = result.step_seconds / plain.step_seconds
             if line := too_slow(result.tokens_per_step, break_even, dtype):
                 lines.append(f"{result.name}: {line}")
+    if report.rival:
+        lines.append(
+            f"{RIVAL}: the same weights, its own rounding. Its verify: ms of a token, without the "
+            "prompt, by its own clock."
+        )
     if report.plain.lossless_reason:
         lines.append(report.plain.lossless_reason)
     for result in (report.plain, *report.heads):

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from draftheads.infer.accept import Greedy
 from draftheads.infer.measure.bench import (
     BenchOptions,
-    arranged,
     compared,
     differing_outputs,
     sums_of,
@@ -30,6 +29,7 @@ from draftheads.infer.race import (
     rule_name,
     speed,
 )
+from draftheads.infer.turns import Turns
 
 HEAD, PLAIN = "with drafts", "without"
 SAMPLE = re.compile(r"(?m)^([\w:]+)(?:\{(.*)\})?[ \t]+(\S+)")
@@ -89,7 +89,6 @@ def measure(
     settings: more entries for those of the report. Raises ValueError for servers that are not what
     they should be, and for counters that cannot be right; OSError for one that does not answer.
     """
-    prompts = arranged(prompts, (), options.batch)
     engines = {HEAD: head, PLAIN: plain} if plain else {HEAD: head}
     candidates = [Candidate(name, None, each, options.sampling) for name, each in engines.items()]
     before: dict[str, float] = {}
@@ -102,7 +101,8 @@ def measure(
                 "it without, or swap --server and --server-plain"
             )
 
-    runs = race(candidates, prompts, options, begin=begin)
+    with Turns() as turns:  # counters do not tell requests apart, so what is stopped is lost
+        prompts, runs = race(candidates, prompts, options, begin=begin, turns=turns)
     answers = [run for repeated in runs[HEAD] for run in repeated]
     tokens = sum(len(run.tokens) for run in answers)
     after = counts_of(head)
@@ -114,9 +114,13 @@ def measure(
     differing = None
     if plain and isinstance(options.sampling, Greedy):
         differing = len(differing_outputs(prompts, runs[PLAIN], runs[HEAD]))
-    rule = {"sampling": rule_name(options.sampling), "prompts": len(prompts)}
+    own = {
+        "sampling": rule_name(options.sampling),
+        "prompts": len(prompts),
+        "turns_left_out": turns.left_out,
+    }
     return ServedReport(
-        settings={**vars(options), **settings, **rule},
+        settings={**vars(options), **settings, **own},
         tokens_per_step=1 + growth["accepted"] / drafts if drafts else None,
         acceptance_by_depth=[count / (drafts or 1) for count in by_position(growth)],
         drafts=int(drafts or 0),
@@ -186,6 +190,8 @@ def grids(report: ServedReport) -> list[Grid]:
 def cautions(report: ServedReport) -> list[str]:
     """What a reader must know before the figures are believed."""
     lines = []
+    if left_out := report.settings["turns_left_out"]:
+        lines.append(f"{left_out} more runs of each server were left out, for lack of time.")
     if report.tokens_per_step is None:
         lines.append("This server counts no drafts in /metrics: speed and text alone are measured.")
     if report.foreign_tokens:

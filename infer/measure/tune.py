@@ -10,10 +10,10 @@ Legend: P prompts, T new tokens of a text, K draft depth.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.costs import (
+    FINALISTS,
     NONE,
     Costs,
     Trial,
@@ -33,11 +34,11 @@ from draftheads.infer.costs import (
     search,
 )
 from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.bench import sums_of
 from draftheads.infer.race import (
     BenchPrompt,
     Candidate,
     RaceOptions,
-    TimedRun,
     describe_machine,
     fitting_prompts,
     machine_line,
@@ -50,11 +51,14 @@ from draftheads.infer.race import (
 )
 from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
+from draftheads.infer.turns import TimedRun, Turns
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Draft nodes whose verification is timed."""
-COST_PROMPTS = 6
-"""Prompts on which costs are measured."""
+COST_PROMPTS, COST_TOKENS = 4, 32
+"""Prompts on which costs are measured, and new tokens of each."""
+COSTS_END, FIT_END, HELD_END = 0.4, 0.5, 0.6
+"""Shares of the minutes after which costs end, texts to fit trees to, and those to predict on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +66,7 @@ class TuneOptions(RaceOptions):
     """Settings of a search; each number is at least 1."""
 
     max_new_tokens: int = 64
-    repetitions: int = 3  # runs per prompt and finalist
     nodes: int = 64  # draft nodes of the largest tree
-    compile: bool = False  # tune for compiled steps
 
 
 @dataclass(frozen=True)
@@ -110,23 +112,28 @@ def tune(
     options: TuneOptions,
     *,
     others: Sequence[Tree] = (),
+    turns: Turns | None = None,
 ) -> Tuned:
     """Find the tree of `head` with the most tokens per second; no drafts are a tree, too.
 
     Every second prompt fits costs and trees; the finalists race on the others. The present tree
     stays unless the 95 % interval of the gain excludes it. others: more trees whose prefixes are
-    candidates. Raises ValueError unless two prompts fit into the context.
+    candidates. turns: as of `race`; trees and costs take three fifths of the minutes. Stopped while
+    they race, the trees are compared by what has ended. Raises ValueError unless two prompts fit
+    into the context.
     """
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     fit = fitting[::2]
     held = fitting[1::2]
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
-    track = Track(target, head, options)
+    track = Track(target, head, options, turns or Turns())
+    finals = (FINALISTS + 2) * len(held) * options.repetitions
+    track.turns.runs = len(fitting) + finals  # besides those for costs
     with own_randomness(target):
         costs = track.costs(fit)
-        seen = track.observe(fit)
-        heldout = track.observe(held)
+        seen = track.observe(fit, FIT_END)
+        heldout = track.observe(held, HELD_END)
         own = [tree for tree in (head.tree, *others) if isinstance(tree, StaticTree)]
         fitted = StaticTree.unfitted(head.depth).fitted(torch.cat(seen), options.nodes)
         orders = [*own, fitted, StaticTree.from_widths([1] * head.depth)]
@@ -142,6 +149,7 @@ def tune(
         "max_new_tokens": options.max_new_tokens,
         "context": round(context),
         "compile": options.compile,
+        "turns_left_out": track.turns.left_out,
     }
     return Tuned(describe_machine(target), settings, costs, trials, winner(trials))
 
@@ -155,33 +163,37 @@ def winner(trials: Sequence[Trial]) -> Trial:
 class Track:
     """Where trees race."""
 
-    def __init__(self, target: Target, head: DraftHead, options: TuneOptions) -> None:
+    def __init__(self, target: Target, head: DraftHead, options: TuneOptions, turns: Turns) -> None:
         self.target = target
         self.head = head
         self.options = options
+        self.turns = turns
         self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 
     def race(
-        self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int
+        self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int, share: float
     ) -> dict[Tree, list[list[TimedRun]]]:
-        """Time every tree on every prompt, in turns. A single thread is timed by its CPU seconds,
-        in which other processes hardly count. Raises ValueError for steps that cannot be compiled.
+        """Time every tree on every prompt, in turns, until this share of the minutes is over. A
+        single thread is timed by its CPU seconds, in which other processes hardly count. Raises
+        ValueError for steps that cannot be compiled.
         """
         options = self.options
+        self.turns.share = share
         self.engines = {
             tree: self.engines.get(tree)
             or Speculator(self.target, self.head, tree=tree, compile=options.compile)
             for tree in trees
         }
         candidates = {
-            tree: Candidate(str(number), tree.nodes - 1, engine, options.sampling)
-            for number, (tree, engine) in enumerate(self.engines.items())
+            tree: Candidate(json.dumps(tree.to_json()), tree.nodes - 1, engine, options.sampling)
+            for tree, engine in self.engines.items()
         }
-        runs = race(
+        _, runs = race(
             [*candidates.values()],
             prompts,
             replace(options, repetitions=repetitions),
             fair_clock(self.target.device),
+            turns=self.turns,
         )
         if options.compile and not all(engine.compile for engine in self.engines.values()):
             raise ValueError(
@@ -199,22 +211,27 @@ class Track:
         else:
             trees = cost_trees(depth, self.options.nodes)
             repetitions = 1
-        runs = self.race(trees, prompts[:COST_PROMPTS], repetitions)
+        chosen = [
+            replace(each, limit=min(each.limit, COST_TOKENS)) for each in prompts[:COST_PROMPTS]
+        ]
+        self.turns.runs += len(trees) * len(chosen) * repetitions
+        runs = self.race(trees, chosen, repetitions, COSTS_END)
+        self.turns.check()
         return fitted_costs({tree: runs[tree] for tree in trees})
 
     @torch.no_grad()
-    def observe(self, prompts: Sequence[BenchPrompt]) -> list[Tensor]:
+    def observe(self, prompts: Sequence[BenchPrompt], share: float) -> list[Tensor]:
         """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
-        new token i.
+        new token i. share: as of `race`.
         """
-        engine = Speculator(self.target, self.head)
+        engine = Candidate("text", None, Speculator(self.target, self.head), self.options.sampling)
+        self.turns.share = share
+        options = replace(self.options, repetitions=1, compile=False)
+        prompts, runs = race([engine], prompts, options, turns=self.turns)
+        self.turns.check()
         texts = []
-        for each in prompts:
-            steps = engine.generate(
-                each.prompt, sampling=self.options.sampling, max_new_tokens=each.limit
-            )
-            new = [token for step in steps for token in step.tokens]
-            tokens_1T = torch.tensor([[*each.prompt, *new]], device=self.target.device)
+        for each, [run] in zip(prompts, runs[engine.name], strict=True):
+            tokens_1T = torch.tensor([[*each.prompt, *run.tokens]], device=self.target.device)
             positions_1T = torch.arange(tokens_1T.shape[1], device=self.target.device)[None]
             learned_1T = positions_1T >= len(each.prompt)
             batch = Batch(tokens_1T, learned_1T, positions_1T, torch.zeros_like(tokens_1T))
@@ -228,8 +245,11 @@ class Track:
         """
         trials = {each.tree: each for each in chosen}
         present = chosen[0].tree
-        runs = self.race([*trials], prompts, self.options.repetitions)
-        sums_P2 = {tree: speeds_P2(each) for tree, each in runs.items()}
+        runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
+        sums_P2 = {
+            tree: sums_of(each, [[place] for place in range(len(each))])
+            for tree, each in runs.items()
+        }
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():
@@ -270,16 +290,3 @@ def likely(depth: int, nodes: int) -> StaticTree:
     """A tree of a common shape."""
     chances = [0.7 * 0.5**rank for rank in range(10)]
     return StaticTree.best_first([chances] * depth, nodes)
-
-
-def speeds_P2(runs: Sequence[Sequence[TimedRun]]) -> Tensor:
-    """float64 (P, 2): mean tokens of each prompt, and seconds at the speed of the fastest
-    repetition, or of the median one if their texts differ.
-    """
-    rows = []
-    for repeated in runs:
-        tokens = sum(len(run.tokens) for run in repeated) / len(repeated)
-        is_same = all(run.tokens == repeated[0].tokens for run in repeated)
-        seconds = [run.seconds / len(run.tokens) for run in repeated]
-        rows.append([tokens, tokens * (min(seconds) if is_same else median(seconds))])
-    return torch.tensor(rows, dtype=torch.float64)

@@ -25,7 +25,6 @@ from pathlib import Path
 from time import thread_time
 from typing import Any
 
-import psutil
 import torch
 from rich import box
 from rich.console import Console
@@ -37,6 +36,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
+from draftheads.infer.measure.llamacpp import LlamaServer, serving
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.scripts.benchmarks import draft_time, shapes
 from draftheads.scripts.benchmarks.engine_runs import llamacpp
@@ -108,28 +108,28 @@ def theirs(folder: Path, target: Path, head: Path, stack: ExitStack) -> Iterator
     llamacpp.run_command(command)
     drafts = llamacpp.head_gguf(str(head), whole, folder)
     small_head = folder / "head-Q8_0.gguf"
-    llamacpp.run_command([llamacpp.PLACE / "llama-quantize", drafts, small_head, "Q8_0"])
+    quantize = llamacpp.PROGRAM.with_name("llama-quantize")
+    llamacpp.run_command([quantize, drafts, small_head, "Q8_0"])
     prompt = list(range(10, 10 + CONTEXT))
     for kind in FILES:
         file = folder / f"target-{kind}.gguf"
-        llamacpp.run_command([llamacpp.PLACE / "llama-quantize", whole, file, kind])
+        llamacpp.run_command([quantize, whole, file, kind])
         for with_head in (False, True):
             options: list[str | Path] = ["-m", file, "-np", "1", "-c", "1024", "-t", "1"]
             if with_head:
                 options += ["-md", small_head, "--spec-type", "draft-eagle3", "-td", "1"]
                 options += ["--spec-draft-n-max", str(CHAIN), "--spec-draft-p-min", "0"]
-            before = set(psutil.Process().children())
-            url = stack.enter_context(llamacpp.served(options))
-            [server] = set(psutil.Process().children()) - before
+            server = stack.enter_context(serving(llamacpp.PROGRAM, options))
 
-            def measure(url: str = url, server: psutil.Process = server) -> float:
+            def measure(server: LlamaServer = server) -> float:
                 """Tokens are answered one by one or as drafts that were accepted."""
+                url = server.url
                 _, accepted = llamacpp.counts(llamacpp.read(f"{url}/metrics"))
-                began = server.cpu_times().user + server.cpu_times().system
+                began = server.clock()
                 body = {"prompt": prompt, "n_predict": 4 * TOKENS, "temperature": 0}
                 body |= {"ignore_eos": True, "cache_prompt": True}
                 llamacpp.read(f"{url}/completion", body)
-                seconds = server.cpu_times().user + server.cpu_times().system - began
+                seconds = server.clock() - began
                 _, after = llamacpp.counts(llamacpp.read(f"{url}/metrics"))
                 return seconds / (4 * TOKENS - (sum(after) - sum(accepted)))
 
@@ -197,10 +197,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=list(shapes.SHAPES))
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers here")
     chosen = parser.parse_args(argv)
-    if not (llamacpp.PLACE / "llama-server").is_file():
+    if not llamacpp.PROGRAM.is_file():
         raise ValueError(
             "DRAFTHEADS_LLAMACPP: expected the folder that install_llamacpp.sh made, found no "
-            f"llama-server in {llamacpp.PLACE}"
+            "llama-server there"
         )
     report = measure(shapes.Setup(shape=chosen.shape), chosen.tokenizer)
     print_report(report, Console())

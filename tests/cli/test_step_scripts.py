@@ -110,6 +110,6 @@ def test_what_a_machine_lacks_is_told():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="expected a GPU, found none; try --device cpu"):
             shapes.main(["--device", "cuda"])
-    if not (laptop.llamacpp.PLACE / "llama-server").is_file():
+    if not laptop.llamacpp.PROGRAM.is_file():
         with pytest.raises(ValueError, match=r"that install_llamacpp\.sh made, found no"):
             laptop.main(["--tokenizer", "any"])

@@ -9,26 +9,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from draftheads.heads.formats.llamacpp import server_options
+from draftheads.infer.measure.llamacpp import find_server, serving
 
-PLACE = Path(os.environ.get("DRAFTHEADS_LLAMACPP", "."))
+PROGRAM = find_server() or Path("llama-server")
 EXACT = ["--flash-attn", "off", "-ctk", "f32", "-ctv", "f32"]
 EXACT_DRAFTS = ["-ctkd", "f32", "-ctvd", "f32", "--spec-draft-p-min", "0"]
 # Files in Q8_0 or Q4 end llama.cpp on CPUs with AMX (docs/serving.md); others are not repacked.
 SAFE = ["--no-repack"]
-PATIENCE = 60.0  # seconds until the server answers
 
 
 def target_gguf(target: str, folder: Path) -> Path:
@@ -53,35 +51,6 @@ def run_command(command: Sequence[str | Path]) -> str:
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{(done.stdout + done.stderr)[-3000:]}")
     return done.stdout + done.stderr
-
-
-@contextmanager
-def served(options: Sequence[str | Path]) -> Iterator[str]:
-    """The address of a server, which ends with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [PLACE / "llama-server", *options, "--port", port, "--metrics", "--offline"]
-    with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
-        try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
-            while not _is_healthy(url):
-                if server.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise RuntimeError(f"{command} does not answer:\n{log.read()[-3000:]}")
-                time.sleep(0.1)
-            yield url
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        return "ok" in read(f"{url}/health")
-    except OSError:  # not listening yet, or still loading
-        return False
 
 
 def read(url: str, body: dict[str, Any] | None = None) -> str:
@@ -122,7 +91,8 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         options += [*EXACT_DRAFTS, "--spec-type", f"draft-{job['method']}"]
         options += ["--spec-draft-n-max", str(job["draft_tokens"])]
     asked = {"n_predict": job["new_tokens"], "temperature": 0, "return_tokens": True}
-    with served(options) as url, ThreadPoolExecutor(slots) as requests:
+    with serving(PROGRAM, options) as server, ThreadPoolExecutor(slots) as requests:
+        url = server.url
 
         def answer(prompt: list[int]) -> list[int]:
             body = {**asked, "prompt": prompt, "cache_prompt": False}
@@ -133,7 +103,7 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         answers = list(requests.map(answer, job["prompts"]))
         seconds = time.perf_counter() - began
         drafts, accepted = counts(read(f"{url}/metrics"))
-    version = re.search(r"build (\d+)", run_command([PLACE / "llama-server", "--version"]))
+    version = re.search(r"build (\d+)", run_command([PROGRAM, "--version"]))
     return {
         "version": f"llama.cpp b{version[1] if version else '?'}",
         "answers": answers,
