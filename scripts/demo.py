@@ -26,6 +26,8 @@ ASKED = 1500
 """Questions to learn from, where there are no prompts."""
 HELDOUT = 24
 """Questions to measure with."""
+DECODING = 4
+"""Minutes for each of these measurements."""
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
 
@@ -127,10 +129,11 @@ def own_demo(
     )
     stages.stage(
         "how fast is it on held-out questions, against transformers' generate?",
-        *["bench", *named, "--head", head, "--prompts", heldout, "--limit", 8, "--nodes", "4,8"],
+        *["bench", *named, "--head", head, "--prompts", heldout, "--nodes", "4,8"],
+        *["--minutes", DECODING],
     )
     stages.stage(
         "which tree is fastest here?",
-        *["tune", "--head", head, "--prompts", heldout, "--limit", 8],
+        *["tune", "--head", head, "--prompts", heldout, "--minutes", DECODING],
     )
     stages.say_time()

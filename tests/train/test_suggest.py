@@ -54,6 +54,7 @@ def test_a_large_target_has_a_draft_vocabulary(tmp_path):
     config.save_pretrained(tmp_path / "target")
     values = yaml.safe_load(suggest(str(tmp_path / "target"), "sequential", None))
     assert values["head"]["vocabulary"] == 8_192
+    assert (values["head"]["lm_head"], values["optim"]["lr"]) == ("shared", 3e-3)
     assert values["run"]["minutes"] == 30 and "epochs" not in values["run"]
     data = write_answers(tmp_path / "data", [Answer([*range(3_000)], [(1, 3_000)])])
     counted = yaml.safe_load(suggest(str(tmp_path / "target"), "sequential", data))
