@@ -1,11 +1,8 @@
 """The chat model from the package index, and the packaged heads for it."""
 
-import os
 import subprocess
 import sys
-import sysconfig
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 
 import pytest
 

@@ -70,7 +70,7 @@ def test_a_large_target_has_a_draft_vocabulary(tmp_path):
     assert values["head"]["rank"] == 256
     assert values["data"]["sequence_length"] == 128, "its context"
     assert values["data"]["rows_per_batch"] in (1, 2, 4, 8, 16)
-    assert values["optim"]["lr"] == 1e-3
+    assert values["optim"]["lr"] == 3e-3
 
 
 def test_a_block_head_has_a_mask_that_engines_read(tmp_path):
