@@ -132,7 +132,8 @@ def _packing(target: Any, texts: list[list[int]], expected_LD: Tensor) -> Packin
     tokens_BT = torch.tensor([texts[0] + texts[2], texts[1] + texts[2]])
     positions_BT = torch.tensor([[*range(7), *range(6)]] * 2)
     batch = Batch(tokens_BT, tokens_BT >= 0, positions_BT, documents_BT).to(target.device)
-    is_alone = target.is_hybrid or target.device.type in ALONE
+    # rows are as long as the longest document of those beside each other: LongRoPE counts tokens
+    is_alone = target.is_hybrid or (target.device.type in ALONE and not target.has_long_rope)
     ways: tuple[Packing, ...] = ("alone",) if is_alone else ("resets", "mask")
     for way in ways:
         one_LD, other_LD = target.states(batch, [-1], way)[:, 8:]
