@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, product, zip_longest
+from itertools import chain, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -64,7 +64,6 @@ class BenchPrompt:
     number: int
     prompt: Sequence[int]
     limit: int
-    category: str | None = None
 
 
 class WithContext(Protocol):
@@ -230,17 +229,9 @@ def warm_up(
 
 
 def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
-    """The places of prompts that are decoded together: up to `size` of one category. Categories
-    take turns, so that a race that ends early has some of each.
-    """
-    members: dict[str | None, list[int]] = defaultdict(list)
-    for place, prompt in enumerate(prompts):
-        members[prompt.category].append(place)
-    by_category = [
-        [places[first : first + size] for first in range(0, len(places), size)]
-        for places in members.values()
-    ]
-    return [batch for batch in chain.from_iterable(zip_longest(*by_category)) if batch]
+    """The places of prompts that are decoded together, up to `size`."""
+    places = list(range(len(prompts)))
+    return [places[first : first + size] for first in range(0, len(places), size)]
 
 
 def timed(

@@ -182,7 +182,7 @@ def bench(
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
-    from draftheads.scripts.openings import openings
+    from draftheads.scripts.openings import opening_ids
 
     options = benches.BenchOptions(
         sampling=sampling.rule(runs.seed, **vars(lossy)),
@@ -200,7 +200,7 @@ def bench(
     entries = with_trees(loaded, contestants.tree or ())
     if options.nodes and not entries.keys() & loaded.keys():
         raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
-    ids, categories = openings(model, texts.prompts, texts.limit)
+    ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
     trees = {
         name: entry[1] if isinstance(entry, tuple) else entry.tree
@@ -213,7 +213,7 @@ def bench(
         if is_alone and isinstance(options.sampling, Greedy):
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
-        report = benches.bench(model, entries, ids, options, categories=categories, turns=turns)
+        report = benches.bench(model, entries, ids, options, turns=turns)
         outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
@@ -233,7 +233,7 @@ def bench_server(
     from draftheads.infer.measure.bench import BenchOptions
     from draftheads.infer.measure.served import measure, print_served
     from draftheads.infer.race import fitting_prompts
-    from draftheads.scripts.openings import openings
+    from draftheads.scripts.openings import opening_ids
     from draftheads.train.data import distill
     from draftheads.train.data.server import ServedEngine, ServedTarget
 
@@ -248,7 +248,7 @@ def bench_server(
     if sampling.temperature:
         model.servers[0].warn_of_speculation()
     side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
-    ids, _ = openings(side, texts.prompts, texts.limit)
+    ids = opening_ids(side, texts.prompts, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
     race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
     rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))

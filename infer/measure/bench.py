@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from os.path import commonprefix
 from pathlib import Path
 from time import perf_counter
@@ -85,16 +83,6 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class CategoryResult:
-    """Measurements of one candidate on the prompts of one category."""
-
-    prompts: int
-    tokens_per_step: float
-    speedup: float  # over generate
-    speedup_ci95: list[float]
-
-
-@dataclass(frozen=True)
 class Result:
     """Measurements of one candidate; seconds are means per step."""
 
@@ -116,7 +104,6 @@ class Result:
     verify_seconds: float
     steps: int
     tokens: int  # includes the prefill's
-    categories: dict[str, CategoryResult]  # empty unless there are several
 
     @property
     def step_seconds(self) -> float:
@@ -147,22 +134,18 @@ def bench(
     prompts: Sequence[Sequence[int]],
     options: BenchOptions | None = None,
     *,
-    categories: Sequence[str | None] = (),
     turns: Turns | None = None,
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
     heads: name -> head or other source of drafters, or (such, tree). prompts: token
-    ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
-    than max_new_tokens in the context gets what is left; one that fills the context is skipped.
-    turns: as of `race`; the report is of what it reached.
+    ids. A prompt with less room than max_new_tokens in the context gets what is left; one that
+    fills the context is skipped. turns: as of `race`; the report is of what it reached.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
     turns = turns or Turns()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    if categories:
-        fitting = [replace(each, category=categories[each.number] or "other") for each in fitting]
     candidates = list(_candidates(target, heads, options))
     with without_defaults(target), own_randomness(target):
         clock = fair_clock(target.device)
@@ -291,26 +274,7 @@ def summarize(
         verify_seconds=profile.verify_seconds / max(profile.steps, 1),
         steps=statistics.steps,
         tokens=int(ours_P2[:, 0].sum()),
-        categories=_by_category(name, prompts, runs, options),
     )
-
-
-def _by_category(
-    name: str, prompts: Sequence[BenchPrompt], runs: Runs, options: BenchOptions
-) -> dict[str, CategoryResult]:
-    units: dict[str, list[list[int]]] = defaultdict(list)
-    for unit in batched(prompts, options.batch):
-        units[prompts[unit[0]].category or ""].append(unit)
-    if len(units) == 1:
-        return {}
-    results = {}
-    for category, own in sorted(units.items()):
-        ours = [runs[name][place] for place in chain.from_iterable(own)]
-        sums_P2 = sums_of(runs[name], own)
-        tau = Statistics.of(steps_of(ours)).tokens_per_step
-        ratios = compared(sums_P2, sums_of(runs[GENERATE], own), options)
-        results[category] = CategoryResult(len(ours), tau, *ratios)
-    return results
 
 
 def sums_of(runs: Sequence[Sequence[TimedRun]], units: Sequence[Sequence[int]]) -> Tensor:

@@ -75,12 +75,6 @@ def _interval(bounds: list[float]) -> str:
     return "{:.2f}-{:.2f}".format(*bounds)
 
 
-def grids(report: BenchReport) -> list[Grid]:
-    """The tables that have rows."""
-    tables = results_grid(report), category_grid(report)
-    return [grid for grid in tables if grid.rows]
-
-
 def results_grid(report: BenchReport) -> Grid:
     """One row per candidate, `generate` first."""
     generate = report.plain.baseline_tokens_per_second
@@ -98,20 +92,6 @@ def results_grid(report: BenchReport) -> Grid:
 def _label(result: Result, report: BenchReport) -> str:
     """A name with MARK at the winner's, which also a file shows."""
     return result.name + MARK if result is best(report) else result.name
-
-
-def category_grid(report: BenchReport) -> Grid:
-    """The fastest tree of each head by category; no rows unless there are several categories."""
-    rows = []
-    for category, plain in report.plain.categories.items():
-        heading = [category, str(plain.prompts)]
-        for result in fastest(report):
-            part = result.categories[category]
-            tau = f"{part.tokens_per_step:.2f}" if result.steps else ""
-            figures = [tau, f"{part.speedup:.2f}", _interval(part.speedup_ci95)]
-            rows.append([*heading, _label(result, report), *figures])
-            heading = ["", ""]  # of the other heads of this category
-    return Grid(["category", "prompts", "candidate", "τ", "speedup", "95 %"], rows, texts=3)
 
 
 def families(report: BenchReport) -> dict[str, list[Result]]:
@@ -132,7 +112,7 @@ def fastest(report: BenchReport) -> list[Result]:
 def print_report(report: BenchReport, console: Console | None = None) -> None:
     """Print the tables, what was found, and what to know about it."""
     found = verdict(report)
-    print_findings(title(report), grids(report), found, cautions(report), LEGEND, console)
+    print_findings(title(report), [results_grid(report)], found, cautions(report), LEGEND, console)
 
 
 def print_findings(

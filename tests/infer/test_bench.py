@@ -31,9 +31,9 @@ from draftheads.infer.measure.report import (
     LEGEND,
     best,
     cautions,
-    grids,
     measured_facts,
     print_report,
+    results_grid,
     verdict,
 )
 from draftheads.infer.race import (
@@ -41,7 +41,6 @@ from draftheads.infer.race import (
     PLAIN,
     BenchPrompt,
     Candidate,
-    batched,
     speedup_interval,
     timed,
 )
@@ -62,7 +61,6 @@ HEAD_FIELDS = {
     "plain_tokens_per_second": float,
     "speedup": float,
     "speedup_ci95": list,
-    "categories": dict,
     "speedup_over_best": float,
     "speedup_over_best_ci95": list,
     "draft_seconds": float,
@@ -108,7 +106,7 @@ def oracle(target, prompts):
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
     options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2)
-    return bench(target, heads, prompts, options, categories=["prose", "code", None])
+    return bench(target, heads, prompts, options)
 
 
 def quick(target, prompts, heads=None, **choices):
@@ -310,32 +308,14 @@ def measured(prompts, seconds, batch=1):
     return summarize(candidate, target, prompts, runs, options)
 
 
-def some_of(*categories):
-    return [BenchPrompt(n, [1, 2], 10, category) for n, category in enumerate(categories)]
-
-
-def test_categories_are_measured_apart():
-    row = measured(some_of("code", "code", "math"), [0.5, 1.5, 4.0])
-    code, math = row.categories["code"], row.categories["math"]
-    assert (code.prompts, code.speedup, math.prompts, math.speedup) == (2, 2.0, 1, 0.5)
-    assert code.speedup_ci95[0] < 2.0 < code.speedup_ci95[1]
-    assert code.tokens_per_step == 10.0
-    assert measured(some_of("code"), [1.0]).categories == {}
-
-
 def test_the_interval_of_batches_is_over_batches():
     """Rows of a batch took the same time, so four of them know no more than one."""
     seconds = [1.0] * 4 + [2.0] * 4
-    alone, together = (measured(some_of(*[None] * 8), seconds, batch) for batch in (1, 4))
+    prompts = [BenchPrompt(number, [1, 2], 10) for number in range(8)]
+    alone, together = (measured(prompts, seconds, batch) for batch in (1, 4))
     assert alone.speedup == together.speedup
     assert together.speedup_ci95 == [1.0, 2.0]
     assert alone.speedup_ci95[0] > 1.0
-
-
-def test_batches_have_prompts_of_one_category():
-    prompts = some_of("a", "a", "a", "b", "b")
-    assert batched(prompts, 2) == [[0, 1], [3, 4], [2]]
-    assert batched(prompts, 1) == [[0], [3], [1], [4], [2]]
 
 
 def test_a_batch_gets_the_room_of_its_longest_prompt(target, prompts):
@@ -492,7 +472,6 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
     for text in (
         "medusa@64",
         "generate",
-        "category",
         "τ: tokens per step",
     ):
         assert text in out.getvalue()
@@ -528,12 +507,10 @@ def test_a_head_whose_steps_cost_more_than_they_bring_is_named(report):
 
 
 def test_every_row_of_the_tables_has_every_column(report):
-    main, by_category = grids(report)
-    assert {len(row) for row in (main.columns, *main.rows)} == {9}
-    assert {len(row) for row in (by_category.columns, *by_category.rows)} == {6}
-    names = [row[0].removesuffix("*") for row in main.rows]
+    table = results_grid(report)
+    assert {len(row) for row in (table.columns, *table.rows)} == {9}
+    names = [row[0].removesuffix("*") for row in table.rows]
     assert names == ["generate", "plain", *(each.name for each in report.heads)]
-    assert [row[0] for row in by_category.rows[::2]] == ["code", "other", "prose"]
 
 
 def test_progress_is_quiet_without_a_terminal(target, prompts, capsys):
