@@ -178,7 +178,7 @@ def bench(
             "pass them"
         )
     from draftheads.infer.accept import Greedy
-    from draftheads.infer.drafters.named import load_drafts, open_drafts
+    from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
@@ -196,7 +196,7 @@ def bench(
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
-    loaded = load_drafts(drafts, model, options.sampling)
+    loaded = {name: option.load(model) for name, option in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
     if options.nodes and not entries.keys() & loaded.keys():
         raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
@@ -227,8 +227,8 @@ def bench_server(
     sampling: Sampling,
     runs: BenchRuns,
 ) -> ServedReport:
-    """Measure a server with drafts against one without, and print it. Raises ValueError if two
-    addresses are one.
+    """Measure a server with drafts against one without, and print it. Raises ValueError unless
+    there are two addresses.
     """
     from draftheads.infer.measure.bench import BenchOptions
     from draftheads.infer.measure.served import measure, print_served
@@ -237,7 +237,11 @@ def bench_server(
     from draftheads.train.data import distill
     from draftheads.train.data.server import ServedEngine, ServedTarget
 
-    urls = [url for url in (servers.server, servers.server_plain) if url]
+    if not (servers.server and servers.server_plain):
+        raise ValueError(
+            "--server: expected --server-plain, too, got none; start the same model without drafts"
+        )
+    urls = [servers.server, servers.server_plain]
     options = servers.options(urls=urls, concurrency=servers.concurrency, tries=1)
     model = ServedTarget(target, options, revision)
     if len(model.servers) < len(urls):
@@ -260,12 +264,11 @@ def bench_server(
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     with ExitStack() as stack:
-        engines = [
+        head, plain = (
             stack.enter_context(closing(ServedEngine(model, server, rule)))
             for server in model.servers
-        ]
-        plain = engines[1] if len(engines) > 1 else None
-        report = measure(engines[0], plain, prompts, race, settings)
+        )
+        report = measure(head, plain, prompts, race, settings)
     print_served(report)
     return report
 

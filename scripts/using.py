@@ -39,7 +39,6 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import Speculator
     from draftheads.train.learn.learner import UseLearner
 
@@ -136,7 +135,7 @@ def chat(
 
     rule = sampling.rule(seed, **vars(lossy))
     options = ChatOptions(sampling=rule, **vars(dialogue))
-    engine = load_engine(target, drafts, rule, placement, speed, template_args)
+    engine = load_engine(target, drafts, placement, speed, template_args)
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
 
@@ -195,7 +194,7 @@ def serve(
         **vars(sampling),
         **vars(requests),
     )
-    engine = load_engine(target, drafts, sampling.rule(), placement, speed, template_args)
+    engine = load_engine(target, drafts, placement, speed, template_args)
     if not options.name:
         model = engine.target.lora or engine.target.name
         options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
@@ -212,7 +211,6 @@ def check_either(head: str | None, target: str | None) -> None:
 def load_engine(
     target: str | None,
     drafts: Drafts,
-    rule: Acceptance,
     placement: Placement,
     speed: Speed,
     template_args: str | None,
@@ -222,7 +220,7 @@ def load_engine(
 
     variables = prepared(template_args)
     place = placement.place(bits=speed.bits)
-    model, drafter = load_parts(drafts.head, target, rule, place, variables)
+    model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)
     say_compiling(engine.compile)
