@@ -97,16 +97,17 @@ class Candidate:
     """
 
     name: str
-    nodes: int | None
     engine: BatchEngine
-    rule: Acceptance
+    nodes: int | None = None
     clock: Callable[[], float] | None = None
 
-    def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
+    def generate(
+        self, batch: Sequence[BenchPrompt], rule: Acceptance
+    ) -> Iterator[list[Step | None]]:
         """Continue a batch of prompts, each by the new tokens that fit after all of them."""
         prompts = [each.prompt for each in batch]
         limit = min(each.limit for each in batch)
-        return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
+        return self.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit)
 
 
 Runs = Mapping[str, list[list[TimedRun]]]
@@ -182,7 +183,7 @@ def race(
             for each in (*candidates[first:], *candidates[:first]):
                 torch.manual_seed(options.seed + turn)
                 options.sampling.seed(options.seed + turn)
-                times[each.name] = timed(each, batches[turn], clock)
+                times[each.name] = timed(each, batches[turn], options.sampling, clock)
                 turns.tick()
             turns.keep(key, times)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -225,7 +226,7 @@ def warm_up(
         longest = {len(batch): batch for batch in ordered}
         chosen = [*longest.values(), *shortest.values()]
     for each, batch in product(candidates, chosen):
-        timed(each, batch)
+        timed(each, batch, options.sampling)
 
 
 def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
@@ -235,7 +236,10 @@ def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
 
 
 def timed(
-    candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
+    candidate: Candidate,
+    batch: Sequence[BenchPrompt],
+    rule: Acceptance,
+    clock: Callable[[], float] = perf_counter,
 ) -> list[TimedRun]:
     """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
     clock: unless the candidate has its own.
@@ -247,7 +251,7 @@ def timed(
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
         start = clock()
-        steps = list(candidate.generate(batch))
+        steps = list(candidate.generate(batch, rule))
         share = (clock() - start) / len(batch)
     finally:
         if was_enabled:

@@ -86,8 +86,8 @@ def node_counts(text: str) -> list[int]:
     return [int(count) for count in counts]
 
 
-TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
-default: the heads' own; repeatable"""
+TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa); default: the heads' own;
+repeatable"""
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,8 @@ def bench(
         compile=speed.compile,
         **vars(runs),
     )
+    if options.nodes and contestants.tree:
+        raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
     outputs.check(head)
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
@@ -198,8 +200,6 @@ def bench(
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
     loaded = {name: option.load(model) for name, option in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
-    if options.nodes and not entries.keys() & loaded.keys():
-        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
     trees = {
@@ -303,24 +303,18 @@ def turns_of(
 
 
 def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
-    """Entries of a bench: each head with each tree of --tree, as "name@tree"; "name@tree" is for
-    that head alone. A head without a tree keeps its own. Raises ValueError for an unknown name.
+    """Entries of a bench: each head with each tree of --tree, as "name@tree"; without such, with
+    its own.
     """
     from draftheads.heads.tree import parse_tree
 
-    own: dict[str, Entry] = dict(drafts)
-    entries: dict[str, Entry] = {}
-    for text in texts:
-        name, _, tree = text.rpartition("@")
-        if name and name not in drafts:
-            raise ValueError(
-                f"--tree {text}: expected a tree, or one of {', '.join(drafts)} before the @, "
-                f"got {name}"
-            )
-        for each in [name] if name else list(drafts):
-            entries[f"{each}@{tree}"] = (drafts[each], parse_tree(tree))
-            own.pop(each, None)
-    return {**own, **entries}
+    if not texts:
+        return dict(drafts)
+    return {
+        f"{name}@{text}": (source, parse_tree(text))
+        for name, source in drafts.items()
+        for text in texts
+    }
 
 
 def check_writable_head(source: str, option: str) -> None:

@@ -33,7 +33,6 @@ from draftheads.infer.race import (
     Candidate,
     RaceOptions,
     Runs,
-    batched,
     describe_machine,
     fitting_prompts,
     own_randomness,
@@ -153,7 +152,9 @@ def bench(
         fitting, runs = race(candidates, fitting, options, clock, turns=turns)
         sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
         results = [
-            summarize(each, target, fitting, runs, options, profiled(each, sample))
+            summarize(
+                each, target, fitting, runs, options, profiled(each, sample, options.sampling)
+            )
             for each in candidates
             if each.name not in (GENERATE, ALONE)
         ]
@@ -180,9 +181,9 @@ def _candidates(
     endings = {"": False, COMPILED: True} if options.compile else {"": False}
     for ending, compile in endings.items():
         generate = Baseline(target, compile=compile)
-        yield Candidate(GENERATE + ending, None, generate, options.sampling)
+        yield Candidate(GENERATE + ending, generate)
         plain = Speculator(target, compile=compile)
-        yield Candidate(PLAIN + ending, 0, plain, options.sampling)
+        yield Candidate(PLAIN + ending, plain, 0)
     for name, entry in heads.items():
         if name in RESERVED:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
@@ -191,14 +192,14 @@ def _candidates(
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
             for ending, compile in endings.items():
                 engine = Speculator(target, drafts, tree=shape, compile=compile)
-                yield Candidate(label + ending, nodes, engine, options.sampling)
+                yield Candidate(label + ending, engine, nodes)
     if options.batch > 1:
-        yield Candidate(ALONE, None, OneByOne(Baseline(target)), options.sampling)
+        yield Candidate(ALONE, OneByOne(Baseline(target)))
     if options.rival:
         clock = fair_clock(target.device)
         if clock is not perf_counter:
             clock = options.rival.clock
-        yield Candidate(RIVAL, None, options.rival, options.sampling, clock)
+        yield Candidate(RIVAL, options.rival, clock=clock)
 
 
 def _trees(
@@ -213,7 +214,9 @@ def _trees(
     return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
 
 
-def profiled(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics | None:
+def profiled(
+    candidate: Candidate, prompts: Sequence[BenchPrompt], rule: Acceptance
+) -> Statistics | None:
     """Draft and verify times of another run on an accelerator, which synchronizes and is not timed.
 
     None where the timed runs tell them: on the CPU, and for compiled steps, which synchronize.
@@ -225,7 +228,7 @@ def profiled(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics
         return None
     player = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
     again = replace(candidate, engine=player)
-    return Statistics.of(steps_of([timed(again, [each]) for each in prompts]))
+    return Statistics.of(steps_of([timed(again, [each], rule) for each in prompts]))
 
 
 def summarize(
@@ -238,9 +241,8 @@ def summarize(
 ) -> Result:
     """Compare one candidate with the baselines. profile: exact draft and verify times, if any."""
     name = candidate.name
-    units = batched(prompts, options.batch)
     baselines = [each for each in BASELINES if each in runs]
-    sums_P2 = {each: sums_of(runs[each], units) for each in (*baselines, name)}
+    sums_P2 = {each: sums_of(runs[each], options.batch) for each in (*baselines, name)}
     speeds = {each: speed(sums) for each, sums in sums_P2.items()}
     ours_P2 = sums_P2[name]
     generate_P2 = sums_P2[GENERATE]
@@ -277,11 +279,11 @@ def summarize(
     )
 
 
-def sums_of(runs: Sequence[Sequence[TimedRun]], units: Sequence[Sequence[int]]) -> Tensor:
-    """float64 (P, 2): tokens and seconds of each batch, summed over repetitions."""
+def sums_of(runs: Sequence[Sequence[TimedRun]], batch: int = 1) -> Tensor:
+    """float64 (P, 2): tokens and seconds of each batch of prompts, summed over repetitions."""
     sums = []
-    for unit in units:
-        together = [run for place in unit for run in runs[place]]
+    for first in range(0, len(runs), batch):
+        together = [run for repeated in runs[first : first + batch] for run in repeated]
         tokens = sum(len(run.tokens) for run in together)
         sums.append([tokens, sum(run.seconds for run in together)])
     return torch.tensor(sums, dtype=torch.float64)

@@ -63,16 +63,12 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
     "tok/s": lambda result: f"{result.tokens_per_second:.0f}",
     "speedup": lambda result: f"{result.speedup:.2f}",
-    "95 %": lambda result: _interval(result.speedup_ci95),
+    "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
     "vs best": lambda result: f"{result.speedup_over_best:.2f}",
     "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}" if result.steps else "",
     "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
-
-
-def _interval(bounds: list[float]) -> str:
-    return "{:.2f}-{:.2f}".format(*bounds)
 
 
 def results_grid(report: BenchReport) -> Grid:
@@ -84,14 +80,11 @@ def results_grid(report: BenchReport) -> Grid:
     rows = [[GENERATE, "", f"{generate:.0f}", "1.00", "", over_best, "", "", ""]]
     if report.rival:
         results.append(report.rival)
+    winner = best(report)
     for result in results:
-        rows.append([_label(result, report), *[show(result) for show in COLUMNS.values()]])
+        label = result.name + MARK if result is winner else result.name  # which also a file shows
+        rows.append([label, *[show(result) for show in COLUMNS.values()]])
     return Grid(["candidate", *COLUMNS], rows)
-
-
-def _label(result: Result, report: BenchReport) -> str:
-    """A name with MARK at the winner's, which also a file shows."""
-    return result.name + MARK if result is best(report) else result.name
 
 
 def families(report: BenchReport) -> dict[str, list[Result]]:

@@ -24,7 +24,6 @@ from draftheads.infer.race import (
     BatchEngine,
     BenchPrompt,
     Candidate,
-    batched,
     race,
     rule_name,
     speed,
@@ -46,10 +45,9 @@ LEGEND = "τ: tokens per step. Speeds count the prompt, which a server may have 
 
 
 class Served(BatchEngine, Protocol):
-    """An engine behind a server. retokenized: answers whose token ids it did not tell."""
+    """An engine behind a server."""
 
     url: str
-    retokenized: int
 
     def metrics(self) -> str | None:
         """The page of its counters; None if it has none."""
@@ -71,7 +69,6 @@ class ServedReport:
     speedup: float
     speedup_ci95: list[float]
     different_texts: int | None  # prompts with an answer other than the plain server's first
-    retokenized: int  # answers of which the server told the text alone
 
 
 def measure(
@@ -87,7 +84,7 @@ def measure(
     they should be, and for counters that cannot be right; OSError for one that does not answer.
     """
     engines = {HEAD: head, PLAIN: plain}
-    candidates = [Candidate(name, None, each, options.sampling) for name, each in engines.items()]
+    candidates = [Candidate(*each) for each in engines.items()]
     before: dict[str, float] = {}
 
     def begin() -> None:
@@ -105,8 +102,7 @@ def measure(
     after = counts_of(head)
     growth = growth_of(before, after, head.url)
     drafts = growth.get("drafts")
-    units = batched(prompts, options.batch)
-    sums = {name: sums_of(repeated, units) for name, repeated in runs.items()}
+    sums = {name: sums_of(repeated, options.batch) for name, repeated in runs.items()}
     speedup, interval = compared(sums[HEAD], sums[PLAIN], options)
     differing = None
     if isinstance(options.sampling, Greedy):
@@ -128,7 +124,6 @@ def measure(
         speedup=speedup,
         speedup_ci95=interval,
         different_texts=differing,
-        retokenized=head.retokenized,
     )
 
 
@@ -199,8 +194,6 @@ def cautions(report: ServedReport) -> list[str]:
             "half precision, or with several requests at a time, near-ties may be rounded "
             "otherwise."
         )
-    if report.retokenized:
-        lines.append("The server returns text alone: it was tokenized here to be counted.")
     return lines
 
 

@@ -185,7 +185,7 @@ class Track:
             for tree in trees
         }
         candidates = {
-            tree: Candidate(json.dumps(tree.to_json()), tree.nodes - 1, engine, options.sampling)
+            tree: Candidate(json.dumps(tree.to_json()), engine)
             for tree, engine in self.engines.items()
         }
         _, runs = race(
@@ -224,7 +224,7 @@ class Track:
         """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
         new token i. share: as of `race`.
         """
-        engine = Candidate("text", None, Speculator(self.target, self.head), self.options.sampling)
+        engine = Candidate("text", Speculator(self.target, self.head))
         self.turns.share = share
         options = replace(self.options, repetitions=1, compile=False)
         prompts, runs = race([engine], prompts, options, turns=self.turns)
@@ -246,10 +246,7 @@ class Track:
         trials = {each.tree: each for each in chosen}
         present = chosen[0].tree
         runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
-        sums_P2 = {
-            tree: sums_of(each, [[place] for place in range(len(each))])
-            for tree, each in runs.items()
-        }
+        sums_P2 = {tree: sums_of(each) for tree, each in runs.items()}
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():

@@ -303,7 +303,7 @@ def measured(prompts, seconds, batch=1):
     runs = {name: [[TimedRun(steps, 2.0)] for _ in prompts] for name in (GENERATE, PLAIN)}
     runs["head"] = [[TimedRun(steps, each)] for each in seconds]
     target = tiny_target()
-    candidate = Candidate("head", 4, Speculator(target), Greedy())
+    candidate = Candidate("head", Speculator(target), 4)
     options = BenchOptions(batch=batch)
     return summarize(candidate, target, prompts, runs, options)
 
@@ -342,8 +342,8 @@ def test_rows_of_a_batch_share_its_time(target):
     """A clock that is read once before and once after: eight seconds."""
     wall = iter([1.0, 9.0])
     batch = [BenchPrompt(number, prompt, 4) for number, prompt in enumerate(some_prompts(3, 5))]
-    candidate = Candidate(PLAIN, 0, Speculator(target), Greedy())
-    runs = timed(candidate, batch, clock=lambda: next(wall))
+    candidate = Candidate(PLAIN, Speculator(target), 0)
+    runs = timed(candidate, batch, Greedy(), clock=lambda: next(wall))
     assert [run.seconds for run in runs] == [4.0, 4.0]
 
 

@@ -26,6 +26,7 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.rows import Statistics, Step
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
@@ -176,24 +177,22 @@ class Evidence:
                 f"tokens), got {len(openings)} longer ones; pass other --prompts"
             )
         answers: list[Answer] = []
-        accepted: list[int] = []
-        seconds: list[float] = []
-        tokens = 0
-        head = self.head if drafts else None
-        engine = Speculator(self.target, head)
+        steps: list[Step] = []
+        engine = Speculator(self.target, self.head if drafts else None)
         for opening in room:
             limit = min(self.new_tokens, context - len(opening))
-            new: list[int] = []
+            text = [*opening]
             for step in engine.generate(opening, max_new_tokens=limit):
-                new += step.tokens
+                text += step.tokens
                 if step.accepted >= 0:  # not the prefill
-                    accepted.append(step.accepted)
-                    seconds.append(step.draft_seconds + step.verify_seconds)
-                    tokens += len(step.tokens)
-            span = (len(opening), len(opening) + len(new))
-            answers.append(Answer([*opening, *new], [span]))
-        tokens_per_step = tokens / max(1, len(accepted))
-        return DecodedAnswers(answers, torch.tensor(accepted), tokens_per_step, seconds)
+                    steps.append(step)
+            answers.append(Answer(text, [(len(opening), len(text))]))
+        return DecodedAnswers(
+            answers,
+            torch.tensor([step.accepted for step in steps]),
+            Statistics.of(steps).tokens_per_step,
+            [step.draft_seconds + step.verify_seconds for step in steps],
+        )
 
 
 def truth(rows: Rows, depth: int) -> Tensor:
