@@ -20,6 +20,7 @@ from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
     TARGET_CHECK,
+    Bits,
     Json,
     Lossy,
     MaybeTarget,
@@ -379,7 +380,7 @@ def tune(
     search: Search,
     sampling: Sampling,
     placement: Placement,
-    speed: Speed,
+    bits: Bits = None,
     target: MaybeTarget = None,
     revision: Revision = None,
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
@@ -393,9 +394,7 @@ def tune(
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
-    options = TuneOptions(
-        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
-    )
+    options = TuneOptions(sampling=sampling.rule(search.seed), **vars(search))
     is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
     keeps_tree = not (is_native or dry_run)
     if keeps_tree:
@@ -403,13 +402,12 @@ def tune(
     folders = [] if is_native else [open_head(head)]
     drafts = named_drafts(head)
     name, commit = (target, revision) if target else drafts.target
-    place = placement.place(bits=speed.bits)
+    place = placement.place(bits=bits)
     if target is None:
         place = place.recorded(folders[0])
     model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
     ids = opening_ids(model, texts.prompts, texts.limit)
     trained = [folder.facts.trained_tree for folder in folders]
-    say_compiling(speed.compile)
     source = cast("DraftHead", drafts.load(model))
     trees = {"now": source.tree, **{str(place): tree for place, tree in enumerate(trained)}}
     with turns_of(json_out, model, folders, trees, options, ids) as turns:

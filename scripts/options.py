@@ -202,11 +202,14 @@ class Placement:
 BITS = """quantise the target: 8 (int8) on a CPU, 8 or 4 on a GPU (bitsandbytes)"""
 
 
+Bits = Annotated[Literal[8, 4] | None, Option(help=BITS)]
+
+
 @dataclass(frozen=True)
 class Speed:
     """Speed."""
 
-    bits: Annotated[Literal[8, 4] | None, Option(help=BITS)] = None
+    bits: Bits = None
     compile: Annotated[
         bool, Option("--compile", help="compile steps (takes a minute at first)")
     ] = False

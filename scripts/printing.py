@@ -165,8 +165,6 @@ def print_tuned(tuned: Tuned) -> None:
     Grid(columns, rows).print(console, lambda row: "bold green" if row[0].endswith("*") else None)
     tree = tuned.best.tree
     gain = f"{tuned.best.measured / tuned.plain.measured:.2f} times plain decoding"
-    if tuned.settings["compile"]:
-        gain += ", both compiled"
     if tree.nodes == 1:
         gain = why_no_drafts(tuned)
     choice = "the present tree stays" if tuned.best is present else "a new tree"
@@ -216,7 +214,7 @@ def why_no_drafts(tuned: Tuned) -> str:
         f"{best.tree.draft_nodes} nodes, brings τ {best.tau:.2f}, and a step with it costs "
         f"{break_even:.2f} plain ones (break-even τ); {best.measured / tuned.plain.measured:.2f} "
         f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
-        f"doctor), {other}--compile, or tune on the machine that will decode"
+        f"doctor), {other}or tune on the machine that will decode"
     )
 
 
