@@ -46,15 +46,12 @@ class RaceOptions:
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # at least 1; runs per prompt and candidate
     seed: int = 0  # of sampling
-    batch: int = 1  # at least 1; prompts decoded together
     compile: bool = False  # of a bench: every candidate once more, compiled
     minutes: float | None = None  # since `Turns` began, in which turns end
 
     def __post_init__(self) -> None:
-        for name in ("repetitions", "batch"):
-            number = getattr(self, name)
-            if number < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {number}")
+        if self.repetitions < 1:
+            raise ValueError(f"repetitions: expected 1 or more, got {self.repetitions}")
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ def race(
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
-    places = batched(prompts, options.batch) * options.repetitions
+    places = batched(prompts, turns.batch) * options.repetitions
     batches = [[prompts[place] for place in unit] for unit in places]
     keys = [
         json.dumps([turn, [each.number for each in batch], names])

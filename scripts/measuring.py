@@ -102,7 +102,6 @@ class Contestants:
         str | None, Option(callback=early(node_counts), help="draft nodes to try: 4,8,16")
     ] = None
     tree: Annotated[list[str] | None, Option(help=TREES)] = None
-    batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1
 
 
 BENCH_SERVER = """measure a head where it is served: http://HOST:PORT of a server with drafts, such
@@ -188,7 +187,6 @@ def bench(
     options = benches.BenchOptions(
         sampling=sampling.rule(runs.seed, **vars(lossy)),
         nodes=node_counts(contestants.nodes) if contestants.nodes else (),
-        batch=contestants.batch,
         compile=speed.compile,
         **vars(runs),
     )
@@ -207,11 +205,11 @@ def bench(
         name: entry[1] if isinstance(entry, tuple) else entry.tree
         for name, entry in entries.items()
     }
-    is_alone = options.batch == 1 and model.device.type == "cpu" and not model.lora
+    is_comparable = model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids), default=0) + runs.max_new_tokens
     with ExitStack() as stack:
         turns = stack.enter_context(turns_of(outputs.json_out, model, folders, trees, options, ids))
-        if is_alone and isinstance(options.sampling, Greedy):
+        if is_comparable and isinstance(options.sampling, Greedy):
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
         report = benches.bench(model, entries, ids, options, turns=turns)
@@ -255,11 +253,12 @@ def bench_server(
     side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
     ids = opening_ids(side, texts.prompts, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
-    race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
+    race = BenchOptions(sampling=sampling.rule(runs.seed), **vars(runs))
     rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))
     settings = {
         "target": model.name,
         "model": model.model,
+        "batch": servers.concurrency,
         "servers": [server.url for server in model.servers],
         "prompts_skipped": len(ids) - len(prompts),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),

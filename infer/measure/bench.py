@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from time import perf_counter
@@ -24,7 +24,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import DrafterSource, Speculator
-from draftheads.infer.measure.baseline import Baseline, OneByOne, without_defaults
+from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.llamacpp import LlamaServer
 from draftheads.infer.race import (
     GENERATE,
@@ -41,21 +41,16 @@ from draftheads.infer.race import (
     speed,
     speedup_interval,
     steps_of,
-    timed,
 )
 from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
 from draftheads.infer.turns import TimedRun, Turns
 
-ALONE = "generate alone"
-"""Reference of the outputs of batches, in no table: padding must not change an output."""
 COMPILED = " compiled"
 """At the end of the names of candidates whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
 RIVAL = "llama.cpp"
-RESERVED = (*BASELINES, ALONE, RIVAL)
-PROFILED_PROMPTS = 8
-"""At most so many are decoded once more, for draft and verify times on an accelerator."""
+RESERVED = (*BASELINES, RIVAL)
 
 Entry = DrafterSource | tuple[DrafterSource, Tree]
 
@@ -150,13 +145,10 @@ def bench(
         clock = fair_clock(target.device)
         skipped = len(prompts) - len(fitting)
         fitting, runs = race(candidates, fitting, options, clock, turns=turns)
-        sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
         results = [
-            summarize(
-                each, target, fitting, runs, options, profiled(each, sample, options.sampling)
-            )
+            summarize(each, target, fitting, runs, options)
             for each in candidates
-            if each.name not in (GENERATE, ALONE)
+            if each.name != GENERATE
         ]
     plain, *others = results
     rival = others.pop() if options.rival else None
@@ -182,7 +174,7 @@ def _candidates(
     for ending, compile in endings.items():
         generate = Baseline(target, compile=compile)
         yield Candidate(GENERATE + ending, generate)
-        plain = Speculator(target, compile=compile)
+        plain = Speculator(target, compile=compile, profile=True)
         yield Candidate(PLAIN + ending, plain, 0)
     for name, entry in heads.items():
         if name in RESERVED:
@@ -191,10 +183,8 @@ def _candidates(
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
             for ending, compile in endings.items():
-                engine = Speculator(target, drafts, tree=shape, compile=compile)
+                engine = Speculator(target, drafts, tree=shape, compile=compile, profile=True)
                 yield Candidate(label + ending, engine, nodes)
-    if options.batch > 1:
-        yield Candidate(ALONE, OneByOne(Baseline(target)))
     if options.rival:
         clock = fair_clock(target.device)
         if clock is not perf_counter:
@@ -214,35 +204,17 @@ def _trees(
     return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
 
 
-def profiled(
-    candidate: Candidate, prompts: Sequence[BenchPrompt], rule: Acceptance
-) -> Statistics | None:
-    """Draft and verify times of another run on an accelerator, which synchronizes and is not timed.
-
-    None where the timed runs tell them: on the CPU, and for compiled steps, which synchronize.
-    """
-    engine = candidate.engine
-    if not isinstance(engine, Speculator) or engine.compile:
-        return None
-    if engine.target.device.type != "cuda":
-        return None
-    player = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
-    again = replace(candidate, engine=player)
-    return Statistics.of(steps_of([timed(again, [each], rule) for each in prompts]))
-
-
 def summarize(
     candidate: Candidate,
     target: Target,
     prompts: Sequence[BenchPrompt],
     runs: Runs,
     options: BenchOptions,
-    profile: Statistics | None = None,
 ) -> Result:
-    """Compare one candidate with the baselines. profile: exact draft and verify times, if any."""
+    """Compare one candidate with the baselines."""
     name = candidate.name
     baselines = [each for each in BASELINES if each in runs]
-    sums_P2 = {each: sums_of(runs[each], options.batch) for each in (*baselines, name)}
+    sums_P2 = {each: sums_of(runs[each]) for each in (*baselines, name)}
     speeds = {each: speed(sums) for each, sums in sums_P2.items()}
     ours_P2 = sums_P2[name]
     generate_P2 = sums_P2[GENERATE]
@@ -250,7 +222,6 @@ def summarize(
     speedup, speedup_ci95 = compared(ours_P2, generate_P2, options)
     over_best, over_best_ci95 = compared(ours_P2, sums_P2[best], options)
     statistics = Statistics.of(steps_of(runs[name]))
-    profile = profile or statistics
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if name == RIVAL:
@@ -272,8 +243,8 @@ def summarize(
         speedup_ci95=speedup_ci95,
         speedup_over_best=over_best,
         speedup_over_best_ci95=over_best_ci95,
-        draft_seconds=profile.draft_seconds / max(profile.steps, 1),
-        verify_seconds=profile.verify_seconds / max(profile.steps, 1),
+        draft_seconds=statistics.draft_seconds / max(statistics.steps, 1),
+        verify_seconds=statistics.verify_seconds / max(statistics.steps, 1),
         steps=statistics.steps,
         tokens=int(ours_P2[:, 0].sum()),
     )
@@ -300,8 +271,8 @@ def compared(
 def _divergence(
     target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
-    """Compare every repetition with generate's first run of the prompt, alone."""
-    differing = differing_outputs(prompts, runs.get(ALONE, runs[GENERATE]), runs[name])
+    """Compare every repetition with generate's first run of the prompt."""
+    differing = differing_outputs(prompts, runs[GENERATE], runs[name])
     if not differing:
         return None
     prompt, expected, got = differing[0]

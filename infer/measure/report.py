@@ -49,9 +49,8 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
 def title(report: BenchReport) -> str:
     """The target and the settings of a bench."""
     settings = report.settings
-    batch = f", batches of {settings['batch']}" if settings["batch"] > 1 else ""
     return (
-        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts{batch}, "
+        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
     )
 

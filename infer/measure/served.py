@@ -78,10 +78,11 @@ def measure(
     options: BenchOptions,
     settings: dict[str, Any],
 ) -> ServedReport:
-    """Race a server with drafts against one without, `options.batch` requests at a time.
+    """Race a server with drafts against one without.
 
-    settings: more entries for those of the report. Raises ValueError for servers that are not what
-    they should be, and for counters that cannot be right; OSError for one that does not answer.
+    settings: more entries for those of the report; "batch": requests at a time. Raises ValueError
+    for servers that are not what they should be, and for counters that cannot be right; OSError for
+    one that does not answer.
     """
     engines = {HEAD: head, PLAIN: plain}
     candidates = [Candidate(*each) for each in engines.items()]
@@ -95,14 +96,16 @@ def measure(
                 "it without, or swap --server and --server-plain"
             )
 
-    with Turns() as turns:  # counters do not tell requests apart, so what is stopped is lost
+    batch = settings["batch"]
+    # counters do not tell requests apart, so what is stopped is lost
+    with Turns(batch=batch) as turns:
         prompts, runs = race(candidates, prompts, options, begin=begin, turns=turns)
     answers = [run for repeated in runs[HEAD] for run in repeated]
     tokens = sum(len(run.tokens) for run in answers)
     after = counts_of(head)
     growth = growth_of(before, after, head.url)
     drafts = growth.get("drafts")
-    sums = {name: sums_of(repeated, options.batch) for name, repeated in runs.items()}
+    sums = {name: sums_of(repeated, batch) for name, repeated in runs.items()}
     speedup, interval = compared(sums[HEAD], sums[PLAIN], options)
     differing = None
     if isinstance(options.sampling, Greedy):

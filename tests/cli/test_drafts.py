@@ -94,20 +94,3 @@ def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
     ]
     assert opening_ids(tiny, str(path), 6) == in_turns
     assert len(opening_ids(tiny, str(path), 99)) == len(names)
-
-
-@pytest.mark.slow
-def test_a_bench_of_batches_writes_what_it_says(run, target, heads, tmp_path):
-    source = tmp_path / "question.jsonl"
-    source.write_text("\n".join(json.dumps({"turns": ["hi"], "category": c}) for c in "aabb"))
-    figures = tmp_path / "bench.json"
-    code, table, _ = run(
-        *["bench", "--target", target, "--head", heads / "medusa", "--head", "ngram"],
-        *["--prompts", source, "--batch", 2, "--repetitions", 1, "--max-new-tokens", 8],
-        *["--json", figures],
-    )
-    said = " ".join(table.split())  # the title is as long as the path
-    assert code == 0 and "batches of 2" in said
-    rows = json.loads(figures.read_text())["heads"]
-    assert [row["name"] for row in rows] == ["medusa", "ngram"]
-    assert all(row["lossless"] for row in rows)

@@ -26,7 +26,7 @@ from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import Processed
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
+from draftheads.infer.measure.bench import BenchOptions, bench, sums_of, top2_margin
 from draftheads.infer.measure.report import (
     LEGEND,
     best,
@@ -37,7 +37,6 @@ from draftheads.infer.measure.report import (
     verdict,
 )
 from draftheads.infer.race import (
-    GENERATE,
     PLAIN,
     BenchPrompt,
     Candidate,
@@ -131,7 +130,7 @@ def test_json_has_every_field_with_its_type(report, tmp_path):
     }
     assert written["machine"]["gpu"] is None
     settings = written["settings"]
-    assert (settings["prompts"], settings["seed"], settings["batch"]) == (3, 0, 1)
+    assert (settings["prompts"], settings["seed"]) == (3, 0)
     assert settings["command"].endswith(shlex.join(sys.argv[1:]))
 
 
@@ -295,47 +294,17 @@ def test_an_equal_contestant_has_an_interval_of_one_point():
     assert speedup_interval(sums, sums) == [1.0, 1.0]
 
 
-def measured(prompts, seconds, batch=1):
-    """The result of a candidate whose runs of 10 tokens in one step took these seconds; those of
-    the baselines took 2.
-    """
-    steps = [Step([1] * 10, 3, "length", 0.0, 0.0)]
-    runs = {name: [[TimedRun(steps, 2.0)] for _ in prompts] for name in (GENERATE, PLAIN)}
-    runs["head"] = [[TimedRun(steps, each)] for each in seconds]
-    target = tiny_target()
-    candidate = Candidate("head", Speculator(target), 4)
-    options = BenchOptions(batch=batch)
-    return summarize(candidate, target, prompts, runs, options)
-
-
 def test_the_interval_of_batches_is_over_batches():
     """Rows of a batch took the same time, so four of them know no more than one."""
-    seconds = [1.0] * 4 + [2.0] * 4
-    prompts = [BenchPrompt(number, [1, 2], 10) for number in range(8)]
-    alone, together = (measured(prompts, seconds, batch) for batch in (1, 4))
-    assert alone.speedup == together.speedup
-    assert together.speedup_ci95 == [1.0, 2.0]
-    assert alone.speedup_ci95[0] > 1.0
-
-
-def test_a_batch_gets_the_room_of_its_longest_prompt(target, prompts):
-    prompts = [*prompts[:2], *some_prompts(CONTEXT - 3)]
-    report = quick(target, prompts, {"medusa": MedusaHead.create(target)}, batch=3)
-    assert [row.lossless for row in (report.plain, *report.heads)] == [True, True]
-    assert report.plain.tokens == 3 * 3
-
-
-def test_rows_of_a_batch_are_compared_with_each_prompt_alone(target, prompts, monkeypatch):
-    """So that what padding changes in `generate` is no fault of ours."""
-    real = Baseline.generate_batch
-
-    def padded(baseline, prompts, **options):
-        for steps in real(baseline, prompts, **options):
-            wrong = [replace(step, tokens=step.tokens[::-1]) for step in steps]
-            yield wrong if len(prompts) > 1 else steps
-
-    monkeypatch.setattr(Baseline, "generate_batch", padded)
-    assert quick(target, prompts[:2], batch=2).plain.lossless is True
+    runs, baseline = (
+        [[TimedRun([Step([1] * 10, 3, "length", 0.0, 0.0)], each)] for each in seconds]
+        for seconds in ([1.0] * 4 + [2.0] * 4, [2.0] * 8)
+    )
+    alone, together = (
+        speedup_interval(sums_of(runs, batch), sums_of(baseline, batch)) for batch in (1, 4)
+    )
+    assert together == [1.0, 2.0]
+    assert alone[0] > 1.0
 
 
 def test_rows_of_a_batch_share_its_time(target):
@@ -345,28 +314,6 @@ def test_rows_of_a_batch_share_its_time(target):
     candidate = Candidate(PLAIN, Speculator(target), 0)
     runs = timed(candidate, batch, Greedy(), clock=lambda: next(wall))
     assert [run.seconds for run in runs] == [4.0, 4.0]
-
-
-def test_a_wrong_row_of_a_batch_is_called_so(target, prompts, liar):
-    zeros = Made(lambda: Oracle(CHAIN, [[0] * 30] * 2, vocab_size=VOCABULARY))
-    wrong = {"liar": (zeros, CHAIN)}
-    report = quick(target, prompts[:2], wrong, batch=2)
-    assert report.plain.lossless is True
-    assert report.result("liar").first_divergence.prompts == 2
-
-
-def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
-    target = Target(random_model("llama"), name="tiny-eos")
-    target.eos_ids = (greedy(target, prompts[0], 4)[3],)
-    with without_defaults(target):
-        [rows] = Baseline(target).generate_batch(prompts, sampling=Greedy(), max_new_tokens=9)
-        for prompt, row in zip(prompts, rows, strict=True):
-            [[alone]] = Baseline(target).generate_batch(
-                [prompt], sampling=Greedy(), max_new_tokens=9
-            )
-            assert row.tokens == alone.tokens
-    assert rows[0].tokens[-1] in target.eos_ids and len(rows[0].tokens) <= 4
-    assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
 
 
 def test_a_legend_has_at_most_three_lines():

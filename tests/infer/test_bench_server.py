@@ -374,7 +374,7 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
     [
         ("--head ngram", "--head: omit these with --server"),
         ("--tree 1,1 --nodes 4", "--nodes, --tree: omit these with --server, the server decodes"),
-        ("--compile --batch 4 --dtype float32", "--batch, --compile, --dtype: omit"),
+        ("--compile --dtype float32", "--compile, --dtype: omit"),
         ("--card", "--card: omit"),
         ("--typical", "--typical: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
