@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
@@ -22,7 +22,6 @@ from draftheads.scripts.options import (
     TARGET_CHECK,
     Bits,
     Json,
-    Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
     Placement,
@@ -32,6 +31,7 @@ from draftheads.scripts.options import (
     Seed,
     ServerAccess,
     Speed,
+    Typical,
     check_places,
     early,
     names,
@@ -44,10 +44,8 @@ from draftheads.scripts.options import (
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.heads.tree import Tree
     from draftheads.infer.drafters.named import NamedDrafts
     from draftheads.infer.engine import DrafterSource
     from draftheads.infer.measure.bench import BenchReport, Entry, Result
@@ -141,7 +139,7 @@ class Outputs:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
 
 
-LOCAL = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
+LOCAL = {"typical"} | names(Contestants, Placement, Outputs, Speed) - {"json_out"}
 """Parameters that mean nothing for a server."""
 
 
@@ -150,7 +148,6 @@ def bench(
     texts: BenchPrompts,
     runs: BenchRuns,
     sampling: Sampling,
-    lossy: Lossy,
     contestants: Contestants,
     servers: BenchServers,
     placement: Placement,
@@ -161,6 +158,7 @@ def bench(
         Option("--target", callback=TARGET_CHECK, help="model; default: the one --server serves"),
     ] = None,
     revision: Revision = None,
+    typical: Typical = False,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
@@ -185,7 +183,7 @@ def bench(
     from draftheads.scripts.openings import opening_ids
 
     options = benches.BenchOptions(
-        sampling=sampling.rule(runs.seed, **vars(lossy)),
+        sampling=sampling.rule(runs.seed, typical),
         nodes=node_counts(contestants.nodes) if contestants.nodes else (),
         compile=speed.compile,
         **vars(runs),
@@ -201,14 +199,10 @@ def bench(
     entries = with_trees(loaded, contestants.tree or ())
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
-    trees = {
-        name: entry[1] if isinstance(entry, tuple) else entry.tree
-        for name, entry in entries.items()
-    }
     is_comparable = model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids), default=0) + runs.max_new_tokens
     with ExitStack() as stack:
-        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, trees, options, ids))
+        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, options, ids))
         if is_comparable and isinstance(options.sampling, Greedy):
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
@@ -277,12 +271,11 @@ def turns_of(
     json_out: Path | None,
     model: Target,
     folders: Sequence[HeadFolder],
-    trees: Mapping[str, Tree | None],
     options: RaceOptions,
     prompts: Sequence[Sequence[int]],
 ) -> Turns:
-    """Where a command that was stopped goes on: beside the file of --json, if target, heads, their
-    trees, settings, prompts and machine are the same.
+    """Where a command that was stopped goes on: beside the file of --json, if target, heads and
+    their trees, settings, prompts and machine are the same.
     """
     from draftheads.infer.race import describe_machine
     from draftheads.infer.turns import Turns
@@ -291,7 +284,7 @@ def turns_of(
     facts: dict[str, object] = {
         "target": [model.title, model.fingerprint()],
         "heads": [(file.stat().st_size, file.stat().st_mtime_ns) for file in files],
-        "trees": {name: tree and tree.to_json() for name, tree in trees.items()},
+        "trees": [folder.facts.json.get("tree") for folder in folders],
         "settings": replace(options, minutes=None),
         "prompts": prompts,
         "machine": {**describe_machine(model), "date": None},
@@ -387,33 +380,28 @@ def tune(
 ) -> None:
     """Find the tree with the most tokens per second on this machine and write it into the head."""
     from draftheads.heads.formats.hub import open_head, record_tuned
-    from draftheads.infer.drafters.named import named_drafts
     from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
     options = TuneOptions(sampling=sampling.rule(search.seed), **vars(search))
-    is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
-    keeps_tree = not (is_native or dry_run)
-    if keeps_tree:
+    if not dry_run:
         check_writable_head(head, "--head")
-    folders = [] if is_native else [open_head(head)]
-    drafts = named_drafts(head)
-    name, commit = (target, revision) if target else drafts.target
+    folder = open_head(head)
+    name, commit = (target, revision) if target else folder.target
     place = placement.place(bits=bits)
     if target is None:
-        place = place.recorded(folders[0])
-    model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
+        place = place.recorded(folder)
+    model = load_fast_target(name, place, commit, [folder], prepared(texts.template_args))
     ids = opening_ids(model, texts.prompts, texts.limit)
-    trained = [folder.facts.trained_tree for folder in folders]
-    source = cast("DraftHead", drafts.load(model))
-    trees = {"now": source.tree, **{str(place): tree for place, tree in enumerate(trained)}}
-    with turns_of(json_out, model, folders, trees, options, ids) as turns:
-        tuned = run(model, source, ids, options, others=trained, turns=turns)
+    source = folder.load(model).pack(model)
+    trained = folder.facts.trained_tree
+    with turns_of(json_out, model, [folder], options, ids) as turns:
+        tuned = run(model, source, ids, options, others=[trained], turns=turns)
         print_tuned(tuned)
         write_figures(json_out, asdict(tuned))
-        if keeps_tree and not turns.stop:
-            record_tuned(folders[0].path, tuned.best.tree, tuned.facts())
-            say(f"written to {folders[0].path}")
+        if not (dry_run or turns.stop):
+            record_tuned(folder.path, tuned.best.tree, tuned.facts())
+            say(f"written to {folder.path}")
     say_next("chat", *target_options(name, model.lora), "--head", head)

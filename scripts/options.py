@@ -215,13 +215,7 @@ class Speed:
     ] = False
 
 
-@dataclass(frozen=True)
-class Lossy:
-    """Acceptance by other rules."""
-
-    typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
-        False
-    )
+Typical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
 
 
 @dataclass(frozen=True)

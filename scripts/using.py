@@ -23,13 +23,13 @@ from draftheads.scripts.options import (
     OUT_CHECK,
     PROMPT_CHECK,
     TARGET_CHECK,
-    Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
     Placement,
     Sampling,
     Seed,
     Speed,
+    Typical,
     chosen_tree,
     prepared,
     say_beside,
@@ -120,20 +120,20 @@ def chat(
     dialogue: ChatSettings,
     drafts: Drafts,
     sampling: Sampling,
-    lossy: Lossy,
     placement: Placement,
     speed: Speed,
     learning: Learning,
     target: MaybeTarget = None,
     template_args: MaybeTemplateArgs = None,
     seed: Seed = 0,
+    typical: Typical = False,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
     check_either(drafts.head, target)
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.chat.repl import chat as run
 
-    rule = sampling.rule(seed, **vars(lossy))
+    rule = sampling.rule(seed, typical)
     options = ChatOptions(sampling=rule, **vars(dialogue))
     engine = load_engine(target, drafts, placement, speed, template_args)
     with learner(engine, drafts.head, learning) as (learned, background):

@@ -219,8 +219,8 @@ def summarize(
     ours_P2 = sums_P2[name]
     generate_P2 = sums_P2[GENERATE]
     best = max(baselines, key=lambda each: speeds[each])
-    speedup, speedup_ci95 = compared(ours_P2, generate_P2, options)
-    over_best, over_best_ci95 = compared(ours_P2, sums_P2[best], options)
+    speedup, speedup_ci95 = compared(ours_P2, generate_P2)
+    over_best, over_best_ci95 = compared(ours_P2, sums_P2[best])
     statistics = Statistics.of(steps_of(runs[name]))
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
@@ -260,12 +260,9 @@ def sums_of(runs: Sequence[Sequence[TimedRun]], batch: int = 1) -> Tensor:
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def compared(
-    ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
-) -> tuple[float, list[float]]:
+def compared(ours_P2: Tensor, baseline_P2: Tensor) -> tuple[float, list[float]]:
     """The ratio of tokens per second, and its interval."""
-    interval = speedup_interval(ours_P2, baseline_P2, seed=options.seed)
-    return speed(ours_P2) / speed(baseline_P2), interval
+    return speed(ours_P2) / speed(baseline_P2), speedup_interval(ours_P2, baseline_P2)
 
 
 def _divergence(

@@ -106,7 +106,7 @@ def measure(
     growth = growth_of(before, after, head.url)
     drafts = growth.get("drafts")
     sums = {name: sums_of(repeated, batch) for name, repeated in runs.items()}
-    speedup, interval = compared(sums[HEAD], sums[PLAIN], options)
+    speedup, interval = compared(sums[HEAD], sums[PLAIN])
     differing = None
     if isinstance(options.sampling, Greedy):
         differing = len(differing_outputs(prompts, runs[PLAIN], runs[HEAD]))

@@ -142,12 +142,10 @@ def tune(
         if isinstance(head.tree, StaticTree):
             present = predict(head.tree, heldout, costs)
         trials = track.trials([present, predict(NONE, heldout, costs), *best], held)
-    context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
     settings = {
         "sampling": rule_name(options.sampling),
         "prompts": len(fitting),
         "max_new_tokens": options.max_new_tokens,
-        "context": round(context),
         "turns_left_out": track.turns.left_out,
     }
     return Tuned(describe_machine(target), settings, costs, trials, winner(trials))
@@ -232,7 +230,7 @@ class Track:
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():
-            interval = speedup_interval(sums_P2[tree], sums_P2[present], seed=self.options.seed)
+            interval = speedup_interval(sums_P2[tree], sums_P2[present])
             result = replace(
                 trial,
                 predicted=trial.predicted * pace,

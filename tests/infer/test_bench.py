@@ -282,11 +282,10 @@ def test_the_interval_holds_the_estimate_and_repeats():
     slow_P = 2.0 + torch.rand(40, dtype=torch.float64)
     fast_P = slow_P / (2.0 + 0.4 * torch.rand(40, dtype=torch.float64))
     ours, baseline = torch.stack([tokens_P, fast_P], 1), torch.stack([tokens_P, slow_P], 1)
-    low, high = speedup_interval(ours, baseline, seed=1)
+    low, high = speedup_interval(ours, baseline)
     assert low < float(slow_P.sum() / fast_P.sum()) < high
     assert high - low < 0.15, "prompts differ in length; pairing keeps that out of the interval"
-    assert [low, high] == speedup_interval(ours, baseline, seed=1)
-    assert [low, high] != speedup_interval(ours, baseline, seed=2)
+    assert [low, high] == speedup_interval(ours, baseline)
 
 
 def test_an_equal_contestant_has_an_interval_of_one_point():

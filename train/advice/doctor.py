@@ -7,14 +7,13 @@ Legend: M learned positions, K draft depth, v draft vocabulary.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -116,13 +115,10 @@ class Evidence:
         documents = self.documents
         if documents is None or not documents.learned:
             return self.decoded_rows
-        spans = unseen(self.training, documents)
-        useful = spans[documents.learned_in(*spans.T) > 0].tolist()
-        spread = random.Random(0).sample(useful, len(useful))
-        ends = accumulate(stop - start for start, stop in spread)
-        few = [span for span, end in zip(spread, ends, strict=True) if end <= TEXT_TOKENS]
+        spans = np.random.default_rng(0).permutation(unseen(self.training, documents))
+        few = spans[np.diff(spans)[:, 0].cumsum() <= TEXT_TOKENS]
         length = min(self.target.context, TEXT_TOKENS)
-        rows = Rows(documents, few or spread[:1], length, pack=False, seed=0)
+        rows = Rows(documents, few if len(few) else spans[:1], length, pack=False, seed=0)
         return rows if len(rows) else self.decoded_rows
 
     @property
