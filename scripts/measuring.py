@@ -122,11 +122,6 @@ class Outputs:
     json_out: Json = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
 
-    def check(self, heads: Sequence[str]) -> None:
-        """Raise ValueError, before anything is measured, for a head that cannot be written."""
-        for source in heads if self.card else ():
-            check_writable_head(source, "--card")
-
     def write(
         self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
     ) -> None:
@@ -190,7 +185,8 @@ def bench(
     )
     if options.nodes and contestants.tree:
         raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
-    outputs.check(head)
+    for source in head if outputs.card else ():  # before anything is measured
+        check_writable_head(source, "--card")
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)

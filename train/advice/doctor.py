@@ -320,18 +320,17 @@ def other_template(evidence: Evidence) -> Finding | None:
 def small_vocabulary(evidence: Evidence) -> Finding | None:
     """Too many tokens that the head cannot draft."""
     ranks_MK = evidence.ranks_MK
-    ids_v: Tensor | None = getattr(evidence.head, "token_map", None)
+    ids_v = evidence.head.token_map
     if ids_v is None:
         return None
-    truth_MK = truth(evidence.rows, ranks_MK.shape[1])
-    unknown_MK = ~torch.isin(truth_MK, ids_v.cpu()) & (truth_MK >= 0)
-    if not is_above(unknown_MK[:, 0].float(), MANY_UNKNOWN):
+    next_M = truth(evidence.rows, ranks_MK.shape[1])[:, 0]
+    unknown_M = (~torch.isin(next_M, ids_v.cpu()) & (next_M >= 0)).float()
+    if not is_above(unknown_M, MANY_UNKNOWN):
         return None
-    share = float(unknown_MK[:, 0].float().mean())
     return Finding(
         "draft vocabulary",
-        f"{share:.1%} of the target's tokens are outside the draft vocabulary of {len(ids_v)} "
-        f"({len(ranks_MK)} positions), more than {MANY_UNKNOWN:.0%}",
+        f"{unknown_M.mean():.1%} of the target's tokens are outside the draft vocabulary of "
+        f"{len(ids_v)} ({len(ranks_MK)} positions), more than {MANY_UNKNOWN:.0%}",
         "train with a larger head.vocabulary, or with one counted on texts like these",
     )
 
