@@ -135,10 +135,10 @@ def check_file(file: Path) -> None:
     folder = nearest(file.absolute().parent)
     if not takes_files(folder):
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
-    if file.is_dir():
-        raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
     if file.is_symlink() or (file.exists() and not file.is_file()):  # it would be replaced
-        raise ValueError(f"{file}: expected a file to write, got a link or a device; give another")
+        raise ValueError(
+            f"{file}: expected a file to write, got a folder, a link or a device; give another name"
+        )
 
 
 HEAD_CHECK = early(check_head)

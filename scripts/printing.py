@@ -21,6 +21,7 @@ from draftheads.infer.measure.report import partial
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
+from draftheads.scripts.options import target_options
 from draftheads.train.advice.plan import Plan
 from draftheads.train.batches import FEW_STEPS
 from draftheads.train.data.answers import count, read_answers, read_manifest
@@ -69,10 +70,9 @@ def show_answers(folder: Path, pen: Pen, limit: int, out: Console) -> None:
         )
         out.print(pen.document(answer.tokens, answer.learn), end="\n\n")
     manifest = read_manifest(folder)
-    counts = count(folder, manifest)
     note = " (imported, not checked)" if "imported" in manifest else ""
     out.print(Text(f"{folder}, answered by {manifest['target']['name']}{note}", style="bold"))
-    out.print(Text("\n".join(counts.lines())))
+    out.print(Text("\n".join(count(folder, manifest).lines())))
 
 
 TOO_MUCH_MEMORY = """memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, \
@@ -207,10 +207,8 @@ def next_command(plan: Plan, arguments: Sequence[str]) -> str:
     """What to run after a plan that fits. arguments: recipe and overrides."""
     recipe = plan.recipe
     if plan.work.rows is None:
-        return (
-            f"draftheads distill --target {recipe.target} --prompts PROMPTS --out "
-            f"{recipe.data.path}"
-        )
+        target = shlex.join(target_options(recipe.target, recipe.target_adapter))
+        return f"draftheads distill {target} --prompts PROMPTS --out {recipe.data.path}"
     if plan.processes == 1:
         return f"draftheads train {shlex.join(arguments)}"
     return (

@@ -218,7 +218,7 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/null")
     for name in ("fifo", "link"):  # in whose place a file would stand
-        failed(run(*bench, "--json", tmp_path / name), f"{name}: expected a file to write, got a l")
+        failed(run(*bench, "--json", tmp_path / name), f"{name}: expected a file to write, got a")
     assert run(*bench, "--seed", 2**63)[0] == 2
     failed(run(*bench, "--card"), "--card", "me/heads")
 
