@@ -17,17 +17,12 @@ def flat(values: dict[str, Any], name: str = "") -> dict[str, Any]:
     return result
 
 
-def markdown_table(
-    titles: Sequence[str], rows: Iterable[Sequence[Any]], texts: int | None = None
-) -> str:
-    """A Markdown table, floats with four significant digits; "" without rows. texts: number of
-    columns, the first ones, that are no numbers (default: all).
-    """
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table, floats with four significant digits; "" without rows."""
     lines = [[_cell(value) for value in row] for row in rows]
     if not lines:
         return ""
-    texts = len(titles) if texts is None else texts
-    rule = ["---"] * texts + ["---:"] * (len(titles) - texts)
+    rule = ["---"] * len(titles)
     return "\n".join(f"| {' | '.join(row)} |" for row in [titles, rule, *lines])
 
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from operator import mul
-from statistics import median
 
 import numpy as np
 import torch
@@ -96,27 +95,20 @@ def fitted_costs(runs: TreeRuns) -> Costs:
     """The costs that explain typical steps of these runs: of a verification by size, of drafting by
     least squares over all trees. Raises ValueError if a tree made no step, and if the times
     contradict each other: no part of a step takes less than no time.
-
-    Compiled steps are not divided: what trees of one size differ by is put down to their levels.
     """
     steps = {tree: _halves(each) for tree, each in runs.items()}
     prompt = _prompt_seconds(runs, steps)
-    is_compiled = not any(drafting for drafting, _ in steps.values())
-    level = _level_seconds(steps) if is_compiled else 0.0
     curve: dict[int, float] = {}
-    for tree, (_, verifying) in steps.items():
-        seconds = verifying - level * tree.depth
+    for tree, (_, seconds) in steps.items():
         curve[tree.draft_nodes] = min(seconds, curve.get(tree.draft_nodes, seconds))
     # noise only adds: no tree takes longer to verify than a larger one
     sizes = sorted(curve)
     verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
     if verify[0] <= 0:
         raise ValueError(
-            "expected times that add up, got levels that take longer than steps; nothing was "
-            "written: leave the machine alone and tune again"
+            "expected times that add up, got steps of no time; nothing was written: leave the "
+            "machine alone and tune again"
         )
-    if is_compiled:
-        return Costs(verify, (0.0, level, 0.0, 0.0), prompt)
     drafted = {tree: each for tree, each in steps.items() if tree.paths}
     return Costs(verify, _least_squares(drafted), prompt)
 
@@ -133,16 +125,6 @@ def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, flo
                 prefill, first = run.steps[:2]
                 seconds.append(prefill.verify_seconds + first.draft_seconds - drafting)
     return max(typical(seconds), 0.0)
-
-
-def _level_seconds(steps: Mapping[StaticTree, tuple[float, float]]) -> float:
-    """What a level adds to compiled steps, by pairs of trees with as many nodes."""
-    slopes = [
-        (steps[a][1] - steps[b][1]) / (a.depth - b.depth)
-        for a, b in combinations(steps, 2)
-        if a.draft_nodes == b.draft_nodes and a.depth != b.depth
-    ]
-    return max(median(slopes), 0.0) if slopes else 0.0
 
 
 def _halves(runs: Sequence[Sequence[TimedRun]]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, product, zip_longest
+from itertools import chain, product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -46,15 +46,12 @@ class RaceOptions:
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # at least 1; runs per prompt and candidate
     seed: int = 0  # of sampling
-    batch: int = 1  # at least 1; prompts decoded together
     compile: bool = False  # of a bench: every candidate once more, compiled
     minutes: float | None = None  # since `Turns` began, in which turns end
 
     def __post_init__(self) -> None:
-        for name in ("repetitions", "batch"):
-            number = getattr(self, name)
-            if number < 1:
-                raise ValueError(f"{name}: expected 1 or more, got {number}")
+        if self.repetitions < 1:
+            raise ValueError(f"repetitions: expected 1 or more, got {self.repetitions}")
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class BenchPrompt:
     number: int
     prompt: Sequence[int]
     limit: int
-    category: str | None = None
 
 
 class WithContext(Protocol):
@@ -98,16 +94,17 @@ class Candidate:
     """
 
     name: str
-    nodes: int | None
     engine: BatchEngine
-    rule: Acceptance
+    nodes: int | None = None
     clock: Callable[[], float] | None = None
 
-    def generate(self, batch: Sequence[BenchPrompt]) -> Iterator[list[Step | None]]:
+    def generate(
+        self, batch: Sequence[BenchPrompt], rule: Acceptance
+    ) -> Iterator[list[Step | None]]:
         """Continue a batch of prompts, each by the new tokens that fit after all of them."""
         prompts = [each.prompt for each in batch]
         limit = min(each.limit for each in batch)
-        return self.engine.generate_batch(prompts, sampling=self.rule, max_new_tokens=limit)
+        return self.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit)
 
 
 Runs = Mapping[str, list[list[TimedRun]]]
@@ -162,7 +159,7 @@ def race(
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
-    places = batched(prompts, options.batch) * options.repetitions
+    places = batched(prompts, turns.batch) * options.repetitions
     batches = [[prompts[place] for place in unit] for unit in places]
     keys = [
         json.dumps([turn, [each.number for each in batch], names])
@@ -183,7 +180,7 @@ def race(
             for each in (*candidates[first:], *candidates[:first]):
                 torch.manual_seed(options.seed + turn)
                 options.sampling.seed(options.seed + turn)
-                times[each.name] = timed(each, batches[turn], clock)
+                times[each.name] = timed(each, batches[turn], options.sampling, clock)
                 turns.tick()
             turns.keep(key, times)
     except (KeyboardInterrupt, SystemExit) as stop:
@@ -212,39 +209,28 @@ def by_place(
 def warm_up(
     candidates: Sequence[Candidate], batches: Sequence[list[BenchPrompt]], options: RaceOptions
 ) -> None:
-    """Decode the shortest batch of each size by a step. Compiled code may know one length
-    only, and transformers compiles again for a longer cache: it decodes the longest, too, as long
-    as in the race.
+    """Decode the shortest batch by a step. Compiled code may know one length only, and
+    transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
+    race.
     """
     ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
-    shortest = {len(batch): batch for batch in reversed(ordered)}
-    chosen = [
-        [replace(prompt, limit=min(prompt.limit, WARM_TOKENS)) for prompt in batch]
-        for batch in shortest.values()
-    ]
-    if options.compile:
-        longest = {len(batch): batch for batch in ordered}
-        chosen = [*longest.values(), *shortest.values()]
+    shortest = [replace(each, limit=min(each.limit, WARM_TOKENS)) for each in ordered[0]]
+    chosen = [ordered[-1], shortest] if options.compile else [shortest]
     for each, batch in product(candidates, chosen):
-        timed(each, batch)
+        timed(each, batch, options.sampling)
 
 
 def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
-    """The places of prompts that are decoded together: up to `size` of one category. Categories
-    take turns, so that a race that ends early has some of each.
-    """
-    members: dict[str | None, list[int]] = defaultdict(list)
-    for place, prompt in enumerate(prompts):
-        members[prompt.category].append(place)
-    by_category = [
-        [places[first : first + size] for first in range(0, len(places), size)]
-        for places in members.values()
-    ]
-    return [batch for batch in chain.from_iterable(zip_longest(*by_category)) if batch]
+    """The places of prompts that are decoded together, up to `size`."""
+    places = list(range(len(prompts)))
+    return [places[first : first + size] for first in range(0, len(places), size)]
 
 
 def timed(
-    candidate: Candidate, batch: Sequence[BenchPrompt], clock: Callable[[], float] = perf_counter
+    candidate: Candidate,
+    batch: Sequence[BenchPrompt],
+    rule: Acceptance,
+    clock: Callable[[], float] = perf_counter,
 ) -> list[TimedRun]:
     """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
     clock: unless the candidate has its own.
@@ -256,7 +242,7 @@ def timed(
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
         start = clock()
-        steps = list(candidate.generate(batch))
+        steps = list(candidate.generate(batch, rule))
         share = (clock() - start) / len(batch)
     finally:
         if was_enabled:
@@ -270,14 +256,14 @@ def speed(sums_P2: Tensor) -> float:
     return float(tokens / seconds)
 
 
-def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor, *, seed: int = 0) -> list[float]:
+def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
     ours_P2, baseline_P2: as of `speed`, of the same prompts or batches of them. Each resample draws
     P prompts with replacement, the same for both sides, and takes the ratio of the sums.
     """
     prompts = len(ours_P2)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     drawn_RP = torch.randint(prompts, (RESAMPLES, prompts), generator=generator)
     ours_R2 = ours_P2[drawn_RP].sum(1)
     baseline_R2 = baseline_P2[drawn_RP].sum(1)

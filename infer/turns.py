@@ -47,11 +47,14 @@ class Turns:
     """One turn: every candidate once, on one batch of prompts.
 
     path: of the file, which needs a folder; None keeps nothing. facts: what must be the same for
-    the file to count, else a warning says what is not.
+    the file to count, else a warning says what is not. batch: prompts of a turn.
     """
 
-    def __init__(self, path: Path | None = None, facts: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, path: Path | None = None, facts: Mapping[str, str] | None = None, batch: int = 1
+    ) -> None:
         self.path = path
+        self.batch = batch
         self.runs = 0  # of all races, as far as it is known, for the progress bar
         self.share = 1.0  # of the minutes, after which the present race ends
         self.left_out = 0  # turns

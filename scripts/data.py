@@ -234,13 +234,9 @@ def import_answers(
     arguments = parsed_template_args(template_args)
     talks = read_conversations(conversations, reasoning=reasoning, **vars(subset))
     counts = run(side, talks, out, template_args=arguments, source=conversations)
-    say(
-        f"{out}: {counts.documents} documents, {counts.skipped} conversations skipped, "
-        f"{counts.learned_tokens:,} tokens to learn in {counts.turns} answers; not checked: that "
-        f"{target} wrote them"
-    )
-    for why, number in counts.reasons.most_common():
-        say(f"  {number} {why}")
+    say(f"{out}; not checked: that {target} wrote it")
+    for line in counts.lines():
+        say(line)
     say_init(target, out)
 
 
@@ -259,10 +255,7 @@ def data_preview(
         from draftheads.train.data.answers import check as compare
 
         counts = compare(path)
-        say(
-            f"{path}: {counts.documents:,} documents, {counts.tokens:,} tokens, "
-            f"{counts.learned_tokens:,} to learn; all as they were written"
-        )
+        say(f"{path}: all as it was written: {counts.lines()[0]}")
         return
     from draftheads.heads.terminal import SafeConsole
     from draftheads.scripts.printing import Pen, show_answers

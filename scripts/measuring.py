@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
@@ -20,8 +20,8 @@ from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
     TARGET_CHECK,
+    Bits,
     Json,
-    Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
     Placement,
@@ -31,6 +31,7 @@ from draftheads.scripts.options import (
     Seed,
     ServerAccess,
     Speed,
+    Typical,
     check_places,
     early,
     names,
@@ -43,10 +44,8 @@ from draftheads.scripts.options import (
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
-    from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.heads.tree import Tree
     from draftheads.infer.drafters.named import NamedDrafts
     from draftheads.infer.engine import DrafterSource
     from draftheads.infer.measure.bench import BenchReport, Entry, Result
@@ -86,8 +85,8 @@ def node_counts(text: str) -> list[int]:
     return [int(count) for count in counts]
 
 
-TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa), NAME@TREE for one head;
-default: the heads' own; repeatable"""
+TREES = """4,2,1 or [[0],[0,0]] or nodes=16,depth=5,top_k=4 (not Medusa); default: the heads' own;
+repeatable"""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ class Contestants:
         str | None, Option(callback=early(node_counts), help="draft nodes to try: 4,8,16")
     ] = None
     tree: Annotated[list[str] | None, Option(help=TREES)] = None
-    batch: Annotated[int, Option(min=1, help="prompts decoded together")] = 1
 
 
 BENCH_SERVER = """measure a head where it is served: http://HOST:PORT of a server with drafts, such
@@ -124,11 +122,6 @@ class Outputs:
     json_out: Json = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
 
-    def check(self, heads: Sequence[str]) -> None:
-        """Raise ValueError, before anything is measured, for a head that cannot be written."""
-        for source in heads if self.card else ():
-            check_writable_head(source, "--card")
-
     def write(
         self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
     ) -> None:
@@ -141,7 +134,7 @@ class Outputs:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
 
 
-LOCAL = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
+LOCAL = {"typical"} | names(Contestants, Placement, Outputs, Speed) - {"json_out"}
 """Parameters that mean nothing for a server."""
 
 
@@ -150,7 +143,6 @@ def bench(
     texts: BenchPrompts,
     runs: BenchRuns,
     sampling: Sampling,
-    lossy: Lossy,
     contestants: Contestants,
     servers: BenchServers,
     placement: Placement,
@@ -161,6 +153,7 @@ def bench(
         Option("--target", callback=TARGET_CHECK, help="model; default: the one --server serves"),
     ] = None,
     revision: Revision = None,
+    typical: Typical = False,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
@@ -178,42 +171,38 @@ def bench(
             "pass them"
         )
     from draftheads.infer.accept import Greedy
-    from draftheads.infer.drafters.named import load_drafts, open_drafts
+    from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
-    from draftheads.scripts.openings import openings
+    from draftheads.scripts.openings import opening_ids
 
     options = benches.BenchOptions(
-        sampling=sampling.rule(runs.seed, **vars(lossy)),
+        sampling=sampling.rule(runs.seed, typical),
         nodes=node_counts(contestants.nodes) if contestants.nodes else (),
-        batch=contestants.batch,
         compile=speed.compile,
         **vars(runs),
     )
-    outputs.check(head)
+    if options.nodes and contestants.tree:
+        raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
+    for source in head if outputs.card else ():  # before anything is measured
+        check_writable_head(source, "--card")
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
-    loaded = load_drafts(drafts, model, options.sampling)
+    loaded = {name: option.load(model) for name, option in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
-    if options.nodes and not entries.keys() & loaded.keys():
-        raise ValueError("--nodes: expected a head without a --tree, got none; leave one out")
-    ids, categories = openings(model, texts.prompts, texts.limit)
+    ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
-    trees = {
-        name: entry[1] if isinstance(entry, tuple) else entry.tree
-        for name, entry in entries.items()
-    }
-    is_alone = options.batch == 1 and model.device.type == "cpu" and not model.lora
+    is_comparable = model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids), default=0) + runs.max_new_tokens
     with ExitStack() as stack:
-        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, trees, options, ids))
-        if is_alone and isinstance(options.sampling, Greedy):
+        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, options, ids))
+        if is_comparable and isinstance(options.sampling, Greedy):
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
-        report = benches.bench(model, entries, ids, options, categories=categories, turns=turns)
+        report = benches.bench(model, entries, ids, options, turns=turns)
         outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
@@ -227,17 +216,21 @@ def bench_server(
     sampling: Sampling,
     runs: BenchRuns,
 ) -> ServedReport:
-    """Measure a server with drafts against one without, and print it. Raises ValueError if two
-    addresses are one.
+    """Measure a server with drafts against one without, and print it. Raises ValueError unless
+    there are two addresses.
     """
     from draftheads.infer.measure.bench import BenchOptions
     from draftheads.infer.measure.served import measure, print_served
     from draftheads.infer.race import fitting_prompts
-    from draftheads.scripts.openings import openings
+    from draftheads.scripts.openings import opening_ids
     from draftheads.train.data import distill
     from draftheads.train.data.server import ServedEngine, ServedTarget
 
-    urls = [url for url in (servers.server, servers.server_plain) if url]
+    if not (servers.server and servers.server_plain):
+        raise ValueError(
+            "--server: expected --server-plain, too, got none; start the same model without drafts"
+        )
+    urls = [servers.server, servers.server_plain]
     options = servers.options(urls=urls, concurrency=servers.concurrency, tries=1)
     model = ServedTarget(target, options, revision)
     if len(model.servers) < len(urls):
@@ -248,24 +241,24 @@ def bench_server(
     if sampling.temperature:
         model.servers[0].warn_of_speculation()
     side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
-    ids, _ = openings(side, texts.prompts, texts.limit)
+    ids = opening_ids(side, texts.prompts, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
-    race = BenchOptions(sampling=sampling.rule(runs.seed), batch=servers.concurrency, **vars(runs))
+    race = BenchOptions(sampling=sampling.rule(runs.seed), **vars(runs))
     rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))
     settings = {
         "target": model.name,
         "model": model.model,
+        "batch": servers.concurrency,
         "servers": [server.url for server in model.servers],
         "prompts_skipped": len(ids) - len(prompts),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     with ExitStack() as stack:
-        engines = [
+        head, plain = (
             stack.enter_context(closing(ServedEngine(model, server, rule)))
             for server in model.servers
-        ]
-        plain = engines[1] if len(engines) > 1 else None
-        report = measure(engines[0], plain, prompts, race, settings)
+        )
+        report = measure(head, plain, prompts, race, settings)
     print_served(report)
     return report
 
@@ -274,12 +267,11 @@ def turns_of(
     json_out: Path | None,
     model: Target,
     folders: Sequence[HeadFolder],
-    trees: Mapping[str, Tree | None],
     options: RaceOptions,
     prompts: Sequence[Sequence[int]],
 ) -> Turns:
-    """Where a command that was stopped goes on: beside the file of --json, if target, heads, their
-    trees, settings, prompts and machine are the same.
+    """Where a command that was stopped goes on: beside the file of --json, if target, heads and
+    their trees, settings, prompts and machine are the same.
     """
     from draftheads.infer.race import describe_machine
     from draftheads.infer.turns import Turns
@@ -288,7 +280,7 @@ def turns_of(
     facts: dict[str, object] = {
         "target": [model.title, model.fingerprint()],
         "heads": [(file.stat().st_size, file.stat().st_mtime_ns) for file in files],
-        "trees": {name: tree and tree.to_json() for name, tree in trees.items()},
+        "trees": [folder.facts.json.get("tree") for folder in folders],
         "settings": replace(options, minutes=None),
         "prompts": prompts,
         "machine": {**describe_machine(model), "date": None},
@@ -300,24 +292,18 @@ def turns_of(
 
 
 def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dict[str, Entry]:
-    """Entries of a bench: each head with each tree of --tree, as "name@tree"; "name@tree" is for
-    that head alone. A head without a tree keeps its own. Raises ValueError for an unknown name.
+    """Entries of a bench: each head with each tree of --tree, as "name@tree"; without such, with
+    its own.
     """
     from draftheads.heads.tree import parse_tree
 
-    own: dict[str, Entry] = dict(drafts)
-    entries: dict[str, Entry] = {}
-    for text in texts:
-        name, _, tree = text.rpartition("@")
-        if name and name not in drafts:
-            raise ValueError(
-                f"--tree {text}: expected a tree, or one of {', '.join(drafts)} before the @, "
-                f"got {name}"
-            )
-        for each in [name] if name else list(drafts):
-            entries[f"{each}@{tree}"] = (drafts[each], parse_tree(tree))
-            own.pop(each, None)
-    return {**own, **entries}
+    if not texts:
+        return dict(drafts)
+    return {
+        f"{name}@{text}": (source, parse_tree(text))
+        for name, source in drafts.items()
+        for text in texts
+    }
 
 
 def check_writable_head(source: str, option: str) -> None:
@@ -382,7 +368,7 @@ def tune(
     search: Search,
     sampling: Sampling,
     placement: Placement,
-    speed: Speed,
+    bits: Bits = None,
     target: MaybeTarget = None,
     revision: Revision = None,
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
@@ -390,36 +376,28 @@ def tune(
 ) -> None:
     """Find the tree with the most tokens per second on this machine and write it into the head."""
     from draftheads.heads.formats.hub import open_head, record_tuned
-    from draftheads.infer.drafters.named import named_drafts
     from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
-    options = TuneOptions(
-        sampling=sampling.rule(search.seed), compile=speed.compile, **vars(search)
-    )
-    is_native = head.partition(":")[0] == "mtp"  # the target's own layer is in no folder
-    keeps_tree = not (is_native or dry_run)
-    if keeps_tree:
+    options = TuneOptions(sampling=sampling.rule(search.seed), **vars(search))
+    if not dry_run:
         check_writable_head(head, "--head")
-    folders = [] if is_native else [open_head(head)]
-    drafts = named_drafts(head)
-    name, commit = (target, revision) if target else drafts.target
-    place = placement.place(bits=speed.bits)
+    folder = open_head(head)
+    name, commit = (target, revision) if target else folder.target
+    place = placement.place(bits=bits)
     if target is None:
-        place = place.recorded(folders[0])
-    model = load_fast_target(name, place, commit, folders, prepared(texts.template_args))
+        place = place.recorded(folder)
+    model = load_fast_target(name, place, commit, [folder], prepared(texts.template_args))
     ids = opening_ids(model, texts.prompts, texts.limit)
-    trained = [folder.facts.trained_tree for folder in folders]
-    say_compiling(speed.compile)
-    source = cast("DraftHead", drafts.load(model))
-    trees = {"now": source.tree, **{str(place): tree for place, tree in enumerate(trained)}}
-    with turns_of(json_out, model, folders, trees, options, ids) as turns:
-        tuned = run(model, source, ids, options, others=trained, turns=turns)
+    source = folder.load(model).pack(model)
+    trained = folder.facts.trained_tree
+    with turns_of(json_out, model, [folder], options, ids) as turns:
+        tuned = run(model, source, ids, options, others=[trained], turns=turns)
         print_tuned(tuned)
         write_figures(json_out, asdict(tuned))
-        if keeps_tree and not turns.stop:
-            record_tuned(folders[0].path, tuned.best.tree, tuned.facts())
-            say(f"written to {folders[0].path}")
+        if not (dry_run or turns.stop):
+            record_tuned(folder.path, tuned.best.tree, tuned.facts())
+            say(f"written to {folder.path}")
     say_next("chat", *target_options(name, model.lora), "--head", head)

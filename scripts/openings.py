@@ -14,15 +14,9 @@ CATEGORISED = 10_000
 
 
 def opening_ids(target: TextSource, source: str, limit: int | None) -> list[list[int]]:
-    """Token ids of the prompts in `source`; conversations end with their first user turn."""
-    return openings(target, source, limit)[0]
-
-
-def openings(
-    target: TextSource, source: str, limit: int | None
-) -> tuple[list[list[int]], list[str | None]]:
-    """Token ids as of `opening_ids`, and categories. If the prompts have categories, the first
-    CATEGORISED are read, and `limit` are taken in turns from each.
+    """Token ids of the prompts in `source`; conversations end with their first user turn. If the
+    prompts have categories, the first CATEGORISED are read, and `limit` are taken in turns from
+    each.
     """
     prompts = read_prompts(source, limit=limit)
     if limit and any(prompt.category for prompt in prompts):
@@ -31,8 +25,7 @@ def openings(
             by_category[prompt.category].append(prompt)
         turns = chain.from_iterable(zip_longest(*by_category.values()))
         prompts = list(islice(filter(None, turns), limit))
-    ids = [
+    return [
         encode_prompt(target, turns_of(prompt)[0] if prompt.text is None else prompt.text)
         for prompt in prompts
     ]
-    return ids, [prompt.category for prompt in prompts]

@@ -135,10 +135,10 @@ def check_file(file: Path) -> None:
     folder = nearest(file.absolute().parent)
     if not takes_files(folder):
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
-    if file.is_dir():
-        raise ValueError(f"{file}: expected a file to write, got a folder; add a file's name")
     if file.is_symlink() or (file.exists() and not file.is_file()):  # it would be replaced
-        raise ValueError(f"{file}: expected a file to write, got a link or a device; give another")
+        raise ValueError(
+            f"{file}: expected a file to write, got a folder, a link or a device; give another name"
+        )
 
 
 HEAD_CHECK = early(check_head)
@@ -202,26 +202,20 @@ class Placement:
 BITS = """quantise the target: 8 (int8) on a CPU, 8 or 4 on a GPU (bitsandbytes)"""
 
 
+Bits = Annotated[Literal[8, 4] | None, Option(help=BITS)]
+
+
 @dataclass(frozen=True)
 class Speed:
     """Speed."""
 
-    bits: Annotated[Literal[8, 4] | None, Option(help=BITS)] = None
+    bits: Bits = None
     compile: Annotated[
         bool, Option("--compile", help="compile steps (takes a minute at first)")
     ] = False
 
 
-@dataclass(frozen=True)
-class Lossy:
-    """Acceptance by other rules."""
-
-    typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
-        False
-    )
-    drawn: Annotated[
-        bool, Option("--drawn", help="draft models draw chains (speculative sampling); lossless")
-    ] = False
+Typical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
 
 
 @dataclass(frozen=True)
@@ -232,20 +226,12 @@ class Sampling:
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")] = 1.0
     top_k: Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")] = 0
 
-    def rule(self, seed: int = 0, typical: bool = False, drawn: bool = False) -> Acceptance:
+    def rule(self, seed: int = 0, typical: bool = False) -> Acceptance:
         """The acceptance rule that these options request."""
         from draftheads.infer.accept import Greedy, Sampled, Typical
-        from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
 
         rule: Acceptance = Greedy()
-        if drawn:
-            if typical or not self.temperature:
-                raise ValueError(
-                    "--drawn: expected sampling, as with --temperature 1, and not --typical, "
-                    f"got {'--typical' if typical else '--temperature 0'}; change that"
-                )
-            rule = SpeculativeSampling(**vars(self))
-        elif typical:
+        if typical:
             rule = Typical(temperature=self.temperature or 0.7)
         elif self.temperature:
             rule = Sampled(**vars(self))

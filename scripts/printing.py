@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from draftheads.infer.measure.report import partial
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
+from draftheads.scripts.options import target_options
 from draftheads.train.advice.plan import Plan
 from draftheads.train.batches import FEW_STEPS
 from draftheads.train.data.answers import count, read_answers, read_manifest
@@ -69,19 +70,9 @@ def show_answers(folder: Path, pen: Pen, limit: int, out: Console) -> None:
         )
         out.print(pen.document(answer.tokens, answer.learn), end="\n\n")
     manifest = read_manifest(folder)
-    counts = count(folder, manifest)
     note = " (imported, not checked)" if "imported" in manifest else ""
-    learned = counts.learned_tokens
-    lines = [
-        f"documents      {counts.documents:,}; {counts.skipped:,} prompts skipped, "
-        f"{counts.failed:,} failed",
-        f"tokens         {counts.tokens:,}, {learned / max(1, counts.tokens):.1%} learned",
-        f"answers        {counts.turns:,}, {learned / max(1, counts.turns):.1f} tokens on "
-        f"average; {counts.cut / max(1, counts.documents):.1%} of the documents cut by length",
-        *(f"               {number:,} {why}" for why, number in counts.reasons.most_common()),
-    ]
     out.print(Text(f"{folder}, answered by {manifest['target']['name']}{note}", style="bold"))
-    out.print(Text("\n".join(lines)))
+    out.print(Text("\n".join(count(folder, manifest).lines())))
 
 
 TOO_MUCH_MEMORY = """memory; lower data.rows_per_batch, data.sequence_length or data.cache_gb, \
@@ -113,7 +104,9 @@ def print_counts(plan: Plan, console: Console | None = None) -> None:
         "note": work.note,
         "refused by": shapes.refusals,
     }
-    _print_facts(facts, console)
+    for label, text in facts.items():
+        if text:
+            console.print(f"{label}: {text}", soft_wrap=True)
 
 
 def print_trial(plan: Plan, console: Console | None = None) -> None:
@@ -126,11 +119,9 @@ def print_trial(plan: Plan, console: Console | None = None) -> None:
         time += f", {plan.time['steps']:,} steps"
         if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
             time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
-    facts = {
-        "activations": _size(plan.trial.activations) if plan.trial else "",
-        "time": time,
-    }
-    _print_facts(facts, console)
+    if plan.trial:
+        console.print(f"activations: {_size(plan.trial.activations)}")
+    console.print(f"time: {time}", soft_wrap=True)
     for line in plan.servers:
         console.print(line, soft_wrap=True)
     fits = is_fitting(plan)
@@ -143,12 +134,6 @@ def print_trial(plan: Plan, console: Console | None = None) -> None:
     if fits and plan.time:
         verdict += f", about {duration(plan.time['total'])}"
     console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
-
-
-def _print_facts(facts: Mapping[str, str], console: Console) -> None:
-    for label, text in facts.items():
-        if text:
-            console.print(f"{label}: {text}", soft_wrap=True)
 
 
 def is_fitting(plan: Plan) -> bool:
@@ -165,8 +150,6 @@ def print_tuned(tuned: Tuned) -> None:
     Grid(columns, rows).print(console, lambda row: "bold green" if row[0].endswith("*") else None)
     tree = tuned.best.tree
     gain = f"{tuned.best.measured / tuned.plain.measured:.2f} times plain decoding"
-    if tuned.settings["compile"]:
-        gain += ", both compiled"
     if tree.nodes == 1:
         gain = why_no_drafts(tuned)
     choice = "the present tree stays" if tuned.best is present else "a new tree"
@@ -216,7 +199,7 @@ def why_no_drafts(tuned: Tuned) -> str:
         f"{best.tree.draft_nodes} nodes, brings τ {best.tau:.2f}, and a step with it costs "
         f"{break_even:.2f} plain ones (break-even τ); {best.measured / tuned.plain.measured:.2f} "
         f"times plain decoding. Next: train longer or on texts like these prompts (see draftheads "
-        f"doctor), {other}--compile, or tune on the machine that will decode"
+        f"doctor), {other}or tune on the machine that will decode"
     )
 
 
@@ -224,10 +207,8 @@ def next_command(plan: Plan, arguments: Sequence[str]) -> str:
     """What to run after a plan that fits. arguments: recipe and overrides."""
     recipe = plan.recipe
     if plan.work.rows is None:
-        return (
-            f"draftheads distill --target {recipe.target} --prompts PROMPTS --out "
-            f"{recipe.data.path}"
-        )
+        target = shlex.join(target_options(recipe.target, recipe.target_adapter))
+        return f"draftheads distill {target} --prompts PROMPTS --out {recipe.data.path}"
     if plan.processes == 1:
         return f"draftheads train {shlex.join(arguments)}"
     return (

@@ -24,7 +24,6 @@ from draftheads.scripts.options import (
     prepared,
     say_beside,
     say_next,
-    target_options,
 )
 from draftheads.train.entry import say
 
@@ -54,21 +53,12 @@ def init(
     """Write a recipe for a target on this machine, with the reason for each choice. Reads the
     target's config.json, no weights.
     """
-    from ruamel.yaml import YAML
-
     from draftheads.heads.files import write_text
     from draftheads.train.advice.suggest import suggest
 
     text = suggest(target, kind, data, revision, lora)
-    answers = YAML(typ="safe").load(text)["data"]["path"]
-    words = " ".join(target_options(target, lora))
-    commands = [
-        f"draftheads distill {words} --prompts PROMPTS --out {answers}",
-        f"draftheads plan {out}",
-        f"draftheads train {out}",
-    ]
     about = f"{kind} heads for {target}, by `draftheads init`. Every line may be edited."
-    header = "\n".join(f"# {line}" for line in [about, *commands])
+    header = f"# {about}\n# draftheads plan {out}\n# draftheads train {out}"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, f"{header}\n{text}")
     say(text.rstrip())

@@ -58,12 +58,11 @@ def save_head(
     *,
     target: Target,
     training: dict[str, Any] | None = None,
-    measured: list[dict[str, Any]] | None = None,
 ) -> Path:
     """Write a head folder atomically, replacing an older one.
 
-    training: metadata of the run, as JSON. measured: rows of `bench --json` for the model card.
-    Raises FileExistsError for a folder with anything else in it.
+    training: metadata of the run, as JSON. Raises FileExistsError for a folder with anything else
+    in it.
     """
     folder = Path(folder)
     names = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -76,7 +75,7 @@ def save_head(
             f"with {', '.join(sorted(others)[:3])}; choose another"
         )
     with staged(folder) as staging:
-        write_head(head, staging, target=target, training=training, measured=measured)
+        write_head(head, staging, target=target, training=training)
     return folder
 
 
@@ -86,7 +85,6 @@ def write_head(
     *,
     target: Target,
     training: dict[str, Any] | None = None,
-    measured: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write the files of `save_head` into an existing folder."""
     facts = {
@@ -97,7 +95,7 @@ def write_head(
         "adapter": target.adapter.facts() if target.adapter else None,
         **tree_facts(head.tree),
         "training": training or {},
-        "measured": measured or [],
+        "measured": [],
     }
     stored = stored_head(head, head.state_dict(), facts)
     as_ours(stored, target).save(folder)
@@ -154,7 +152,7 @@ def about_target(target: Target) -> dict[str, Any]:
 
 
 def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the measurements in a head's config.json and card (rows as for `save_head`)."""
+    """Replace the measurements in a head's config.json and card (rows of `bench --json`)."""
     config = read_config(folder)
     config["draftheads"]["measured"] = rows
     _rewrite(folder, config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from transformers import CompileConfig, GenerationConfig
@@ -68,25 +67,6 @@ class Baseline:
                 tokens = tokens[:place]
                 break
         return Step(tokens, -1, None, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class OneByOne:
-    """A baseline that decodes the prompts of a batch one after another, without padding."""
-
-    baseline: Baseline
-
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """As `Baseline.generate_batch`."""
-        rows: list[Step | None] = []
-        for prompt in prompts:
-            [row] = self.baseline.generate_batch(
-                [prompt], sampling=sampling, max_new_tokens=max_new_tokens
-            )
-            rows += row
-        yield rows
 
 
 @contextmanager

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from time import perf_counter
@@ -26,7 +24,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import DrafterSource, Speculator
-from draftheads.infer.measure.baseline import Baseline, OneByOne, without_defaults
+from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.llamacpp import LlamaServer
 from draftheads.infer.race import (
     GENERATE,
@@ -35,7 +33,6 @@ from draftheads.infer.race import (
     Candidate,
     RaceOptions,
     Runs,
-    batched,
     describe_machine,
     fitting_prompts,
     own_randomness,
@@ -44,21 +41,16 @@ from draftheads.infer.race import (
     speed,
     speedup_interval,
     steps_of,
-    timed,
 )
 from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
 from draftheads.infer.turns import TimedRun, Turns
 
-ALONE = "generate alone"
-"""Reference of the outputs of batches, in no table: padding must not change an output."""
 COMPILED = " compiled"
 """At the end of the names of candidates whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
 RIVAL = "llama.cpp"
-RESERVED = (*BASELINES, ALONE, RIVAL)
-PROFILED_PROMPTS = 8
-"""At most so many are decoded once more, for draft and verify times on an accelerator."""
+RESERVED = (*BASELINES, RIVAL)
 
 Entry = DrafterSource | tuple[DrafterSource, Tree]
 
@@ -85,16 +77,6 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class CategoryResult:
-    """Measurements of one candidate on the prompts of one category."""
-
-    prompts: int
-    tokens_per_step: float
-    speedup: float  # over generate
-    speedup_ci95: list[float]
-
-
-@dataclass(frozen=True)
 class Result:
     """Measurements of one candidate; seconds are means per step."""
 
@@ -116,7 +98,6 @@ class Result:
     verify_seconds: float
     steps: int
     tokens: int  # includes the prefill's
-    categories: dict[str, CategoryResult]  # empty unless there are several
 
     @property
     def step_seconds(self) -> float:
@@ -147,32 +128,27 @@ def bench(
     prompts: Sequence[Sequence[int]],
     options: BenchOptions | None = None,
     *,
-    categories: Sequence[str | None] = (),
     turns: Turns | None = None,
 ) -> BenchReport:
     """Measure heads, and the engine without a drafter, against transformers' own `generate`.
 
     heads: name -> head or other source of drafters, or (such, tree). prompts: token
-    ids. categories: of the prompts; batches have prompts of one category. A prompt with less room
-    than max_new_tokens in the context gets what is left; one that fills the context is skipped.
-    turns: as of `race`; the report is of what it reached.
+    ids. A prompt with less room than max_new_tokens in the context gets what is left; one that
+    fills the context is skipped. turns: as of `race`; the report is of what it reached.
     Raises ValueError if no prompt fits or a head has the name of a baseline.
     """
     options = options or BenchOptions()
     turns = turns or Turns()
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
-    if categories:
-        fitting = [replace(each, category=categories[each.number] or "other") for each in fitting]
     candidates = list(_candidates(target, heads, options))
     with without_defaults(target), own_randomness(target):
         clock = fair_clock(target.device)
         skipped = len(prompts) - len(fitting)
         fitting, runs = race(candidates, fitting, options, clock, turns=turns)
-        sample = fitting[:: -(-len(fitting) // PROFILED_PROMPTS)]
         results = [
-            summarize(each, target, fitting, runs, options, profiled(each, sample))
+            summarize(each, target, fitting, runs, options)
             for each in candidates
-            if each.name not in (GENERATE, ALONE)
+            if each.name != GENERATE
         ]
     plain, *others = results
     rival = others.pop() if options.rival else None
@@ -197,9 +173,9 @@ def _candidates(
     endings = {"": False, COMPILED: True} if options.compile else {"": False}
     for ending, compile in endings.items():
         generate = Baseline(target, compile=compile)
-        yield Candidate(GENERATE + ending, None, generate, options.sampling)
-        plain = Speculator(target, compile=compile)
-        yield Candidate(PLAIN + ending, 0, plain, options.sampling)
+        yield Candidate(GENERATE + ending, generate)
+        plain = Speculator(target, compile=compile, profile=True)
+        yield Candidate(PLAIN + ending, plain, 0)
     for name, entry in heads.items():
         if name in RESERVED:
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
@@ -207,15 +183,13 @@ def _candidates(
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
             nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
             for ending, compile in endings.items():
-                engine = Speculator(target, drafts, tree=shape, compile=compile)
-                yield Candidate(label + ending, nodes, engine, options.sampling)
-    if options.batch > 1:
-        yield Candidate(ALONE, None, OneByOne(Baseline(target)), options.sampling)
+                engine = Speculator(target, drafts, tree=shape, compile=compile, profile=True)
+                yield Candidate(label + ending, engine, nodes)
     if options.rival:
         clock = fair_clock(target.device)
         if clock is not perf_counter:
             clock = options.rival.clock
-        yield Candidate(RIVAL, None, options.rival, options.sampling, clock)
+        yield Candidate(RIVAL, options.rival, clock=clock)
 
 
 def _trees(
@@ -230,42 +204,24 @@ def _trees(
     return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
 
 
-def profiled(candidate: Candidate, prompts: Sequence[BenchPrompt]) -> Statistics | None:
-    """Draft and verify times of another run on an accelerator, which synchronizes and is not timed.
-
-    None where the timed runs tell them: on the CPU, and for compiled steps, which synchronize.
-    """
-    engine = candidate.engine
-    if not isinstance(engine, Speculator) or engine.compile:
-        return None
-    if engine.target.device.type != "cuda":
-        return None
-    player = Speculator(engine.target, engine.drafts, tree=engine.tree, profile=True)
-    again = replace(candidate, engine=player)
-    return Statistics.of(steps_of([timed(again, [each]) for each in prompts]))
-
-
 def summarize(
     candidate: Candidate,
     target: Target,
     prompts: Sequence[BenchPrompt],
     runs: Runs,
     options: BenchOptions,
-    profile: Statistics | None = None,
 ) -> Result:
-    """Compare one candidate with the baselines. profile: exact draft and verify times, if any."""
+    """Compare one candidate with the baselines."""
     name = candidate.name
-    units = batched(prompts, options.batch)
     baselines = [each for each in BASELINES if each in runs]
-    sums_P2 = {each: sums_of(runs[each], units) for each in (*baselines, name)}
+    sums_P2 = {each: sums_of(runs[each]) for each in (*baselines, name)}
     speeds = {each: speed(sums) for each, sums in sums_P2.items()}
     ours_P2 = sums_P2[name]
     generate_P2 = sums_P2[GENERATE]
     best = max(baselines, key=lambda each: speeds[each])
-    speedup, speedup_ci95 = compared(ours_P2, generate_P2, options)
-    over_best, over_best_ci95 = compared(ours_P2, sums_P2[best], options)
+    speedup, speedup_ci95 = compared(ours_P2, generate_P2)
+    over_best, over_best_ci95 = compared(ours_P2, sums_P2[best])
     statistics = Statistics.of(steps_of(runs[name]))
-    profile = profile or statistics
     reason = _why_not_comparable(target, options.sampling)
     divergence = None
     if name == RIVAL:
@@ -287,55 +243,33 @@ def summarize(
         speedup_ci95=speedup_ci95,
         speedup_over_best=over_best,
         speedup_over_best_ci95=over_best_ci95,
-        draft_seconds=profile.draft_seconds / max(profile.steps, 1),
-        verify_seconds=profile.verify_seconds / max(profile.steps, 1),
+        draft_seconds=statistics.draft_seconds / max(statistics.steps, 1),
+        verify_seconds=statistics.verify_seconds / max(statistics.steps, 1),
         steps=statistics.steps,
         tokens=int(ours_P2[:, 0].sum()),
-        categories=_by_category(name, prompts, runs, options),
     )
 
 
-def _by_category(
-    name: str, prompts: Sequence[BenchPrompt], runs: Runs, options: BenchOptions
-) -> dict[str, CategoryResult]:
-    units: dict[str, list[list[int]]] = defaultdict(list)
-    for unit in batched(prompts, options.batch):
-        units[prompts[unit[0]].category or ""].append(unit)
-    if len(units) == 1:
-        return {}
-    results = {}
-    for category, own in sorted(units.items()):
-        ours = [runs[name][place] for place in chain.from_iterable(own)]
-        sums_P2 = sums_of(runs[name], own)
-        tau = Statistics.of(steps_of(ours)).tokens_per_step
-        ratios = compared(sums_P2, sums_of(runs[GENERATE], own), options)
-        results[category] = CategoryResult(len(ours), tau, *ratios)
-    return results
-
-
-def sums_of(runs: Sequence[Sequence[TimedRun]], units: Sequence[Sequence[int]]) -> Tensor:
-    """float64 (P, 2): tokens and seconds of each batch, summed over repetitions."""
+def sums_of(runs: Sequence[Sequence[TimedRun]], batch: int = 1) -> Tensor:
+    """float64 (P, 2): tokens and seconds of each batch of prompts, summed over repetitions."""
     sums = []
-    for unit in units:
-        together = [run for place in unit for run in runs[place]]
+    for first in range(0, len(runs), batch):
+        together = [run for repeated in runs[first : first + batch] for run in repeated]
         tokens = sum(len(run.tokens) for run in together)
         sums.append([tokens, sum(run.seconds for run in together)])
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def compared(
-    ours_P2: Tensor, baseline_P2: Tensor, options: BenchOptions
-) -> tuple[float, list[float]]:
+def compared(ours_P2: Tensor, baseline_P2: Tensor) -> tuple[float, list[float]]:
     """The ratio of tokens per second, and its interval."""
-    interval = speedup_interval(ours_P2, baseline_P2, seed=options.seed)
-    return speed(ours_P2) / speed(baseline_P2), interval
+    return speed(ours_P2) / speed(baseline_P2), speedup_interval(ours_P2, baseline_P2)
 
 
 def _divergence(
     target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
-    """Compare every repetition with generate's first run of the prompt, alone."""
-    differing = differing_outputs(prompts, runs.get(ALONE, runs[GENERATE]), runs[name])
+    """Compare every repetition with generate's first run of the prompt."""
+    differing = differing_outputs(prompts, runs[GENERATE], runs[name])
     if not differing:
         return None
     prompt, expected, got = differing[0]

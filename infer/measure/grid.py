@@ -15,17 +15,16 @@ NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. texts: number of columns, the first ones, that are no numbers."""
+    """A table of numbers with a name at the beginning of each row."""
 
     columns: list[str]
     rows: list[list[str]]
-    texts: int = 1
 
     def print(self, console: Console, style: Callable[[Sequence[str]], str | None]) -> None:
         """Print it. style: of a whole row."""
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, name in enumerate(self.columns):
-            justify: JustifyMethod = "left" if place < self.texts else "right"
+            justify: JustifyMethod = "left" if place == 0 else "right"
             table.add_column(NARROW.get(name, name), justify=justify, overflow="fold")
         for row in self.rows:
             table.add_row(*row, style=style(row))

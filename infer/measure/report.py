@@ -49,9 +49,8 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
 def title(report: BenchReport) -> str:
     """The target and the settings of a bench."""
     settings = report.settings
-    batch = f", batches of {settings['batch']}" if settings["batch"] > 1 else ""
     return (
-        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts{batch}, "
+        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
     )
 
@@ -63,22 +62,12 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
     "tok/s": lambda result: f"{result.tokens_per_second:.0f}",
     "speedup": lambda result: f"{result.speedup:.2f}",
-    "95 %": lambda result: _interval(result.speedup_ci95),
+    "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
     "vs best": lambda result: f"{result.speedup_over_best:.2f}",
     "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}" if result.steps else "",
     "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
-
-
-def _interval(bounds: list[float]) -> str:
-    return "{:.2f}-{:.2f}".format(*bounds)
-
-
-def grids(report: BenchReport) -> list[Grid]:
-    """The tables that have rows."""
-    tables = results_grid(report), category_grid(report)
-    return [grid for grid in tables if grid.rows]
 
 
 def results_grid(report: BenchReport) -> Grid:
@@ -90,28 +79,11 @@ def results_grid(report: BenchReport) -> Grid:
     rows = [[GENERATE, "", f"{generate:.0f}", "1.00", "", over_best, "", "", ""]]
     if report.rival:
         results.append(report.rival)
+    winner = best(report)
     for result in results:
-        rows.append([_label(result, report), *[show(result) for show in COLUMNS.values()]])
+        label = result.name + MARK if result is winner else result.name  # which also a file shows
+        rows.append([label, *[show(result) for show in COLUMNS.values()]])
     return Grid(["candidate", *COLUMNS], rows)
-
-
-def _label(result: Result, report: BenchReport) -> str:
-    """A name with MARK at the winner's, which also a file shows."""
-    return result.name + MARK if result is best(report) else result.name
-
-
-def category_grid(report: BenchReport) -> Grid:
-    """The fastest tree of each head by category; no rows unless there are several categories."""
-    rows = []
-    for category, plain in report.plain.categories.items():
-        heading = [category, str(plain.prompts)]
-        for result in fastest(report):
-            part = result.categories[category]
-            tau = f"{part.tokens_per_step:.2f}" if result.steps else ""
-            figures = [tau, f"{part.speedup:.2f}", _interval(part.speedup_ci95)]
-            rows.append([*heading, _label(result, report), *figures])
-            heading = ["", ""]  # of the other heads of this category
-    return Grid(["category", "prompts", "candidate", "τ", "speedup", "95 %"], rows, texts=3)
 
 
 def families(report: BenchReport) -> dict[str, list[Result]]:
@@ -132,7 +104,7 @@ def fastest(report: BenchReport) -> list[Result]:
 def print_report(report: BenchReport, console: Console | None = None) -> None:
     """Print the tables, what was found, and what to know about it."""
     found = verdict(report)
-    print_findings(title(report), grids(report), found, cautions(report), LEGEND, console)
+    print_findings(title(report), [results_grid(report)], found, cautions(report), LEGEND, console)
 
 
 def print_findings(

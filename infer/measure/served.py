@@ -24,7 +24,6 @@ from draftheads.infer.race import (
     BatchEngine,
     BenchPrompt,
     Candidate,
-    batched,
     race,
     rule_name,
     speed,
@@ -40,19 +39,15 @@ NAMES = {
     "vllm:spec_decode_num_accepted_tokens_total": "accepted",
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": "position ",
     "vllm:generation_tokens_total": "tokens",
-    "draftheads_steps_total": "steps",  # one of each answer verifies no draft
-    "draftheads_accepted_prediction_tokens_total": "accepted",
-    "draftheads_completion_tokens_total": "tokens",
 }
-"""What engines call what they count."""
+"""What vLLM calls what it counts."""
 LEGEND = "τ: tokens per step. Speeds count the prompt, which a server may have cached."
 
 
 class Served(BatchEngine, Protocol):
-    """An engine behind a server. retokenized: answers whose token ids it did not tell."""
+    """An engine behind a server."""
 
     url: str
-    retokenized: int
 
     def metrics(self) -> str | None:
         """The page of its counters; None if it has none."""
@@ -70,49 +65,50 @@ class ServedReport:
     tokens: int  # received with drafts
     foreign_tokens: int  # counted by the engine, not received; negative if it missed some
     tokens_per_second: float
-    plain_tokens_per_second: float | None
-    speedup: float | None
+    plain_tokens_per_second: float
+    speedup: float
     speedup_ci95: list[float]
     different_texts: int | None  # prompts with an answer other than the plain server's first
-    retokenized: int  # answers of which the server told the text alone
 
 
 def measure(
     head: Served,
-    plain: Served | None,
+    plain: Served,
     prompts: Sequence[BenchPrompt],
     options: BenchOptions,
     settings: dict[str, Any],
 ) -> ServedReport:
-    """Race a server with drafts against one without, `options.batch` requests at a time.
+    """Race a server with drafts against one without.
 
-    settings: more entries for those of the report. Raises ValueError for servers that are not what
-    they should be, and for counters that cannot be right; OSError for one that does not answer.
+    settings: more entries for those of the report; "batch": requests at a time. Raises ValueError
+    for servers that are not what they should be, and for counters that cannot be right; OSError for
+    one that does not answer.
     """
-    engines = {HEAD: head, PLAIN: plain} if plain else {HEAD: head}
-    candidates = [Candidate(name, None, each, options.sampling) for name, each in engines.items()]
+    engines = {HEAD: head, PLAIN: plain}
+    candidates = [Candidate(*each) for each in engines.items()]
     before: dict[str, float] = {}
 
     def begin() -> None:
         before.update(counts_of(head))
-        if plain and counts_of(plain).get("accepted"):
+        if counts_of(plain).get("accepted"):
             raise ValueError(
                 f"{plain.url}: expected a server without drafts, got one that accepted some; start "
                 "it without, or swap --server and --server-plain"
             )
 
-    with Turns() as turns:  # counters do not tell requests apart, so what is stopped is lost
+    batch = settings["batch"]
+    # counters do not tell requests apart, so what is stopped is lost
+    with Turns(batch=batch) as turns:
         prompts, runs = race(candidates, prompts, options, begin=begin, turns=turns)
     answers = [run for repeated in runs[HEAD] for run in repeated]
     tokens = sum(len(run.tokens) for run in answers)
     after = counts_of(head)
-    growth = growth_of(before, after, len(answers), head.url)
+    growth = growth_of(before, after, head.url)
     drafts = growth.get("drafts")
-    units = batched(prompts, options.batch)
-    sums = {name: sums_of(repeated, units) for name, repeated in runs.items()}
-    speedup, interval = compared(sums[HEAD], sums[PLAIN], options) if plain else (None, [])
+    sums = {name: sums_of(repeated, batch) for name, repeated in runs.items()}
+    speedup, interval = compared(sums[HEAD], sums[PLAIN])
     differing = None
-    if plain and isinstance(options.sampling, Greedy):
+    if isinstance(options.sampling, Greedy):
         differing = len(differing_outputs(prompts, runs[PLAIN], runs[HEAD]))
     own = {
         "sampling": rule_name(options.sampling),
@@ -127,11 +123,10 @@ def measure(
         tokens=tokens,
         foreign_tokens=int(growth.get("tokens", tokens)) - tokens,
         tokens_per_second=speed(sums[HEAD]),
-        plain_tokens_per_second=speed(sums[PLAIN]) if plain else None,
+        plain_tokens_per_second=speed(sums[PLAIN]),
         speedup=speedup,
         speedup_ci95=interval,
         different_texts=differing,
-        retokenized=head.retokenized,
     )
 
 
@@ -147,12 +142,10 @@ def counts_of(engine: Served) -> dict[str, float]:
 
 
 def growth_of(
-    before: Mapping[str, float], after: Mapping[str, float], answers: int, url: str
+    before: Mapping[str, float], after: Mapping[str, float], url: str
 ) -> dict[str, float]:
     """What was counted between two looks. Raises ValueError for counters that cannot be right."""
     growth = {key: after[key] - before.get(key, 0.0) for key in after}
-    if "steps" in growth:
-        growth["drafts"] = growth["steps"] - answers
     needed = {"drafts", "accepted", "tokens"} if "drafts" in growth else set()
     is_whole = before.keys() | needed <= growth.keys()
     most = max(by_position(growth), default=0.0)
@@ -173,14 +166,13 @@ def by_position(counts: Mapping[str, float]) -> list[float]:
 def grids(report: ServedReport) -> list[Grid]:
     """The tables: both servers, and acceptance by position."""
     tau = f"{report.tokens_per_step:.2f}" if report.tokens_per_step else ""
-    rows = [[HEAD, tau, f"{report.tokens_per_second:.0f}"]]
-    columns = ["server", "τ", "tok/s"]
-    if report.plain_tokens_per_second and report.speedup:
-        text = {None: "n/a", 0: "yes"}.get(report.different_texts, "NO")
-        interval = "{:.2f}-{:.2f}".format(*report.speedup_ci95)
-        rows[0] += [f"{report.speedup:.2f}", interval, text]
-        rows.append([PLAIN, "", f"{report.plain_tokens_per_second:.0f}", "1.00", "", ""])
-        columns += ["speedup", "95 %", "same text"]
+    text = {None: "n/a", 0: "yes"}.get(report.different_texts, "NO")
+    interval = "{:.2f}-{:.2f}".format(*report.speedup_ci95)
+    columns = ["server", "τ", "tok/s", "speedup", "95 %", "same text"]
+    rows = [
+        [HEAD, tau, f"{report.tokens_per_second:.0f}", f"{report.speedup:.2f}", interval, text],
+        [PLAIN, "", f"{report.plain_tokens_per_second:.0f}", "1.00", "", ""],
+    ]
     shares = [f"{share:.2f}" for share in report.acceptance_by_depth]
     places = [str(place + 1) for place in range(len(shares))]
     tables = [Grid(columns, rows), Grid(["draft token", *places], [["accepted", *shares]])]
@@ -205,15 +197,11 @@ def cautions(report: ServedReport) -> list[str]:
             "half precision, or with several requests at a time, near-ties may be rounded "
             "otherwise."
         )
-    if report.retokenized:
-        lines.append("The server returns text alone: it was tokenized here to be counted.")
     return lines
 
 
 def served_verdict(report: ServedReport) -> str:
     """What was found, in a sentence."""
-    if report.speedup is None:
-        return "Without --server-plain there is no speedup and no text to compare with."
     text = {
         None: "texts of sampling are not compared",
         0: "the text is the same, token for token",

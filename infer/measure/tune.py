@@ -142,13 +142,10 @@ def tune(
         if isinstance(head.tree, StaticTree):
             present = predict(head.tree, heldout, costs)
         trials = track.trials([present, predict(NONE, heldout, costs), *best], held)
-    context = sum(len(each.prompt) + each.limit / 2 for each in fitting) / len(fitting)
     settings = {
         "sampling": rule_name(options.sampling),
         "prompts": len(fitting),
         "max_new_tokens": options.max_new_tokens,
-        "context": round(context),
-        "compile": options.compile,
         "turns_left_out": track.turns.left_out,
     }
     return Tuned(describe_machine(target), settings, costs, trials, winner(trials))
@@ -168,54 +165,37 @@ class Track:
         self.head = head
         self.options = options
         self.turns = turns
-        self.engines: dict[Tree, Speculator] = {}  # of the race before, which may be compiled
 
     def race(
         self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int, share: float
     ) -> dict[Tree, list[list[TimedRun]]]:
         """Time every tree on every prompt, in turns, until this share of the minutes is over. A
-        single thread is timed by its CPU seconds, in which other processes hardly count. Raises
-        ValueError for steps that cannot be compiled.
+        single thread is timed by its CPU seconds, in which other processes hardly count.
         """
-        options = self.options
         self.turns.share = share
-        self.engines = {
-            tree: self.engines.get(tree)
-            or Speculator(self.target, self.head, tree=tree, compile=options.compile)
-            for tree in trees
-        }
         candidates = {
-            tree: Candidate(json.dumps(tree.to_json()), tree.nodes - 1, engine, options.sampling)
-            for tree, engine in self.engines.items()
+            tree: Candidate(
+                json.dumps(tree.to_json()), Speculator(self.target, self.head, tree=tree)
+            )
+            for tree in trees
         }
         _, runs = race(
             [*candidates.values()],
             prompts,
-            replace(options, repetitions=repetitions),
+            replace(self.options, repetitions=repetitions),
             fair_clock(self.target.device),
             turns=self.turns,
         )
-        if options.compile and not all(engine.compile for engine in self.engines.values()):
-            raise ValueError(
-                "expected steps that can be compiled, got those of the warning above; tune without "
-                "--compile"
-            )
         return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
         """What steps cost, by those of fixed trees."""
-        depth = self.head.depth
-        if self.options.compile:  # few trees, so more often
-            trees = few_cost_trees(depth, self.options.nodes)
-            repetitions = self.options.repetitions
-        else:
-            trees = cost_trees(depth, self.options.nodes)
-            repetitions = 1
+        trees = cost_trees(self.head.depth, self.options.nodes)
         chosen = [
             replace(each, limit=min(each.limit, COST_TOKENS)) for each in prompts[:COST_PROMPTS]
         ]
-        self.turns.runs += len(trees) * len(chosen) * repetitions
-        runs = self.race(trees, chosen, repetitions, COSTS_END)
+        self.turns.runs += len(trees) * len(chosen)
+        runs = self.race(trees, chosen, 1, COSTS_END)
         self.turns.check()
         return fitted_costs({tree: runs[tree] for tree in trees})
 
@@ -224,9 +204,9 @@ class Track:
         """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
         new token i. share: as of `race`.
         """
-        engine = Candidate("text", None, Speculator(self.target, self.head), self.options.sampling)
+        engine = Candidate("text", Speculator(self.target, self.head))
         self.turns.share = share
-        options = replace(self.options, repetitions=1, compile=False)
+        options = replace(self.options, repetitions=1)
         prompts, runs = race([engine], prompts, options, turns=self.turns)
         self.turns.check()
         texts = []
@@ -246,14 +226,11 @@ class Track:
         trials = {each.tree: each for each in chosen}
         present = chosen[0].tree
         runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
-        sums_P2 = {
-            tree: sums_of(each, [[place] for place in range(len(each))])
-            for tree, each in runs.items()
-        }
+        sums_P2 = {tree: sums_of(each) for tree, each in runs.items()}
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():
-            interval = speedup_interval(sums_P2[tree], sums_P2[present], seed=self.options.seed)
+            interval = speedup_interval(sums_P2[tree], sums_P2[present])
             result = replace(
                 trial,
                 predicted=trial.predicted * pace,
@@ -275,15 +252,6 @@ def cost_trees(depth: int, nodes: int) -> list[StaticTree]:
         if levels == depth or size in sizes[3::2]
     ]
     return list(dict.fromkeys([*trees, StaticTree.from_widths([1] * depth)]))
-
-
-def few_cost_trees(depth: int, nodes: int) -> list[StaticTree]:
-    """As `cost_trees`, but each is compiled: two of the same size tell what a level costs."""
-    size = min(depth, nodes, 8)
-    trees = [NONE, StaticTree.from_widths([1] * size), likely(1, size)]
-    for more in (16, 32, nodes):
-        trees.append(likely(depth, min(more, nodes)))
-    return list(dict.fromkeys(trees))
 
 
 def likely(depth: int, nodes: int) -> StaticTree:

@@ -17,7 +17,7 @@ from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.infer.prompt import encode_prompt
 from draftheads.scripts.cli import app
-from draftheads.scripts.openings import openings
+from draftheads.scripts.openings import opening_ids
 
 
 @pytest.fixture
@@ -66,20 +66,6 @@ def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeyp
     assert any("without compilation" in str(each.message) for each in refused) is (head == "ngram")
 
 
-def test_a_draft_model_draws_chains_where_that_is_asked_for(run, target, monkeypatch):
-    """The target's own draws are always kept: five tokens in each step."""
-    monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
-    chat = ["chat", "--head", f"model:{target}", "--target", target, "--max-new-tokens", 11]
-    code, said, _ = run(*chat, "--temperature", 1.0, "--drawn")
-    assert code == 0 and "5.00 tokens/step" in said and "lossy" not in said
-    failed(
-        run(*chat, "--drawn", "--typical"),
-        "expected sampling, as with --temperature 1, and not --typ",
-    )
-    failed(run(*chat, "--drawn"), "got --temperature 0; change that")
-    failed(run(*chat, "--drawn", "--temperature", 1, "--tree", "2,1"), "expected a chain")
-
-
 def test_bad_drafters(run, target, heads):
     failed(run("chat", "--head", "ngram"), "ngram does not say which target", "pass --target")
     bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]
@@ -102,25 +88,9 @@ def test_prompts_are_taken_evenly_from_all_categories(tmp_path):
     path = tmp_path / "question.jsonl"
     path.write_text("\n".join(map(json.dumps, records)))
     tiny = llama()
-    ids, categories = openings(tiny, str(path), 6)
-    assert categories == ["writing", "qa", "rag", "writing", "qa", "writing"]
-    one = [{"role": "user", "content": "question 5"}]
-    assert ids[1] == encode_prompt(tiny, one)
-    assert openings(tiny, str(path), 99)[1].count("writing") == 5
-
-
-@pytest.mark.slow
-def test_a_bench_of_batches_writes_what_it_says(run, target, heads, tmp_path):
-    source = tmp_path / "question.jsonl"
-    source.write_text("\n".join(json.dumps({"turns": ["hi"], "category": c}) for c in "aabb"))
-    figures = tmp_path / "bench.json"
-    code, table, _ = run(
-        *["bench", "--target", target, "--head", heads / "medusa", "--head", "ngram"],
-        *["--prompts", source, "--batch", 2, "--repetitions", 1, "--max-new-tokens", 8],
-        *["--json", figures],
-    )
-    said = " ".join(table.split())  # the title is as long as the path
-    assert code == 0 and "batches of 2" in said and "category" in said
-    rows = json.loads(figures.read_text())["heads"]
-    assert [row["name"] for row in rows] == ["medusa", "ngram"]
-    assert all(row["lossless"] and set(row["categories"]) == {"a", "b"} for row in rows)
+    in_turns = [
+        encode_prompt(tiny, [{"role": "user", "content": f"question {n}"}])
+        for n in (0, 5, 7, 1, 6, 2)
+    ]
+    assert opening_ids(tiny, str(path), 6) == in_turns
+    assert len(opening_ids(tiny, str(path), 99)) == len(names)

@@ -69,7 +69,9 @@ OURS = ["medusa-own", "sequential-prefix", "eagle3-reduced", "eagle-scaled", "bl
 
 
 def ours(name: str, path: Path) -> Path:
-    return save_head(trained(name), path, target=tiny_target(), training=RECORDED, measured=[ROW])
+    save_head(trained(name), path, target=tiny_target(), training=RECORDED)
+    record_measured(path, [ROW])
+    return path
 
 
 @pytest.fixture(params=[*OURS, *FOREIGN])

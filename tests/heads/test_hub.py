@@ -193,9 +193,8 @@ def test_the_card_says_what_the_head_is(tmp_path, kind):
     measured = [{"nodes": 16, "tokens_per_step": 2.7, "speedup": 2.1, "speedup_ci95": [2.0, 2.2],
                  "lossless": True, "machine": "a | b"}]  # fmt: skip
     target = Target(random_model("llama"), name="user/model")
-    save_head(
-        trained(kind), tmp_path / "head", target=target, training={"tokens": 9}, measured=measured
-    )
+    save_head(trained(kind), tmp_path / "head", target=target, training={"tokens": 9})
+    record_measured(tmp_path / "head", measured)
     card = ModelCard.load(tmp_path / "head" / "README.md")
     assert card.data.base_model == "user/model"
     assert card.data.library_name == "draftheads"

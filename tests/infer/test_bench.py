@@ -26,22 +26,20 @@ from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import Processed
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import BenchOptions, bench, summarize, top2_margin
+from draftheads.infer.measure.bench import BenchOptions, bench, sums_of, top2_margin
 from draftheads.infer.measure.report import (
     LEGEND,
     best,
     cautions,
-    grids,
     measured_facts,
     print_report,
+    results_grid,
     verdict,
 )
 from draftheads.infer.race import (
-    GENERATE,
     PLAIN,
     BenchPrompt,
     Candidate,
-    batched,
     speedup_interval,
     timed,
 )
@@ -62,7 +60,6 @@ HEAD_FIELDS = {
     "plain_tokens_per_second": float,
     "speedup": float,
     "speedup_ci95": list,
-    "categories": dict,
     "speedup_over_best": float,
     "speedup_over_best_ci95": list,
     "draft_seconds": float,
@@ -108,7 +105,7 @@ def oracle(target, prompts):
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
     options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2)
-    return bench(target, heads, prompts, options, categories=["prose", "code", None])
+    return bench(target, heads, prompts, options)
 
 
 def quick(target, prompts, heads=None, **choices):
@@ -133,7 +130,7 @@ def test_json_has_every_field_with_its_type(report, tmp_path):
     }
     assert written["machine"]["gpu"] is None
     settings = written["settings"]
-    assert (settings["prompts"], settings["seed"], settings["batch"]) == (3, 0, 1)
+    assert (settings["prompts"], settings["seed"]) == (3, 0)
     assert settings["command"].endswith(shlex.join(sys.argv[1:]))
 
 
@@ -285,11 +282,10 @@ def test_the_interval_holds_the_estimate_and_repeats():
     slow_P = 2.0 + torch.rand(40, dtype=torch.float64)
     fast_P = slow_P / (2.0 + 0.4 * torch.rand(40, dtype=torch.float64))
     ours, baseline = torch.stack([tokens_P, fast_P], 1), torch.stack([tokens_P, slow_P], 1)
-    low, high = speedup_interval(ours, baseline, seed=1)
+    low, high = speedup_interval(ours, baseline)
     assert low < float(slow_P.sum() / fast_P.sum()) < high
     assert high - low < 0.15, "prompts differ in length; pairing keeps that out of the interval"
-    assert [low, high] == speedup_interval(ours, baseline, seed=1)
-    assert [low, high] != speedup_interval(ours, baseline, seed=2)
+    assert [low, high] == speedup_interval(ours, baseline)
 
 
 def test_an_equal_contestant_has_an_interval_of_one_point():
@@ -297,96 +293,26 @@ def test_an_equal_contestant_has_an_interval_of_one_point():
     assert speedup_interval(sums, sums) == [1.0, 1.0]
 
 
-def measured(prompts, seconds, batch=1):
-    """The result of a candidate whose runs of 10 tokens in one step took these seconds; those of
-    the baselines took 2.
-    """
-    steps = [Step([1] * 10, 3, "length", 0.0, 0.0)]
-    runs = {name: [[TimedRun(steps, 2.0)] for _ in prompts] for name in (GENERATE, PLAIN)}
-    runs["head"] = [[TimedRun(steps, each)] for each in seconds]
-    target = tiny_target()
-    candidate = Candidate("head", 4, Speculator(target), Greedy())
-    options = BenchOptions(batch=batch)
-    return summarize(candidate, target, prompts, runs, options)
-
-
-def some_of(*categories):
-    return [BenchPrompt(n, [1, 2], 10, category) for n, category in enumerate(categories)]
-
-
-def test_categories_are_measured_apart():
-    row = measured(some_of("code", "code", "math"), [0.5, 1.5, 4.0])
-    code, math = row.categories["code"], row.categories["math"]
-    assert (code.prompts, code.speedup, math.prompts, math.speedup) == (2, 2.0, 1, 0.5)
-    assert code.speedup_ci95[0] < 2.0 < code.speedup_ci95[1]
-    assert code.tokens_per_step == 10.0
-    assert measured(some_of("code"), [1.0]).categories == {}
-
-
 def test_the_interval_of_batches_is_over_batches():
     """Rows of a batch took the same time, so four of them know no more than one."""
-    seconds = [1.0] * 4 + [2.0] * 4
-    alone, together = (measured(some_of(*[None] * 8), seconds, batch) for batch in (1, 4))
-    assert alone.speedup == together.speedup
-    assert together.speedup_ci95 == [1.0, 2.0]
-    assert alone.speedup_ci95[0] > 1.0
-
-
-def test_batches_have_prompts_of_one_category():
-    prompts = some_of("a", "a", "a", "b", "b")
-    assert batched(prompts, 2) == [[0, 1], [3, 4], [2]]
-    assert batched(prompts, 1) == [[0], [3], [1], [4], [2]]
-
-
-def test_a_batch_gets_the_room_of_its_longest_prompt(target, prompts):
-    prompts = [*prompts[:2], *some_prompts(CONTEXT - 3)]
-    report = quick(target, prompts, {"medusa": MedusaHead.create(target)}, batch=3)
-    assert [row.lossless for row in (report.plain, *report.heads)] == [True, True]
-    assert report.plain.tokens == 3 * 3
-
-
-def test_rows_of_a_batch_are_compared_with_each_prompt_alone(target, prompts, monkeypatch):
-    """So that what padding changes in `generate` is no fault of ours."""
-    real = Baseline.generate_batch
-
-    def padded(baseline, prompts, **options):
-        for steps in real(baseline, prompts, **options):
-            wrong = [replace(step, tokens=step.tokens[::-1]) for step in steps]
-            yield wrong if len(prompts) > 1 else steps
-
-    monkeypatch.setattr(Baseline, "generate_batch", padded)
-    assert quick(target, prompts[:2], batch=2).plain.lossless is True
+    runs, baseline = (
+        [[TimedRun([Step([1] * 10, 3, "length", 0.0, 0.0)], each)] for each in seconds]
+        for seconds in ([1.0] * 4 + [2.0] * 4, [2.0] * 8)
+    )
+    alone, together = (
+        speedup_interval(sums_of(runs, batch), sums_of(baseline, batch)) for batch in (1, 4)
+    )
+    assert together == [1.0, 2.0]
+    assert alone[0] > 1.0
 
 
 def test_rows_of_a_batch_share_its_time(target):
     """A clock that is read once before and once after: eight seconds."""
     wall = iter([1.0, 9.0])
     batch = [BenchPrompt(number, prompt, 4) for number, prompt in enumerate(some_prompts(3, 5))]
-    candidate = Candidate(PLAIN, 0, Speculator(target), Greedy())
-    runs = timed(candidate, batch, clock=lambda: next(wall))
+    candidate = Candidate(PLAIN, Speculator(target), 0)
+    runs = timed(candidate, batch, Greedy(), clock=lambda: next(wall))
     assert [run.seconds for run in runs] == [4.0, 4.0]
-
-
-def test_a_wrong_row_of_a_batch_is_called_so(target, prompts, liar):
-    zeros = Made(lambda: Oracle(CHAIN, [[0] * 30] * 2, vocab_size=VOCABULARY))
-    wrong = {"liar": (zeros, CHAIN)}
-    report = quick(target, prompts[:2], wrong, batch=2)
-    assert report.plain.lossless is True
-    assert report.result("liar").first_divergence.prompts == 2
-
-
-def test_generate_pads_prompts_of_a_batch_on_the_left(prompts):
-    target = Target(random_model("llama"), name="tiny-eos")
-    target.eos_ids = (greedy(target, prompts[0], 4)[3],)
-    with without_defaults(target):
-        [rows] = Baseline(target).generate_batch(prompts, sampling=Greedy(), max_new_tokens=9)
-        for prompt, row in zip(prompts, rows, strict=True):
-            [[alone]] = Baseline(target).generate_batch(
-                [prompt], sampling=Greedy(), max_new_tokens=9
-            )
-            assert row.tokens == alone.tokens
-    assert rows[0].tokens[-1] in target.eos_ids and len(rows[0].tokens) <= 4
-    assert max(len(row.tokens) for row in rows) == 9, "one row ends before another"
 
 
 def test_a_legend_has_at_most_three_lines():
@@ -492,7 +418,6 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
     for text in (
         "medusa@64",
         "generate",
-        "category",
         "τ: tokens per step",
     ):
         assert text in out.getvalue()
@@ -528,12 +453,10 @@ def test_a_head_whose_steps_cost_more_than_they_bring_is_named(report):
 
 
 def test_every_row_of_the_tables_has_every_column(report):
-    main, by_category = grids(report)
-    assert {len(row) for row in (main.columns, *main.rows)} == {9}
-    assert {len(row) for row in (by_category.columns, *by_category.rows)} == {6}
-    names = [row[0].removesuffix("*") for row in main.rows]
+    table = results_grid(report)
+    assert {len(row) for row in (table.columns, *table.rows)} == {9}
+    names = [row[0].removesuffix("*") for row in table.rows]
     assert names == ["generate", "plain", *(each.name for each in report.heads)]
-    assert [row[0] for row in by_category.rows[::2]] == ["code", "other", "prose"]
 
 
 def test_progress_is_quiet_without_a_terminal(target, prompts, capsys):

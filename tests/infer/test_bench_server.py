@@ -17,16 +17,10 @@ from typing import Any
 
 import pytest
 from local_server import CUT, Json, LocalServer
-from served import running
 from tiny_chat import END, llama
-from tiny_heads import random_head
 from typed_commands import failed, questions
 
-from draftheads.infer.engine import Speculator
-from draftheads.infer.measure.bench import BenchOptions, bench
 from draftheads.infer.measure.served import by_position, counts_of
-from draftheads.infer.serve.service import ServeOptions
-from draftheads.scripts.openings import opening_ids
 
 DRAFTED = 3
 KEY = "sk-0123456789abcdef"
@@ -122,9 +116,8 @@ def folder(tmp_path_factory) -> Path:
 def measured(run, folder, tmp_path, engines) -> Callable[..., Any]:
     """Type `bench --server`; gives its answer, and the figures of --json if any."""
 
-    def typed(*words: object, plain: bool = True) -> tuple[Any, Json | None]:
-        urls = ["--server", engines[0].server.url]
-        urls += ["--server-plain", engines[1].server.url] if plain else []
+    def typed(*words: object) -> tuple[Any, Json | None]:
+        urls = ["--server", engines[0].server.url, "--server-plain", engines[1].server.url]
         out = tmp_path / "figures.json"
         answer = run("bench", *urls, "--target", folder, "--prompts", questions(tmp_path, 7),
                      "--max-new-tokens", 16, "--json", out, *words)  # fmt: skip
@@ -214,17 +207,12 @@ def test_a_text_that_differs_is_counted(measured, engines):
     assert "differ in 2 prompts" in said and "half precision" in said
 
 
-def test_without_the_plain_server_there_is_no_speedup(measured):
-    (code, out, _), figures = measured("--repetitions", 1, plain=False)
-    assert code == 0 and figures["speedup"] is None and figures["different_texts"] is None
-    assert figures["tokens_per_step"] > 1
-    assert "speedup" not in out.split("Without")[0] and "Without --server-plain" in out
-
-
-def test_the_target_is_what_the_server_says_that_it_serves(run, folder, tmp_path, engines):
-    engines[0].server.models = [{"id": "tiny", "root": str(folder), "max_model_len": 256}]
-    answer = run("bench", "--server", engines[0].server.url, "--prompts", questions(tmp_path, 2),
-                 "--repetitions", 1)  # fmt: skip
+def test_the_target_is_what_the_servers_say_that_they_serve(run, folder, tmp_path, engines):
+    urls = []
+    for name, engine in zip(("--server", "--server-plain"), engines, strict=True):
+        engine.server.models = [{"id": "tiny", "root": str(folder), "max_model_len": 256}]
+        urls += [name, engine.server.url]
+    answer = run("bench", *urls, "--prompts", questions(tmp_path, 2), "--repetitions", 1)
     assert answer[0] == 0
 
 
@@ -262,28 +250,8 @@ def test_an_engine_without_counters_is_said_in_a_line(measured, engines):
 def test_answers_of_text_alone_are_tokenized_here(measured, engines):
     for engine in engines:
         engine.ids = False
-    (_, out, _), figures = measured("--repetitions", 1)
+    _, figures = measured("--repetitions", 1)
     assert figures["different_texts"] == 0 and figures["foreign_tokens"] == 0
-    assert figures["retokenized"] > 0 and "text alone" in out
-
-
-@pytest.mark.parametrize("has_head", [False, True])
-def test_our_own_server_counts_as_bench_does(run, folder, tmp_path, has_head):
-    target = llama(eos=(END,))
-    head = random_head("eagle3", target) if has_head else None
-    source = questions(tmp_path, 5)
-    with running(Speculator(target, head), ServeOptions("tiny")) as (url, _):
-        code, _, _ = run("bench", "--server", url, "--target", folder, "--prompts", source,
-                         "--max-new-tokens", 24, "--repetitions", 1,
-                         "--json", tmp_path / "a.json")  # fmt: skip
-    figures = json.loads((tmp_path / "a.json").read_text())
-    assert code == 0 and figures["foreign_tokens"] == 0
-    if head is None:
-        assert figures["tokens_per_step"] == 1
-        return
-    ids = opening_ids(target, str(source), None)
-    [own] = bench(target, {"head": head}, ids, BenchOptions(max_new_tokens=24)).heads
-    assert figures["drafts"] == own.steps
 
 
 # ---------------------------------------------------------------- faults
@@ -406,9 +374,9 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
     [
         ("--head ngram", "--head: omit these with --server"),
         ("--tree 1,1 --nodes 4", "--nodes, --tree: omit these with --server, the server decodes"),
-        ("--compile --batch 4 --dtype float32", "--batch, --compile, --dtype: omit"),
+        ("--compile --dtype float32", "--compile, --dtype: omit"),
         ("--card", "--card: omit"),
-        ("--drawn --typical", "--drawn, --typical: omit"),
+        ("--typical", "--typical: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
         ("--concurrency 0", "--concurrency: expected greater than or equal to 1"),
         ("--server ftp://x", "--server: expected http://HOST:PORT, got 'ftp://x'"),
@@ -425,6 +393,7 @@ def test_options_that_make_no_sense_with_a_server(measured, engines, words, line
         ("--head ngram", "expected --target and --head, or --server, got no --target; pass them"),
         ("", "got no --target and no --head"),
         ("--server-plain http://x:1", "--server-plain: expected --server, too, got none; pass it"),
+        ("--server http://x:1", "--server: expected --server-plain, too, got none"),
         ("--concurrency 2 --api-key-env K", "--api-key-env, --concurrency: expected --server"),
     ],
 )

@@ -314,7 +314,6 @@ def test_what_is_made_by_another_call_is_named(target, tmp_path):
         ),
         "expected a Recipe, as of load_recipe, got 'recipe.yaml'": lambda: fit("recipe.yaml"),
         "repetitions: expected 1 or more, got 0": lambda: BenchOptions(repetitions=0),
-        "batch: expected 1 or more, got -1": lambda: BenchOptions(batch=-1),
         "temperature '1': expected above 0": lambda: Sampled("1"),
         "top_p None: expected 0 to 1": lambda: Sampled(1.0, None),
     }

@@ -17,7 +17,7 @@ from tiny_targets import some_prompts, tiny_target
 from draftheads.heads.medusa import MedusaHead
 from draftheads.infer.measure.bench import BenchOptions, bench
 from draftheads.infer.measure.llamacpp import PLACE, LlamaServer, find_server, rival_of
-from draftheads.infer.measure.report import best, cautions, grids, verdict
+from draftheads.infer.measure.report import best, cautions, results_grid, verdict
 
 NEW = 9
 
@@ -65,7 +65,7 @@ def test_its_row_claims_nothing_of_its_text(report):
     rival = report.rival
     assert (rival.tokens, rival.tokens_per_step, rival.lossless) == (2 * NEW, 1.0, None)
     assert rival.first_divergence is None and rival.verify_seconds == pytest.approx(2.5e-3)
-    row = grids(report)[0].rows[-1]
+    row = results_grid(report).rows[-1]
     assert row[0] == "llama.cpp" and row[-1] == "n/a"
     assert any("its own clock" in line for line in cautions(report))
     assert [each.name for each in report.heads] == ["medusa"]

@@ -12,11 +12,11 @@ from itertools import combinations, count, product
 import pytest
 import torch
 from tiny_heads import EACH, decode, random_head
-from tiny_targets import greedy, one_layer_target, some_prompts, tiny_target
+from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import load_head, record_tuned, save_head
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer import compiled, threads
+from draftheads.infer import threads
 from draftheads.infer.costs import (
     NONE,
     Costs,
@@ -32,7 +32,6 @@ from draftheads.infer.measure.tune import (
     Tuned,
     TuneOptions,
     cost_trees,
-    few_cost_trees,
     tune,
     winner,
 )
@@ -189,22 +188,6 @@ def test_no_tree_takes_longer_to_verify_than_a_larger_one():
     assert verify[0] < verify[2] < verify[3]
 
 
-def test_costs_of_compiled_steps_are_found_without_knowing_what_drafting_takes():
-    """But for the first step, which is not compiled."""
-    true = Costs({0: 1.0, 5: 1.5, 16: 2.0, 20: 5.0}, (0.0, 0.2, 0.0, 0.0), prompt=7.0)
-    trees = {str(n): tree for n, tree in enumerate(few_cost_trees(5, 20))}
-    runs = {}
-    for name, tree in trees.items():
-        step = Step([1], 0, None, 0.0, true.step_seconds(tree))
-        steps = [Step([1], 0, None, 3.0, 4.0), *[step] * 50]
-        seconds = 10.0 + 51 * step.verify_seconds
-        runs[name] = [[TimedRun([Step([1], -1, None, 0.0, 7.0), *steps], seconds)]]
-    costs = fitted_costs({tree: runs[name] for name, tree in trees.items()})
-    assert costs.draft == pytest.approx((0.0, 0.2, 0.0, 0.0))
-    for tree in (*trees.values(), StaticTree.from_widths((4, 3, 1))):
-        assert costs.step_seconds(tree) == pytest.approx(true.step_seconds(tree))
-
-
 def timed_runs(seconds: dict[StaticTree, tuple[float, float]], prompt: float = 7.0):
     """One run of ten steps with each tree, which drafts and verifies for so many seconds."""
     runs = {}
@@ -225,9 +208,8 @@ def test_nothing_costs_less_than_nothing():
 
 
 def test_times_that_contradict_each_other_write_no_tree():
-    """Levels of which a deep tree has more than its compiled step could hold."""
-    seconds = {tree: (0.0, 0.1) for tree in few_cost_trees(5, 20)}
-    seconds[StaticTree.from_widths([1] * 5)] = (0.0, 5.0)
+    """Steps that take no time, by a clock that stands still."""
+    seconds = {tree: (0.0, 0.0) for tree in cost_trees(5, 20)}
     with pytest.raises(ValueError, match="times that add up.*nothing was written.*tune again"):
         fitted_costs(timed_runs(seconds))
 
@@ -308,7 +290,7 @@ def test_a_tree_of_no_nodes_is_explained(capsys, monkeypatch):
     drafted = replace(trial(4, 60.0, 0.5), tau=1.5)
     costs = Costs({0: 0.01, 4: 0.02, 8: 0.03}, (0.005, 0.0, 0.0, 0.0))
     machine = describe_machine(tiny_target())
-    found = Tuned(machine, {"compile": False, "turns_left_out": 0}, costs, [drafted, none], none)
+    found = Tuned(machine, {"turns_left_out": 0}, costs, [drafted, none], none)
     print_tuned(found)
     printed = " ".join(capsys.readouterr().out.split())
     assert "a new tree: 0 draft nodes" in printed and "decode without drafts" in printed
@@ -321,7 +303,7 @@ def test_a_tree_that_pays_is_not_explained(capsys):
     costs = Costs({0: 0.01, 4: 0.011}, (0.0, 0.0, 0.0, 0.0))
     none, drafted = replace(trial(1, 50.0, 0.5), tree=NONE), replace(trial(4, 90.0, 1.0), tau=2.0)
     machine = describe_machine(tiny_target())
-    found = Tuned(machine, {"compile": False, "turns_left_out": 0}, costs, [drafted, none], drafted)
+    found = Tuned(machine, {"turns_left_out": 0}, costs, [drafted, none], drafted)
     print_tuned(found)
     assert "Why" not in capsys.readouterr().out
     assert found.facts()["break_even_tokens_per_step"] == pytest.approx(1.1)
@@ -349,7 +331,6 @@ def test_the_result_is_one_of_the_trees_that_raced(kind):
             assert each.predicted_tau == pytest.approx(each.tau)
     facts = json.loads(json.dumps(found.facts()))
     assert facts == found.facts()
-    assert not facts["compile"]
     assert json.loads(json.dumps(asdict(found)))["best"]["measured"] == found.best.measured
 
 
@@ -372,35 +353,6 @@ def test_mistakes_are_explained():
     head = random_head("medusa", target)
     with pytest.raises(ValueError, match="two or more prompts"):
         tune(target, head, some_prompts(5), OPTIONS)
-
-
-@pytest.mark.slow
-def test_compiled_trees_race_and_each_is_compiled_once(monkeypatch):
-    target = one_layer_target()
-    head, traced = random_head("medusa", target, depth=2, nodes=3), []
-    options = replace(OPTIONS, nodes=3, compile=True)
-
-    def as_it_is(graph, inputs):
-        traced.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled, "BACKEND", as_it_is)
-    found = tune(target, head, some_prompts(5, 9, 7, 4), options)
-    assert found.facts()["compile"]
-    raced = {each.tree for each in found.trials}
-    assert len(traced) == len(raced.union(few_cost_trees(2, 3)))
-
-
-def test_what_cannot_be_compiled_is_not_tuned_as_if_it_were():
-    target = tiny_target()
-    head = random_head("block", target)
-    head.why_not_compiled = "it looks at numbers"
-    with (
-        pytest.warns(UserWarning, match="it looks at numbers"),
-        pytest.raises(ValueError, match="without --compile"),
-    ):
-        tune(target, head, some_prompts(5, 9), replace(OPTIONS, compile=True))
 
 
 def test_every_command_uses_the_tree_that_is_written(tmp_path):

@@ -51,10 +51,7 @@ def measured(turns: Turns | None = None, **options) -> BenchReport:
     target = tiny_target()
     heads = {"medusa": MedusaHead.create(target)}
     chosen = BenchOptions(**{"max_new_tokens": 9, **options})
-    categories = ["code", "code", "code", "prose"]
-    return bench(
-        target, heads, some_prompts(7, 12, 5, 9), chosen, categories=categories, turns=turns
-    )
+    return bench(target, heads, some_prompts(7, 12, 5, 9), chosen, turns=turns)
 
 
 def taus(report: BenchReport) -> list[tuple[float, int]]:
@@ -74,10 +71,6 @@ def test_what_has_ended_is_reported_kept_and_not_measured_again(tmp_path, stop, 
     path = tmp_path / "new" / "bench.json.turns"
     report = stopped(path, stop)
     assert report.settings["prompts"] == report.settings["turns_left_out"] == 2
-    assert {name: part.prompts for name, part in report.plain.categories.items()} == {
-        "code": 1,
-        "prose": 1,
-    }
     assert any("PARTIAL: 2 more" in line for line in cautions(report))
     monkeypatch.undo()
     runs = stop(signal.SIGINT, 0)

@@ -349,4 +349,6 @@ def test_nothing_to_learn_or_to_render_with(tmp_path: Path) -> None:
     assert "expected an assistant turn with text" in told(byte_tokenizer(), talk("a"))["skipped"]
     side = TextSide("t", byte_tokenizer(None), (END,))
     with pytest.raises(ValueError, match="expected a chat template .*, found none"):
-        import_answers(side, [tuple(talk("a", "b"))], tmp_path / "o")
+        import_answers(
+            side, [tuple(talk("a", "b"))], tmp_path / "o", template_args={}, source="chats"
+        )

@@ -7,14 +7,13 @@ Legend: M learned positions, K draft depth, v draft vocabulary.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -26,6 +25,7 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.rows import Statistics, Step
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
@@ -115,13 +115,10 @@ class Evidence:
         documents = self.documents
         if documents is None or not documents.learned:
             return self.decoded_rows
-        spans = unseen(self.training, documents)
-        useful = spans[documents.learned_in(*spans.T) > 0].tolist()
-        spread = random.Random(0).sample(useful, len(useful))
-        ends = accumulate(stop - start for start, stop in spread)
-        few = [span for span, end in zip(spread, ends, strict=True) if end <= TEXT_TOKENS]
+        spans = np.random.default_rng(0).permutation(unseen(self.training, documents))
+        few = spans[np.diff(spans)[:, 0].cumsum() <= TEXT_TOKENS]
         length = min(self.target.context, TEXT_TOKENS)
-        rows = Rows(documents, few or spread[:1], length, pack=False, seed=0)
+        rows = Rows(documents, few if len(few) else spans[:1], length, pack=False, seed=0)
         return rows if len(rows) else self.decoded_rows
 
     @property
@@ -176,24 +173,22 @@ class Evidence:
                 f"tokens), got {len(openings)} longer ones; pass other --prompts"
             )
         answers: list[Answer] = []
-        accepted: list[int] = []
-        seconds: list[float] = []
-        tokens = 0
-        head = self.head if drafts else None
-        engine = Speculator(self.target, head)
+        steps: list[Step] = []
+        engine = Speculator(self.target, self.head if drafts else None)
         for opening in room:
             limit = min(self.new_tokens, context - len(opening))
-            new: list[int] = []
+            text = [*opening]
             for step in engine.generate(opening, max_new_tokens=limit):
-                new += step.tokens
+                text += step.tokens
                 if step.accepted >= 0:  # not the prefill
-                    accepted.append(step.accepted)
-                    seconds.append(step.draft_seconds + step.verify_seconds)
-                    tokens += len(step.tokens)
-            span = (len(opening), len(opening) + len(new))
-            answers.append(Answer([*opening, *new], [span]))
-        tokens_per_step = tokens / max(1, len(accepted))
-        return DecodedAnswers(answers, torch.tensor(accepted), tokens_per_step, seconds)
+                    steps.append(step)
+            answers.append(Answer(text, [(len(opening), len(text))]))
+        return DecodedAnswers(
+            answers,
+            torch.tensor([step.accepted for step in steps]),
+            Statistics.of(steps).tokens_per_step,
+            [step.draft_seconds + step.verify_seconds for step in steps],
+        )
 
 
 def truth(rows: Rows, depth: int) -> Tensor:
@@ -325,18 +320,17 @@ def other_template(evidence: Evidence) -> Finding | None:
 def small_vocabulary(evidence: Evidence) -> Finding | None:
     """Too many tokens that the head cannot draft."""
     ranks_MK = evidence.ranks_MK
-    ids_v: Tensor | None = getattr(evidence.head, "token_map", None)
+    ids_v = evidence.head.token_map
     if ids_v is None:
         return None
-    truth_MK = truth(evidence.rows, ranks_MK.shape[1])
-    unknown_MK = ~torch.isin(truth_MK, ids_v.cpu()) & (truth_MK >= 0)
-    if not is_above(unknown_MK[:, 0].float(), MANY_UNKNOWN):
+    next_M = truth(evidence.rows, ranks_MK.shape[1])[:, 0]
+    unknown_M = (~torch.isin(next_M, ids_v.cpu()) & (next_M >= 0)).float()
+    if not is_above(unknown_M, MANY_UNKNOWN):
         return None
-    share = float(unknown_MK[:, 0].float().mean())
     return Finding(
         "draft vocabulary",
-        f"{share:.1%} of the target's tokens are outside the draft vocabulary of {len(ids_v)} "
-        f"({len(ranks_MK)} positions), more than {MANY_UNKNOWN:.0%}",
+        f"{unknown_M.mean():.1%} of the target's tokens are outside the draft vocabulary of "
+        f"{len(ids_v)} ({len(ranks_MK)} positions), more than {MANY_UNKNOWN:.0%}",
         "train with a larger head.vocabulary, or with one counted on texts like these",
     )
 

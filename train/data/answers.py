@@ -144,6 +144,16 @@ class Counts:
         """As in a manifest."""
         return vars(self) | {"reasons": dict(self.reasons)}
 
+    def lines(self) -> list[str]:
+        """For people: what there is to learn, then why some is not."""
+        mean = self.learned_tokens / max(1, self.turns)
+        return [
+            f"{self.documents:,} documents of {self.tokens:,} tokens, {self.learned_tokens:,} to "
+            f"learn in {self.turns:,} answers, {mean:.1f} on average; {self.cut:,} cut by length",
+            f"{self.skipped:,} prompts skipped, {self.failed:,} failed",
+            *(f"  {number:,} {why}" for why, number in self.reasons.most_common()),
+        ]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")

@@ -139,12 +139,11 @@ class DistillReport:
         """What the folder holds."""
         counts = self.counts
         rest = self.prompts - counts.done - counts.skipped - counts.failed
-        mean = counts.learned_tokens / max(1, counts.turns)
+        learned, _, *reasons = counts.lines()
         lines = [
             f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
             f"+ {counts.failed} failed" + (f" + {rest} not answered yet" if rest else ""),
-            f"{counts.learned_tokens} tokens to learn in {counts.turns} answers, {mean:.1f} on "
-            f"average; {counts.cut} cut by length; {self.seconds:.1f} s",
+            f"{learned}; {self.seconds:.1f} s",
         ]
         if counts.cut > MANY_CUT * max(1, counts.documents):
             lines.append(
@@ -156,7 +155,7 @@ class DistillReport:
             lines.append(f"{counts.done} conversations became {counts.documents} documents, {why}")
         if counts.retokenized:
             lines.append(f"{counts.retokenized} answers came as text and were tokenized here")
-        return lines + [f"  {number} {why}" for why, number in counts.reasons.items()]
+        return lines + reasons
 
 
 class EmptyAnswer(OSError):

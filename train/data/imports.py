@@ -48,8 +48,8 @@ def import_answers(
     conversations: Sequence[Messages],
     out: Path,
     *,
-    template_args: dict[str, Any] | None = None,
-    source: str = "",
+    template_args: dict[str, Any],
+    source: str,
 ) -> Counts:
     """Write the conversations of `read_conversations` to `out`, a new folder for training.
 
@@ -59,7 +59,7 @@ def import_answers(
     """
     if has_answers(out):
         raise ValueError(f"{out}: expected a new folder, found one with answers; choose another")
-    renderer = PromptRenderer(side, template_args or {})
+    renderer = PromptRenderer(side, template_args)
     check_tools(renderer, conversations)
     if not side.tokenizer.chat_template:
         raise ValueError(

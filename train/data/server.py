@@ -269,7 +269,6 @@ class ServedEngine:
     def __init__(self, target: ServedTarget, server: Server, sampling: AnswerSampling) -> None:
         self.url = server.url
         self._server = server
-        self.retokenized = 0  # answers that came as text alone
         self._target = target
         self._sampling = sampling
         self._runner = asyncio.Runner()
@@ -302,7 +301,6 @@ class ServedEngine:
             completion = await self._server.complete(self._client, request)
             ids = completion.token_ids
             if ids is None:
-                self.retokenized += 1
                 ids = self._renderer.encode(completion.text or "")
             return self._target.ended(ids, completion)
         except ServerError as error:
