@@ -32,6 +32,7 @@ __all__ = [
     "NGram",
     "Sampled",
     "Session",
+    "SpeculativeSampling",
     "Speculator",
     "Statistics",
     "Step",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.costs import Costs
     from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+    from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
     from draftheads.infer.drafters.merged import Merged
     from draftheads.infer.drafters.ngram import NGram
     from draftheads.infer.engine import Speculator

@@ -22,6 +22,7 @@ from draftheads.scripts.options import (
     TARGET_CHECK,
     Bits,
     Json,
+    Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
     Placement,
@@ -31,7 +32,6 @@ from draftheads.scripts.options import (
     Seed,
     ServerAccess,
     Speed,
-    Typical,
     check_places,
     early,
     names,
@@ -134,7 +134,7 @@ class Outputs:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
 
 
-LOCAL = {"typical"} | names(Contestants, Placement, Outputs, Speed) - {"json_out"}
+LOCAL = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
 """Parameters that mean nothing for a server."""
 
 
@@ -147,13 +147,13 @@ def bench(
     servers: BenchServers,
     placement: Placement,
     speed: Speed,
+    lossy: Lossy,
     outputs: Outputs,
     target: Annotated[
         str | None,
         Option("--target", callback=TARGET_CHECK, help="model; default: the one --server serves"),
     ] = None,
     revision: Revision = None,
-    typical: Typical = False,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
@@ -171,14 +171,14 @@ def bench(
             "pass them"
         )
     from draftheads.infer.accept import Greedy
-    from draftheads.infer.drafters.named import open_drafts
+    from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
     from draftheads.scripts.openings import opening_ids
 
     options = benches.BenchOptions(
-        sampling=sampling.rule(runs.seed, typical),
+        sampling=sampling.rule(runs.seed, **vars(lossy)),
         nodes=node_counts(contestants.nodes) if contestants.nodes else (),
         compile=speed.compile,
         **vars(runs),
@@ -191,7 +191,7 @@ def bench(
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
-    loaded = {name: option.load(model) for name, option in drafts.items()}
+    loaded = load_drafts(drafts, model, options.sampling)
     entries = with_trees(loaded, contestants.tree or ())
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)

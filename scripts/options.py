@@ -215,7 +215,16 @@ class Speed:
     ] = False
 
 
-Typical = Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")]
+@dataclass(frozen=True)
+class Lossy:
+    """Acceptance by other rules."""
+
+    typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
+        False
+    )
+    drawn: Annotated[
+        bool, Option("--drawn", help="draft models draw chains (speculative sampling); lossless")
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -226,12 +235,20 @@ class Sampling:
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")] = 1.0
     top_k: Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")] = 0
 
-    def rule(self, seed: int = 0, typical: bool = False) -> Acceptance:
+    def rule(self, seed: int = 0, typical: bool = False, drawn: bool = False) -> Acceptance:
         """The acceptance rule that these options request."""
         from draftheads.infer.accept import Greedy, Sampled, Typical
+        from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
 
         rule: Acceptance = Greedy()
-        if typical:
+        if drawn:
+            if typical or not self.temperature:
+                raise ValueError(
+                    "--drawn: expected sampling, as with --temperature 1, and not --typical, "
+                    f"got {'--typical' if typical else '--temperature 0'}; change that"
+                )
+            rule = SpeculativeSampling(**vars(self))
+        elif typical:
             rule = Typical(temperature=self.temperature or 0.7)
         elif self.temperature:
             rule = Sampled(**vars(self))

@@ -23,13 +23,13 @@ from draftheads.scripts.options import (
     OUT_CHECK,
     PROMPT_CHECK,
     TARGET_CHECK,
+    Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
     Placement,
     Sampling,
     Seed,
     Speed,
-    Typical,
     chosen_tree,
     prepared,
     say_beside,
@@ -39,6 +39,7 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import Speculator
     from draftheads.train.learn.learner import UseLearner
 
@@ -123,19 +124,19 @@ def chat(
     placement: Placement,
     speed: Speed,
     learning: Learning,
+    lossy: Lossy,
     target: MaybeTarget = None,
     template_args: MaybeTemplateArgs = None,
     seed: Seed = 0,
-    typical: Typical = False,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
     check_either(drafts.head, target)
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.chat.repl import chat as run
 
-    rule = sampling.rule(seed, typical)
+    rule = sampling.rule(seed, **vars(lossy))
     options = ChatOptions(sampling=rule, **vars(dialogue))
-    engine = load_engine(target, drafts, placement, speed, template_args)
+    engine = load_engine(target, drafts, rule, placement, speed, template_args)
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
 
@@ -194,7 +195,7 @@ def serve(
         **vars(sampling),
         **vars(requests),
     )
-    engine = load_engine(target, drafts, placement, speed, template_args)
+    engine = load_engine(target, drafts, sampling.rule(), placement, speed, template_args)
     if not options.name:
         model = engine.target.lora or engine.target.name
         options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
@@ -211,6 +212,7 @@ def check_either(head: str | None, target: str | None) -> None:
 def load_engine(
     target: str | None,
     drafts: Drafts,
+    rule: Acceptance,
     placement: Placement,
     speed: Speed,
     template_args: str | None,
@@ -220,7 +222,7 @@ def load_engine(
 
     variables = prepared(template_args)
     place = placement.place(bits=speed.bits)
-    model, drafter = load_parts(drafts.head, target, place, variables)
+    model, drafter = load_parts(drafts.head, target, rule, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)
     say_compiling(engine.compile)

@@ -8,8 +8,9 @@ nodes expanded so far, V vocabulary.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +21,10 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.target.masks import Masks
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import decoder_layers
-from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
+from draftheads.infer.accept import Acceptance
+from draftheads.infer.drafters.draft_sampling import ChainSampler, SpeculativeSampling
 from draftheads.infer.engine import DrafterSource, NoDraft, check_is_target
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
@@ -31,18 +34,23 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 class DraftModel(DrafterSource):
     """A small causal LM that drafts for targets of the same vocabulary.
 
-    model: loaded like a target, to the target's device. Raises TypeError for a model that is none.
+    model: loaded like a target, to the target's device. sampling: draw a chain from the model's
+    distribution, which this rule then compares with the target's. Raises TypeError for a model that
+    is none.
     """
 
     model: Target
     tree: Tree = DEFAULT_TREE
+    sampling: SpeculativeSampling | None = None
 
     def __post_init__(self) -> None:
         check_is_target(self.model)
 
     def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError for a tree wider than the vocabulary."""
+        """Raise ValueError for a tree wider than the vocabulary, or one that cannot be drawn."""
         check_fits(tree, self.model.vocab_size)
+        if self.sampling and tree.draft_nodes != tree.depth:
+            raise ValueError("drawn drafts: expected a chain, got a wider tree; use one like 1,1,1")
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError unless both models give the same
@@ -59,7 +67,18 @@ class DraftModel(DrafterSource):
                 "use a smaller model of the same family"
             )
         tree = self.tree if tree is None else tree
-        return ModelDrafter(model, tree, target.vocab_size)
+        sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
+        return ModelDrafter(model, tree, target.vocab_size, sampler)
+
+
+def drawing(drafts: DrafterSource, rule: Acceptance) -> DrafterSource:
+    """The same; if the rule compares distributions, a draft model draws chains, as deep as its own
+    tree.
+    """
+    if not (isinstance(drafts, DraftModel) and isinstance(rule, SpeculativeSampling)):
+        return drafts
+    tree = StaticTree.from_widths((1,) * drafts.tree.depth)
+    return replace(drafts, tree=tree, sampling=rule)
 
 
 @dataclass(frozen=True)
@@ -118,7 +137,9 @@ class ModelDrafter:
     feature_layers: tuple[int, ...] = ()
     cache = None  # `slots` are a whole model's, whose rows do not leave
 
-    def __init__(self, model: Target, tree: Tree, vocabulary: int) -> None:
+    def __init__(
+        self, model: Target, tree: Tree, vocabulary: int, sampler: ChainSampler | None = None
+    ) -> None:
         if model.is_hybrid:
             raise ValueError(
                 f"draft model {model.name}: expected attention layers alone, got recurrent ones, "
@@ -127,7 +148,7 @@ class ModelDrafter:
         self.model = model
         self.depth = tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
-        self.builder = tree_builder(tree, None, model.device)
+        self.builder: Any = sampler or tree_builder(tree, None, model.device)
         self.masks = Masks(model.model)
         self.no_draft = NoDraft()
         self.slots: SlotCache | None = None

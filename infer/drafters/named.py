@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.accept import Acceptance
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import DrafterSource
@@ -47,6 +48,13 @@ def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     if len(set(names)) < len(names):
         names = list(sources)
     return dict(zip(names, drafts, strict=True))
+
+
+def load_drafts(
+    drafts: Mapping[str, NamedDrafts], target: Target, rule: Acceptance
+) -> dict[str, DrafterSource]:
+    """Load what --head options name, for decoding by this rule."""
+    return {name: drawing(option.load(target), rule) for name, option in drafts.items()}
 
 
 def named_drafts(source: str) -> NamedDrafts:

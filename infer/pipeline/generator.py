@@ -327,7 +327,7 @@ def load(
     if isinstance(head, Path):  # never the name of another drafter
         head = os.path.abspath(os.path.expanduser(head))
     name = None if target is None else str(target)
-    model, drafts = load_parts(head, name, Place(**place))
+    model, drafts = load_parts(head, name, Greedy(), Place(**place))
     shape = parse_tree(tree) if isinstance(tree, str) else tree
     return TextGenerator(Speculator(model, drafts, tree=shape, compile=compile))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import Bits, PlacementName
+    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
 
 logger = logging.getLogger("draftheads")
@@ -150,13 +151,14 @@ def faster_dtype(name: str, revision: str | None, place: Place) -> str:
 def load_parts(
     head: str | None,
     target: str | None,
+    sampling: Acceptance,
     place: Place,
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
     one that the head records, with its LoRA. Raises ValueError if neither names a target.
     """
-    from draftheads.infer.drafters.named import named_drafts
+    from draftheads.infer.drafters.named import load_drafts, named_drafts
 
     drafts = named_drafts(head) if head else None
     name = target
@@ -170,4 +172,5 @@ def load_parts(
     model = load_fast_target(name, place, revision, folders, template_args)
     if drafts is None:
         return model, None
-    return model, drafts.load(model)
+    *_, drafter = load_drafts({"": drafts}, model, sampling).values()
+    return model, drafter

@@ -66,6 +66,20 @@ def test_a_chat_says_that_it_compiles_where_it_does(head, target, heads, monkeyp
     assert any("without compilation" in str(each.message) for each in refused) is (head == "ngram")
 
 
+def test_a_draft_model_draws_chains_where_that_is_asked_for(run, target, monkeypatch):
+    """The target's own draws are always kept: five tokens in each step."""
+    monkeypatch.setattr("sys.stdin", StringIO("hello\n"))
+    chat = ["chat", "--head", f"model:{target}", "--target", target, "--max-new-tokens", 11]
+    code, said, _ = run(*chat, "--temperature", 1.0, "--drawn")
+    assert code == 0 and "5.00 tokens/step" in said and "lossy" not in said
+    failed(
+        run(*chat, "--drawn", "--typical"),
+        "expected sampling, as with --temperature 1, and not --typ",
+    )
+    failed(run(*chat, "--drawn"), "got --temperature 0; change that")
+    failed(run(*chat, "--drawn", "--temperature", 1, "--tree", "2,1"), "expected a chain")
+
+
 def test_bad_drafters(run, target, heads):
     failed(run("chat", "--head", "ngram"), "ngram does not say which target", "pass --target")
     bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]

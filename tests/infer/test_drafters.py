@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from exact_laws import RUNS, WORDS, MarkovTarget, chi_square, surely_below
+from exact_laws import RUNS, WORDS, MarkovTarget, chi_square, surely_below, whole_law
 from tiny_chat import byte_tokenizer
 from tiny_heads import committed, decode, random_head
 from tiny_targets import (
@@ -21,9 +21,10 @@ from tiny_targets import (
 )
 
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
+from draftheads.infer.drafters.draft_sampling import SampledChain, SpeculativeSampling
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.rows import stacked
@@ -296,10 +297,62 @@ def test_padding_leaves_the_law_of_sampling_as_it_is():
     assert statistic < surely_below(freedom)
 
 
+def sampled_step(rule: SpeculativeSampling, vocabulary: int = WORDS) -> Counter:
+    """How often a step from one root writes each first token; the draft's law is another."""
+    target, drafter, root = MarkovTarget(0), MarkovTarget(1), 2
+    rule.seed(3)
+    q_VV = rule.probabilities(drafter.logits_VV)[:, :vocabulary]
+    q_VV = q_VV / q_VV.sum(1, keepdim=True)
+    q_BKV = q_VV[root].expand(4 * RUNS, 1, -1)
+    drafts_BK = torch.multinomial(q_BKV[:, 0], 1, generator=torch.Generator().manual_seed(5))
+    tokens_BN = torch.cat([torch.full_like(drafts_BK, root), drafts_BK], dim=1)
+    chain = SampledChain(tokens_BN, Topology(torch.tensor([[-1, 0]])), q_BKV)
+    accepted = rule(target.logits_VV[tokens_BN], chain)
+    kept = [count > 1 for count in accepted.count_B.tolist()]
+    assert 0.1 < sum(kept) / len(kept) < 1
+    return Counter(
+        int(drafts_BK[row, 0]) if is_kept else int(accepted.bonus_B[row])
+        for row, is_kept in enumerate(kept)
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [WORDS, WORDS - 1])
+@pytest.mark.parametrize("filters", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
+def test_speculative_sampling_has_the_targets_law(filters, vocabulary):
+    rule = SpeculativeSampling(*filters)
+    p_V = rule.probabilities(MarkovTarget(0).logits_VV)[2].tolist()
+    statistic, freedom = chi_square(sampled_step(rule, vocabulary), dict(enumerate(p_V)))
+    assert rule.lossless and statistic < surely_below(freedom)
+
+
 def six_words(name: str) -> Target:
     model = random_model(name)
     model.resize_token_embeddings(WORDS, mean_resizing=False)
     return Target(model, name=f"six-words-{name}")
+
+
+@pytest.mark.slow
+def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine():
+    target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
+    rule = SpeculativeSampling(temperature=4.0, top_k=4)
+    rule.seed(2)
+    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths((1, 1)), rule)
+    rows, statistics = decode(
+        target, drafts, [prompt] * (RUNS // 2), sampling=rule, max_new_tokens=4
+    )
+    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
+    law = whole_law(target, prompt, 4, rule)
+    statistic, freedom = chi_square(Counter(map(tuple, rows)), law)
+    assert statistic < surely_below(freedom)
+
+
+def test_a_sampled_chain_of_the_target_itself_is_always_kept():
+    target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    rule = SpeculativeSampling(temperature=2.0)
+    rule.seed(0)
+    drafts = DraftModel(target, CHAIN, rule)
+    _, statistics = decode(target, drafts, prompts, sampling=rule, max_new_tokens=NEW)
+    assert [row.tokens_per_step for row in statistics] == [5.0] * 3
 
 
 def with_tokenizer(swapped: bool = False) -> Target:

@@ -154,12 +154,7 @@ def _head(
     if kind in ("sequential", "medusa"):
         yield Setting("head.depth", 5, "tokens drafted ahead")
     if kind == "sequential":
-        rank = max(16, min(512, width // 4))
-        yield Setting("head.rank", rank, f"a quarter of the width, {width}")
-    is_shared = kind == "sequential" and not is_small and default_device() == "cpu"
-    if is_shared:
-        why = "the target's: a ninth of what there is to learn, and little to read for a draft"
-        yield Setting("head.lm_head", "shared", why)
+        yield from _sequential(width)
     is_native = kind == "mtp" and any(getattr(config, each.count, 0) for each in FAMILIES)
     if is_native:
         yield Setting("head.from", NATIVE, "its checkpoint has such a layer, which this tunes")
@@ -180,10 +175,20 @@ def _head(
     is_served = kind == "block" and default_device() != "cpu"  # by engines that take all tokens
     if not is_served and vocabulary >= 1.5 * reduced and reduced >= 512:
         yield Setting("head.vocabulary", reduced, share)
-    rate = 5e-3 if is_small else RATES[kind]
-    if is_native:
-        rate = TUNED
-    if is_shared:
+    if kind != "sequential" or is_small:
+        rate = 5e-3 if is_small else RATES[kind]
+        yield Setting("optim.lr", TUNED if is_native else rate, "lower it if the loss jumps")
+
+
+def _sequential(width: int) -> Iterator[Setting]:
+    rank = max(16, min(512, width // 4))
+    yield Setting("head.rank", rank, f"a quarter of the width, {width}")
+    if width < SMALL:
+        return
+    rate = RATES["sequential"]
+    if default_device() == "cpu":
+        why = "the target's: a ninth of what there is to learn, and little to read for a draft"
+        yield Setting("head.lm_head", "shared", why)
         rate = SHARED
     yield Setting("optim.lr", rate, "lower it if the loss jumps")
 
