@@ -53,8 +53,10 @@ from draftheads.infer.rows import Statistics
 from draftheads.infer.threads import fair_clock
 from draftheads.infer.turns import TimedRun, Turns
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Draft nodes whose verification is timed."""
+SIZES = (1, 3, 7, 15, 31, 63)
+"""Draft nodes whose verification is timed. With the root of 7, there are as many rows as an int8
+product takes together: one more costs a fifth of the products.
+"""
 COST_PROMPTS, COST_TOKENS = 4, 32
 """Prompts on which costs are measured, and new tokens of each."""
 COSTS_END, FIT_END, HELD_END = 0.4, 0.5, 0.6
