@@ -55,8 +55,8 @@ def test_the_heads_change_no_token_and_are_accepted(smollm2):
             [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
         )
         steps = list(drafted.generate(ids, max_new_tokens=48))
-        tokens = [token for step in steps for token in step]
-        assert tokens == [step[0] for step in plain.generate(ids, max_new_tokens=48)]
+        tokens = [token for step in steps for token in step.tokens]
+        assert tokens == [step.tokens[0] for step in plain.generate(ids, max_new_tokens=48)]
         assert len(tokens) > 1.3 * len(steps)
 
 
