@@ -36,6 +36,8 @@ from draftheads.infer.serve.service import ServeOptions, Service
 
 logger = logging.getLogger("draftheads")
 
+GRACE = 20
+"""Seconds for open requests when the server ends."""
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -158,7 +160,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.service.scheduler.is_open:
-            self.service.scheduler.close(self.service.options.grace)
+            self.service.scheduler.close(GRACE)
         await super().shutdown(sockets)
         self._captured_signals.clear()  # done as asked: exit code 0
 
@@ -170,8 +172,8 @@ def serve(
     port: int,
     background: Background | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and answer what is open within `grace` seconds. background:
-    works while nothing is asked; its last piece may take `grace` seconds, too.
+    """Serve until SIGTERM or Ctrl-C, and answer what is open within GRACE seconds. background:
+    works while nothing is asked; its last piece may take GRACE seconds, too.
 
     Raises ValueError for an address that cannot be used.
     """
@@ -198,7 +200,7 @@ def serve(
         app,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=int(options.grace) + 5,
+        timeout_graceful_shutdown=GRACE + 5,
     )
     service.scheduler.warm_up([Greedy(), service.rule(GenerationRequest())])
     shown = f"[{host}]" if ":" in host else host
@@ -206,4 +208,4 @@ def serve(
     print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
     _Server(config, service).run(sockets=[listening])
     if background is not None:
-        service.scheduler.join(options.grace)
+        service.scheduler.join(GRACE)
