@@ -158,7 +158,7 @@ def bench(
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
     """
-    if check_places(context, names(BenchServers), LOCAL, "the server decodes"):
+    if check_places(context, names(BenchServers), LOCAL):
         measured = bench_server(target, revision, servers, texts, sampling, runs)
         write_figures(outputs.json_out, asdict(measured))
         return

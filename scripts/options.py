@@ -113,9 +113,9 @@ def check_head(source: str | Path) -> None:
             head_folder(head_path(part))
 
 
-def check_places(context: Context, remote: Set[str], local: Set[str], reason: str) -> bool:
+def check_places(context: Context, remote: Set[str], local: Set[str]) -> bool:
     """Whether --server is there. Raises ValueError for `remote` parameters without it, and for
-    `local` ones with it, which mean nothing then for this reason.
+    `local` ones with it, which mean nothing then.
     """
     source: Callable[[str], Any] = context.get_parameter_source
     options = {str(each.name): each.opts[0] for each in context.command.params}
@@ -125,7 +125,7 @@ def check_places(context: Context, remote: Set[str], local: Set[str], reason: st
     if useless:
         others = ", ".join(sorted(options[name] for name in useless))
         if is_served:
-            raise ValueError(f"{others}: omit these with --server, {reason}")
+            raise ValueError(f"{others}: omit these with --server, the server decodes")
         raise ValueError(f"{others}: expected --server, too, got none; pass it")
     return is_served
 

@@ -138,7 +138,7 @@ def as_dtype(dtype: torch.dtype) -> Callable:
 
 
 CHANGES: dict[str, tuple[Callable, str]] = {
-    "other-ids": (lambda t: t | {"token_ids": t["token_ids"] + 1}, "got another one at 0"),
+    "other-ids": (lambda t: t | {"token_ids": t["token_ids"] + 1}, "tokens that were sent, got"),
     "cached-prefix": (
         lambda t: {key: each[2:] for key, each in t.items()},
         "is a prefix cached",

@@ -24,10 +24,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from itertools import count
-from operator import eq
 from pathlib import Path, PurePath
 from threading import Thread
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -247,12 +245,9 @@ class StateServers:
         tokens, learned_P = document
         ids = tensors[IDS].flatten().tolist()
         if ids != tokens:
-            where = f"{len(ids)}"
-            if len(ids) == len(tokens):
-                where = f"another one at {[*map(eq, ids, tokens)].index(False)}"
             raise ValueError(
-                f"expected the {len(tokens)} tokens that were sent, got {where}; is a prefix "
-                "cached (--no-enable-prefix-caching)"
+                f"expected the {len(tokens)} tokens that were sent, got {len(ids)} others; is a "
+                "prefix cached (--no-enable-prefix-caching)"
             )
         states_PLH = tensors[STATES]
         scales = tensors.get(SCALES)
@@ -338,11 +333,17 @@ def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -
     weights in half precision.
     """
     extra = {"shared_storage_path": str(recipe.features.exchange)}
-    transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_producer"}
-    transfer["kv_connector_extra_config"] = extra
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
     states = {"eagle_aux_hidden_state_layer_ids": list(captured)}
-    drafting: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    drafting["draft_model_config"] = {"hf_config": states}
+    drafting = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": states},
+    }
     return (
         f"vllm serve {recipe.target} --dtype {dtype_name(dtype)} "
         f"--max-model-len {recipe.data.sequence_length + 1} "
