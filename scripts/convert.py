@@ -120,15 +120,11 @@ def with_mtp(source: str | Path, out: Path, target: Target | None, dtype: str = 
     check_new(out)
     if target is None:
         raise ValueError("--to mtp needs --target, the model whose checkpoint gets the head")
-    if target.lora:
-        raise ValueError(
-            "--to mtp: expected no --adapter; first write that model with draftheads merge"
-        )
     folder = open_head(source)
-    if folder.adapter is not None:
+    if target.lora or folder.adapter:
         raise ValueError(
-            "--to mtp: expected a head without an adapter, got one; draftheads merge writes the "
-            "adapted target and its heads"
+            "--to mtp: expected a target and a head without an adapter, got one; draftheads merge "
+            "writes the adapted target and its heads"
         )
     head, stored = folder.read(target)
     if not isinstance(head, MtpHead):

@@ -368,16 +368,14 @@ def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", 
 
 def quantised_by(config: PretrainedConfig) -> str | None:
     """The method that a checkpoint was quantised with, such as "fp8"; None for others."""
-    given = _quantisation_values(config)
-    if given is None:
-        return None
-    method = given.get("quant_method")
-    return str(getattr(method, "value", method))
+    values = _quantisation_values(config)
+    method = values.get("quant_method")
+    return str(getattr(method, "value", method)) if values else None
 
 
-def _quantisation_values(config: PretrainedConfig) -> dict[str, Any] | None:
-    given: Any = getattr(config, "quantization_config", None)
-    values: dict[str, Any] | None = given.to_dict() if hasattr(given, "to_dict") else given
+def _quantisation_values(config: PretrainedConfig) -> dict[str, Any]:
+    given: Any = getattr(config, "quantization_config", None) or {}
+    values: dict[str, Any] = given if isinstance(given, dict) else given.to_dict()
     return values
 
 
@@ -389,8 +387,6 @@ def quantisation(config: PretrainedConfig, name: str) -> str | None:
         return "GGUF, dequantised"
     method = quantised_by(config)
     values = _quantisation_values(config)
-    if values is None:
-        return None
     bits = 4 if values.get("load_in_4bit") else 8 if values.get("load_in_8bit") else None
     bits = bits or values.get("bits")
     return f"{method}, {bits} bits" if bits else method

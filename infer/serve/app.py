@@ -66,14 +66,7 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
-    _add_errors(app)
-    _add_answers(app, service)
-    _add_state(app, service)
-    _add_page(app)
-    return app
 
-
-def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse(http: Request, error: HTTPException) -> JSONResponse:
         return error_response(error)
@@ -81,6 +74,11 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(http: Request, error: Exception) -> JSONResponse:
         return error_response(ApiError(500, "the server failed at this request; its log says why"))
+
+    _add_answers(app, service)
+    _add_state(app, service)
+    _add_page(app)
+    return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:

@@ -140,7 +140,7 @@ def test_a_folder_can_be_checked(
     with pytest.raises(SystemExit) as ended:
         main()
     counts = read_manifest(folder)["counts"]
-    said = f"{folder}: 40 documents, {counts['tokens']} tokens, {counts['learned_tokens']} to learn"
+    said = f"40 documents of {counts['tokens']} tokens, {counts['learned_tokens']} to learn"
     assert not ended.value.code and said in capsys.readouterr().out
     shuffled(shard(folder, 0))
     shuffled(shard(folder, 2))

@@ -337,7 +337,7 @@ def test_a_file_that_never_comes_or_is_cut(made, server, tmp_path, capsys, monke
     monkeypatch.setattr(served, "FILE_SECONDS", 0.3)
     server.change = lambda number, tensors: None if number else tensors  # but for the probe
     line = refused(made, server, tmp_path / "run", capsys)
-    assert "no file" in line and "GB are free in" in line and "run the same command again" in line
+    assert "no file" in line and "is its disk full" in line and "run the same command again" in line
 
     first = len(server.asked)
 

@@ -17,7 +17,6 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -225,9 +224,11 @@ class StateServers:
         try:
             tensors = read_when_complete(path)
         except TimeoutError:
-            raise ServerFault(f"no file {path} after {FILE_SECONDS:g} s{self._space()}") from None
+            raise ServerFault(
+                f"no file {path} after {FILE_SECONDS:g} s; is its disk full"
+            ) from None
         except FAULTS as error:
-            raise ServerFault(f"{path}: cannot be read ({error}){self._space()}") from None
+            raise ServerFault(f"{path}: cannot be read ({error})") from None
         finally:
             for each in (path, _lock_of(path)):
                 if each.is_file():
@@ -263,10 +264,6 @@ class StateServers:
             self._checks.rounding = FP8
         self._checks(states_PLH, tokens, learned_P)
         return states_PLH
-
-    def _space(self) -> str:
-        free = shutil.disk_usage(self.folder).free
-        return f" ({free / 1e9:.3g} GB are free in {self.folder})"
 
     def _sweep(self) -> None:
         """Delete what a run that was killed has left, and nothing else that may lie there."""
