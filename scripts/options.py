@@ -322,11 +322,11 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
     """Write the figures of a --json option, if there is one."""
-    from draftheads.heads.files import write_text
+    from draftheads.heads.files import write_json
 
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(figures, indent=2) + "\n")
+        write_json(path, figures)
 
 
 def say_beside(line: object) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from draftheads.arguments import head_folder
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import CONFIG as CONFIG
-from draftheads.heads.files import read_json, staged, write_text
+from draftheads.heads.files import read_json, staged, write_json, write_text
 from draftheads.heads.formats.card import merge_sections, render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
@@ -175,7 +175,7 @@ def _rewrite(folder: Path, config: dict[str, Any]) -> None:
     card = folder / CARD
     edited = card.read_text(encoding="utf-8") if card.is_file() else old
     write_text(card, merge_sections(edited, old, render_card(config) + "\n"))
-    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_json(folder / CONFIG, config)
 
 
 @dataclass(frozen=True)

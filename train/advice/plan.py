@@ -49,7 +49,7 @@ from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import excess, load_data
 
-ENGINES: dict[str, tuple[str, ...]] = {
+ENGINES = {
     "ddp": (),
     "zero1": ("optimizer",),
     "zero2": ("optimizer", "gradients"),

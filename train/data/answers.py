@@ -57,7 +57,7 @@ from pydantic import (
 )
 
 from draftheads.arguments import expected
-from draftheads.heads.files import naming, sweep, write_text
+from draftheads.heads.files import naming, sweep, write_json, write_text
 from draftheads.train.data.shards import (
     SCHEMA,
     Array,
@@ -275,7 +275,7 @@ def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) ->
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically."""
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_json(folder / MANIFEST, manifest)
 
 
 def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:

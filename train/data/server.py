@@ -153,7 +153,7 @@ class ServedTarget(Answerer):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None] = lambda lengths: None,
+        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
