@@ -307,15 +307,10 @@ def check_writable_head(source: str, option: str) -> None:
     """
     from draftheads.heads.formats.hub import open_head
 
-    if not Path(source).is_dir():
+    if not (Path(source).is_dir() and open_head(source).facts.is_ours):
         raise ValueError(
-            f"{option}: expected a head folder on this machine, got {source}; a head of the Hub is "
-            "downloaded with `hf download`, other drafters have no folder"
-        )
-    if not open_head(source).facts.is_ours:
-        raise ValueError(
-            f"{option}: expected a head in this project's own layout, got {source}; "
-            f"draftheads convert {source} DIR --to draftheads writes one"
+            f"{option}: expected a head folder on this machine in this project's own layout, got "
+            f"{source}; draftheads convert {source} DIR --to draftheads writes one"
         )
 
 

@@ -7,7 +7,6 @@ and all tensor names are those that serving engines read.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -330,13 +329,8 @@ def shared_adapter(heads: Sequence[HeadFolder]) -> Path | None:
 
     Raises ValueError if they differ in it: no target is right for all of them.
     """
-    trained = {str(head.path): head.facts.adapter_fingerprint or "none" for head in heads}
-    if len(set(trained.values())) > 1:
-        got = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in trained.items())
-        raise ValueError(
-            f"expected heads trained with the same adapter of the target, got {got}; use one of "
-            "them at a time"
-        )
+    trained = [(head.path, head.facts.adapter_fingerprint or "none") for head in heads]
+    _check_equal(trained, "trained with the same adapter of the target")
     return heads[0].adapter if heads else None
 
 
@@ -345,15 +339,17 @@ def shared_template_args(heads: Sequence[HeadFolder]) -> dict[str, Any]:
 
     Raises ValueError if they differ: no prompt is right for all of them.
     """
-    records = [(str(head.path), head.template_args) for head in heads]
+    records = [(head.path, head.template_args) for head in heads]
     recorded = [(path, variables) for path, variables in records if variables is not None]
-    if any(variables != recorded[0][1] for _, variables in recorded):
-        got = ", ".join(f"{path}: {json.dumps(variables)}" for path, variables in recorded)
-        raise ValueError(
-            f"expected heads whose data has the same chat template variables, got {got}; use one "
-            "of them at a time, or give --template-args"
-        )
+    _check_equal(recorded, "whose data has the same chat template variables, or --template-args")
     return recorded[0][1] if recorded else {}
+
+
+def _check_equal(values: Sequence[tuple[Path, Any]], what: str) -> None:
+    """Raise ValueError unless all heads, by their path, have one value."""
+    if any(value != values[0][1] for _, value in values):
+        got = ", ".join(f"{path}: {value}" for path, value in values)
+        raise ValueError(f"expected heads {what}, got {got}; use one of them at a time")
 
 
 def step_folders(run: Path) -> list[Path]:

@@ -32,6 +32,7 @@ from draftheads.infer.serve.protocol import (
     GenerationRequest,
     Json,
 )
+from draftheads.infer.serve.scheduler import Scheduler
 from draftheads.infer.serve.service import ServeOptions, Service
 
 logger = logging.getLogger("draftheads")
@@ -146,19 +147,19 @@ def _add_page(app: FastAPI) -> None:
 class _Server(uvicorn.Server):
     """Ends the scheduler together with the connections; at a second signal, without grace."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
         super().__init__(config)
-        self.service = service
+        self.scheduler = scheduler
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.service.scheduler.close()
+            self.scheduler.close()
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.service.scheduler.is_open:
-            self.service.scheduler.close(GRACE)
+        if self.scheduler.is_open:
+            self.scheduler.close(GRACE)
         await super().shutdown(sockets)
         self._captured_signals.clear()  # done as asked: exit code 0
 
@@ -204,6 +205,6 @@ def serve(
     shown = f"[{host}]" if ":" in host else host
     site = f"http://{shown}:{port}"
     print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
-    _Server(config, service).run(sockets=[listening])
+    _Server(config, service.scheduler).run(sockets=[listening])
     if background is not None:
         service.scheduler.join(GRACE)
