@@ -147,8 +147,6 @@ def test_a_damaged_tokenizer_is_one_line(side: str, name: str, text: str) -> Non
     """A damaged generation_config.json was passed over, with the end tokens that it names."""
     (Path(side) / name).write_bytes(text.encode(errors="surrogateescape"))
     said = rf"^target {re.escape(side)}: .*; (download it again|fix the file, or download it again)"
-    if name == "generation_config.json":
-        said = rf"target: expected a {name} that can be read, .* got a damaged one \(.*\)"
     with pytest.raises((ValueError, OSError), match=said) as failure:
         TextSide.load(side)
     assert "\n" not in str(failure.value)
