@@ -133,6 +133,11 @@ def sweep(folder: Path, pattern: str) -> None:
                 left.unlink()
 
 
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """`write_text` of one JSON object."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
 CONFIG = "config.json"
 
 

@@ -26,8 +26,6 @@ from draftheads.heads.formats.stored import named
 from draftheads.heads.formats.table import written
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.placement import read_config
-from draftheads.heads.tensors import dtype_name
 from draftheads.scripts.public import public_config, public_facts
 
 
@@ -120,15 +118,11 @@ def with_mtp(source: str | Path, out: Path, target: Target | None, dtype: str = 
     check_new(out)
     if target is None:
         raise ValueError("--to mtp needs --target, the model whose checkpoint gets the head")
-    if target.lora:
-        raise ValueError(
-            "--to mtp: expected no --adapter; first write that model with draftheads merge"
-        )
     folder = open_head(source)
-    if folder.adapter is not None:
+    if target.lora or folder.adapter:
         raise ValueError(
-            "--to mtp: expected a head without an adapter, got one; draftheads merge writes the "
-            "adapted target and its heads"
+            "--to mtp: expected a target and a head without an adapter, got one; draftheads merge "
+            "writes the adapted target and its heads"
         )
     head, stored = folder.read(target)
     if not isinstance(head, MtpHead):
@@ -152,16 +146,14 @@ def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | Non
         )
     check_new(out)
     name, revision = folder.target if target is None else (target, None)
-    if dtype == "auto":
-        own = read_config(name, revision).get_text_config(decoder=True)
-        dtype = dtype_name(own.dtype or torch.float32)
     # float32, so that the sum is rounded once
     model = Target.load(name, dtype="float32", revision=revision, lora=lora)
     if folder.adapter is not None:
         model.attach(folder.adapter)
     heads = folder.load(model)
     with staged(out) as staging:
-        model.model.to(getattr(torch, dtype)).save_pretrained(staging)
+        saved = str(model.saved_dtype) if dtype == "auto" else dtype
+        model.model.to(getattr(torch, saved)).save_pretrained(staging)
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
         training = {**folder.facts.training, "merged_adapter": folder.facts.adapter}

@@ -151,7 +151,7 @@ def distill(
     from draftheads.train.data.prompts import read_prompts
     from draftheads.train.data.server import ServedTarget
 
-    check_places(context, names(AnswerServers), {"head", "lora"}, "the server decodes")
+    check_places(context, names(AnswerServers), {"head", "lora"})
     options = distillation.DistillOptions(
         out=out,
         source=prompts,

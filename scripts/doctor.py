@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Exit, Option
 
-from draftheads.infer.pipeline.loading import Place, load_fast_target
+from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.infer.threads import set_threads
 from draftheads.scripts.options import (
     HEAD,
@@ -26,7 +26,6 @@ from draftheads.scripts.options import (
 )
 
 if TYPE_CHECKING:
-    from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.train.advice.doctor import Diagnosis, Evidence
@@ -71,7 +70,12 @@ def doctor(
             f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
             f"{folder.path}; give --prompts or --data"
         )
-    model, drafter = _load(target, folder, placement.place(), template_args)
+    set_threads(placement.threads)
+    variables = prepared(template_args)
+    model = load_fast_target(target, placement.place(), None, [folder], variables)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a changed target is a finding
+        drafter = folder.load(model).pack(model)  # as it decodes elsewhere: a step is priced
     documents = documents_in(path, model)
     openings = _openings(texts, folder, model, documents)
     evidence = Evidence(model, drafter, folder.facts, openings, documents, texts.max_new_tokens)
@@ -81,17 +85,6 @@ def doctor(
     if diagnosis.findings:
         raise Exit(1)
     say_next("chat", *target_options(target, placement.lora), "--head", head)
-
-
-def _load(
-    target: str, folder: HeadFolder, place: Place, template_args: str | None
-) -> tuple[Target, DraftHead]:
-    """The target, and the head on it, as they decode elsewhere: a step is priced."""
-    set_threads(place.threads)
-    model = load_fast_target(target, place, None, [folder], prepared(template_args))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a changed target is a finding
-        return model, folder.load(model).pack(model)
 
 
 def _openings(

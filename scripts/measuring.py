@@ -158,18 +158,13 @@ def bench(
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
     """
-    if check_places(context, names(BenchServers), LOCAL, "the server decodes"):
+    if check_places(context, names(BenchServers), LOCAL):
         measured = bench_server(target, revision, servers, texts, sampling, runs)
         write_figures(outputs.json_out, asdict(measured))
         return
     head = contestants.head
     if not (target and head):
-        needed = {"--target": target, "--head": head}
-        missing = [option for option, value in needed.items() if not value]
-        raise ValueError(
-            f"bench: expected --target and --head, or --server, got no {' and no '.join(missing)}; "
-            "pass them"
-        )
+        raise ValueError("bench: expected --target and --head, or --server; pass them")
     from draftheads.infer.accept import Greedy
     from draftheads.infer.drafters.named import load_drafts, open_drafts
     from draftheads.infer.measure import bench as benches
@@ -312,15 +307,10 @@ def check_writable_head(source: str, option: str) -> None:
     """
     from draftheads.heads.formats.hub import open_head
 
-    if not Path(source).is_dir():
+    if not (Path(source).is_dir() and open_head(source).facts.is_ours):
         raise ValueError(
-            f"{option}: expected a head folder on this machine, got {source}; a head of the Hub is "
-            "downloaded with `hf download`, other drafters have no folder"
-        )
-    if not open_head(source).facts.is_ours:
-        raise ValueError(
-            f"{option}: expected a head in this project's own layout, got {source}; "
-            f"draftheads convert {source} DIR --to draftheads writes one"
+            f"{option}: expected a head folder on this machine in this project's own layout, got "
+            f"{source}; draftheads convert {source} DIR --to draftheads writes one"
         )
 
 

@@ -113,9 +113,9 @@ def check_head(source: str | Path) -> None:
             head_folder(head_path(part))
 
 
-def check_places(context: Context, remote: Set[str], local: Set[str], reason: str) -> bool:
+def check_places(context: Context, remote: Set[str], local: Set[str]) -> bool:
     """Whether --server is there. Raises ValueError for `remote` parameters without it, and for
-    `local` ones with it, which mean nothing then for this reason.
+    `local` ones with it, which mean nothing then.
     """
     source: Callable[[str], Any] = context.get_parameter_source
     options = {str(each.name): each.opts[0] for each in context.command.params}
@@ -125,7 +125,7 @@ def check_places(context: Context, remote: Set[str], local: Set[str], reason: st
     if useless:
         others = ", ".join(sorted(options[name] for name in useless))
         if is_served:
-            raise ValueError(f"{others}: omit these with --server, {reason}")
+            raise ValueError(f"{others}: omit these with --server, the server decodes")
         raise ValueError(f"{others}: expected --server, too, got none; pass it")
     return is_served
 
@@ -322,11 +322,11 @@ def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | Non
 
 def write_figures(path: Path | None, figures: dict[str, Any]) -> None:
     """Write the figures of a --json option, if there is one."""
-    from draftheads.heads.files import write_text
+    from draftheads.heads.files import write_json
 
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(figures, indent=2) + "\n")
+        write_json(path, figures)
 
 
 def say_beside(line: object) -> None:

@@ -80,9 +80,9 @@ set head.vocabulary or run.gradient_checkpointing, or divide the head's state ov
 --engine zero2"""
 
 
-def print_counts(plan: Plan, console: Console | None = None) -> None:
+def print_counts(plan: Plan) -> None:
     """Print what is known before a trial: parameters, memory as a table, steps."""
-    console = console or SafeConsole(highlight=False)
+    console = SafeConsole(highlight=False)
     shapes, work = plan.shapes, plan.work
     adapter = f" and {shapes.adapter:,} of an adapter" if shapes.adapter else ""
     console.print(
@@ -109,9 +109,9 @@ def print_counts(plan: Plan, console: Console | None = None) -> None:
             console.print(f"{label}: {text}", soft_wrap=True)
 
 
-def print_trial(plan: Plan, console: Console | None = None) -> None:
+def print_trial(plan: Plan) -> None:
     """Print what a trial has measured: activations, time, and whether the run fits."""
-    console = console or SafeConsole(highlight=False)
+    console = SafeConsole(highlight=False)
     time = f"unknown: {plan.reason}"
     if plan.time:
         speed = plan.work.tokens_per_step / plan.time["step"]

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from draftheads.arguments import nearest, takes_files
 from draftheads.heads.base import DraftHead
-from draftheads.heads.files import remedy, staged
+from draftheads.heads.files import remedy, staged, write_json
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
@@ -216,7 +216,7 @@ def read_state(folder: Path) -> RunState:
 def write_state(folder: Path, values: dict[str, Any]) -> None:
     """Write a checkpoint's state.json, with a checksum of these values."""
     sealed = {**values, SEAL: _crc32(values)}
-    (folder / TRAINER / STATE).write_text(json.dumps(sealed, indent=2) + "\n")
+    write_json(folder / TRAINER / STATE, sealed)
 
 
 def _crc32(values: dict[str, Any]) -> int:

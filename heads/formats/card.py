@@ -32,8 +32,6 @@ ENGINES = {
     "openvino": "OpenVINO GenAI (2026.4)",
     "mlx": "mlx-vlm (0.7.10), for targets whose caches it can roll back",
 }
-SERVES = {"vllm": "speculators"}
-"""Engine -> a layout that is not named after it and that it reads, too."""
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
 accepted.
@@ -74,7 +72,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
         engines = [engine for engine in ENGINES if engine != "mlx"]
     else:
-        engines = [engine for engine in ENGINES if to in (engine, SERVES.get(engine))]
+        engines = ["vllm" if to == "speculators" else to]  # whose layout it reads, too
     layer = config.get("mtp_layer")  # engines load it from its target's folder: `convert --to mtp`
     return ENVIRONMENT.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),

@@ -24,28 +24,41 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LAYER_IDS = "target_layer_ids aux_hidden_state_layer_ids"
 
 KEYS: list[tuple[Any, str]] = [
-    (Size | None, "hidden_size num_attention_heads num_key_value_heads head_dim layers"),
-    (Size | None, "intermediate_size target_hidden_size"),
-    (Count | None, "vocab_size truncated_vocab_size max_position_embeddings sliding_window"),
-    (Count | None, "original_max_position_embeddings"),
+    (
+        Size | None,
+        """hidden_size num_attention_heads num_key_value_heads head_dim layers intermediate_size
+        target_hidden_size""",
+    ),
+    (
+        Count | None,
+        """vocab_size truncated_vocab_size max_position_embeddings sliding_window
+        original_max_position_embeddings swa_window_size""",
+    ),
     (Nodes | None, "draft_nodes depth top_k num_target_layers"),
     (Slots | None, "block_size"),
     (Rank | None, "mask_token_id markov_rank"),
-    (Count | None, "swa_window_size"),
-    (Positive | None, "rms_norm_eps rope_theta factor low_freq_factor high_freq_factor"),
-    (Positive | None, "beta_fast beta_slow attention_factor"),
-    (bool | None, "truncate fc_norm norm_before_fc norm_before_residual norm_output"),
-    (bool | None, "return_hidden_post_norm use_sliding_window query_zero_predicts_next"),
-    (bool | None, "norm_embeddings sample_from_anchor sliding_window_non_causal is_causal causal"),
-    (bool | None, "enable_confidence_head confidence_head_with_markov use_swa"),
-    (bool | None, "has_own_lm_head has_embed_tokens"),
-    (str | None, "model_type type rope_type speculators_model_type base_model_name_or_path"),
-    (str | None, "kind name name_or_path revision lora fingerprint architecture"),
-    (dict[str, Any] | None, "rope_scaling rope_parameters transformer_layer_config adapter"),
-    (dict[str, Any] | None, "full_attention sliding_attention"),
+    (
+        Positive | None,
+        """rms_norm_eps rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow
+        attention_factor""",
+    ),
+    (
+        bool | None,
+        """truncate fc_norm norm_before_fc norm_before_residual norm_output norm_embeddings
+        return_hidden_post_norm use_sliding_window sliding_window_non_causal use_swa
+        query_zero_predicts_next sample_from_anchor is_causal causal enable_confidence_head
+        confidence_head_with_markov has_own_lm_head has_embed_tokens""",
+    ),
+    (
+        str | None,
+        """model_type type rope_type speculators_model_type base_model_name_or_path kind name
+        name_or_path revision lora fingerprint architecture""",
+    ),
     (
         dict[str, Any] | None,
-        "eagle_config prefix_layer speculators_config verifier dflash_config dspark_config",
+        """rope_scaling rope_parameters transformer_layer_config adapter full_attention
+        sliding_attention eagle_config prefix_layer speculators_config verifier dflash_config
+        dspark_config""",
     ),
     (list[str] | None, "architectures layer_types"),
     (list[Rank] | None, "eos_ids"),

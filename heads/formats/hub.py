@@ -7,7 +7,6 @@ and all tensor names are those that serving engines read.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor
 from draftheads.arguments import head_folder
 from draftheads.heads.base import DraftHead
 from draftheads.heads.files import CONFIG as CONFIG
-from draftheads.heads.files import read_json, staged, write_text
+from draftheads.heads.files import read_json, staged, write_json, write_text
 from draftheads.heads.formats.card import merge_sections, render_card, write_remote_code
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
@@ -175,7 +174,7 @@ def _rewrite(folder: Path, config: dict[str, Any]) -> None:
     card = folder / CARD
     edited = card.read_text(encoding="utf-8") if card.is_file() else old
     write_text(card, merge_sections(edited, old, render_card(config) + "\n"))
-    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    write_json(folder / CONFIG, config)
 
 
 @dataclass(frozen=True)
@@ -330,13 +329,8 @@ def shared_adapter(heads: Sequence[HeadFolder]) -> Path | None:
 
     Raises ValueError if they differ in it: no target is right for all of them.
     """
-    trained = {str(head.path): head.facts.adapter_fingerprint or "none" for head in heads}
-    if len(set(trained.values())) > 1:
-        got = ", ".join(f"{path}: {fingerprint}" for path, fingerprint in trained.items())
-        raise ValueError(
-            f"expected heads trained with the same adapter of the target, got {got}; use one of "
-            "them at a time"
-        )
+    trained = [(head.path, head.facts.adapter_fingerprint or "none") for head in heads]
+    _check_equal(trained, "trained with the same adapter of the target")
     return heads[0].adapter if heads else None
 
 
@@ -345,15 +339,17 @@ def shared_template_args(heads: Sequence[HeadFolder]) -> dict[str, Any]:
 
     Raises ValueError if they differ: no prompt is right for all of them.
     """
-    records = [(str(head.path), head.template_args) for head in heads]
+    records = [(head.path, head.template_args) for head in heads]
     recorded = [(path, variables) for path, variables in records if variables is not None]
-    if any(variables != recorded[0][1] for _, variables in recorded):
-        got = ", ".join(f"{path}: {json.dumps(variables)}" for path, variables in recorded)
-        raise ValueError(
-            f"expected heads whose data has the same chat template variables, got {got}; use one "
-            "of them at a time, or give --template-args"
-        )
+    _check_equal(recorded, "whose data has the same chat template variables, or --template-args")
     return recorded[0][1] if recorded else {}
+
+
+def _check_equal(values: Sequence[tuple[Path, Any]], what: str) -> None:
+    """Raise ValueError unless all heads, by their path, have one value."""
+    if any(value != values[0][1] for _, value in values):
+        got = ", ".join(f"{path}: {value}" for path, value in values)
+        raise ValueError(f"expected heads {what}, got {got}; use one of them at a time")
 
 
 def step_folders(run: Path) -> list[Path]:

@@ -132,7 +132,7 @@ def _different_tokens(about: TargetFacts, tokens: list[str]) -> tuple[list[str],
     known = tokenizer.convert_ids_to_tokens(list(range(min(len(tokenizer), len(tokens)))))
     pairs = [pair for pair in zip(known, tokens, strict=False) if pair[0] != pair[1]]
     if len(pairs) <= REWRITTEN * len(known):
-        return [], []
+        pairs = []
     return [pair[0] for pair in pairs[:3]], [pair[1] for pair in pairs[:3]]
 
 

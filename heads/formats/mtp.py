@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from draftheads.heads.files import CONFIG, read_json, staged, write_text
+from draftheads.heads.files import CONFIG, read_json, staged, write_json
 from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
 from draftheads.heads.mtp.families import FAMILIES, Family, family_of
 from draftheads.heads.mtp.head import MtpHead
@@ -56,10 +55,10 @@ def write_target(head: MtpHead, target: Target, out: Path) -> None:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         index = folder / SAFE_WEIGHTS_INDEX_NAME
         if index.exists():
-            write_text(index, json.dumps({"metadata": {}, "weight_map": files}, indent=2) + "\n")
+            write_json(index, {"metadata": {}, "weight_map": files})
         config = read_json(source / CONFIG)
         config.get("text_config", config)[family.count] = 1
-        write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_json(folder / CONFIG, config)
 
 
 def _folder(target: Target) -> Path:

@@ -4,7 +4,6 @@ and helpers for translating layouts.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftheads.heads.files import CONFIG, read_json
+from draftheads.heads.files import CONFIG, read_json, write_json
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.tensors import _damaged, check_finite, differences, opened
 
@@ -63,7 +62,7 @@ class Stored:
     def save(self, folder: Path) -> None:
         """Write config.json and tensors into an existing folder."""
         save_file(self.tensors, folder / self.file, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
+        write_json(folder / CONFIG, self.config)
 
 
 @contextmanager

@@ -67,6 +67,11 @@ def _tokenizer(path: str, how: Loading) -> Any:
     local = Path(os.path.expanduser(path))
     if local.is_dir() and not any(local.glob("tokenizer*")) and not any(local.glob("vocab*")):
         return None
+    return read_tokenizer(path, revision)
+
+
+def read_tokenizer(path: str, revision: str | None) -> Any:
+    """The tokenizer of a folder, a GGUF file or a Hub id; errors: as of `reading`."""
     with reading(path, revision):
         place, file = location(path)
         tokenizer = AutoTokenizer.from_pretrained(

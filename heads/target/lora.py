@@ -74,8 +74,7 @@ class Lora:
         with opened(self.folder / WEIGHTS):  # a damaged file is named before PEFT reads it
             pass
         head = model.get_output_embeddings()
-        embeddings = model.get_input_embeddings()
-        is_tied = head.weight is embeddings.weight
+        is_tied = head.weight is model.get_input_embeddings().weight
         if is_tied:  # PEFT would add to both what changes one of them
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         try:
@@ -93,7 +92,7 @@ class Lora:
             return
         head = model.get_output_embeddings()
         embeddings = model.get_input_embeddings()
-        stay_equal = bool(head.weight.equal(embeddings.weight))
+        stay_equal = head.weight.equal(embeddings.weight)
         if stay_equal:
             head.weight = embeddings.weight
         for config in (model.config, model.config.get_text_config(decoder=True)):

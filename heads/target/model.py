@@ -127,8 +127,10 @@ class Target:
             self.ways = working_ways(self)
 
     def __repr__(self) -> str:
-        size = f"{self.layers} layers, hidden size {self.hidden_size}"
-        return f"Target({self.title!r}, {size}, {self.precision}, {self.device})"
+        return (
+            f"Target({self.title!r}, {self.layers} layers, hidden size {self.hidden_size}, "
+            f"{self.precision}, {self.device})"
+        )
 
     @classmethod
     def load(

@@ -24,8 +24,6 @@ from draftheads.heads.target.placement import (
 )
 from draftheads.heads.target.pretrained import outside, release
 
-ALIASES = {"lm_head.weight": "embed_out.weight", "embed_tokens.weight": "word_embeddings.weight"}
-"""Names in checkpoints that transformers converts."""
 ELSEWHERE = ("layers.", "visual.", "vision", "audio", "mtp.", "draft")
 """Parts of the names of tensors that are not the decoder's own."""
 
@@ -128,12 +126,11 @@ def checkpoint_name(name: str, files: Mapping[str, str], path: str) -> str:
     """
     if name in files:
         return name
-    short = name.removeprefix("model.")
-    ends = (short, ALIASES.get(short, short))
+    end = name.removeprefix("model.")
     found = [
         each
         for each in files
-        if each in ends or each.endswith(tuple(f".{end}" for end in ends))
+        if f".{each}".endswith(f".{end}")
         if not any(part in each for part in ELSEWHERE)
     ]
     if len(found) != 1:

@@ -49,29 +49,20 @@ class ChatAnswer:
         """New tokens, the end token included."""
         return sum(len(step.tokens) for step in self.steps)
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second after the prefill and its token; 0.0 if there is nothing else."""
-        return rate(self.steps)
-
-    @property
-    def draft_share(self) -> float:
-        """Share of the tokens that were drafted, 0 to 1."""
-        drafts = sum(step.from_drafts for step in self.steps)
-        return drafts / max(self.tokens, 1)
-
     def summary(self, plain: float = 0.0) -> str:
         """The line of statistics below an answer. plain: the rate of the plain model."""
         line = f"{self.tokens} tokens"
         statistics = Statistics.of(self.steps)
-        if self.rate:
-            line += f", {self.rate:.1f} tokens/s"
+        speed = rate(self.steps)
+        if speed:
+            line += f", {speed:.1f} tokens/s"
         if statistics.steps:
             line += f", {statistics.tokens_per_step:.2f} tokens/step"
         if any(step.drafted for step in self.steps):
-            line += f", {100 * self.draft_share:.0f} % from drafts"
-        if plain and self.rate:
-            line += f", {self.rate / plain:.1f}x plain"
+            drafts = sum(step.from_drafts for step in self.steps)
+            line += f", {100 * drafts / self.tokens:.0f} % from drafts"
+        if plain and speed:
+            line += f", {speed / plain:.1f}x plain"
         return line + ENDINGS.get(self.finish, "")
 
 

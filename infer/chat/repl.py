@@ -88,10 +88,9 @@ def chat(
 
 
 def sample_chat(
-    speculator: Speculator, questions: Sequence[str], *, console: Console | None = None
+    speculator: Speculator, questions: Sequence[str], *, console: Console
 ) -> list[ChatAnswer]:
     """Print and return the answers to these questions, accepted drafts in colour."""
-    console = console or SafeConsole()
     talk = _Conversation(speculator, ChatOptions(), console)
     answers = []
     for question in questions:

@@ -32,10 +32,13 @@ from draftheads.infer.serve.protocol import (
     GenerationRequest,
     Json,
 )
+from draftheads.infer.serve.scheduler import Scheduler
 from draftheads.infer.serve.service import ServeOptions, Service
 
 logger = logging.getLogger("draftheads")
 
+GRACE = 20
+"""Seconds for open requests when the server ends."""
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -64,14 +67,7 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
-    _add_errors(app)
-    _add_answers(app, service)
-    _add_state(app, service)
-    _add_page(app)
-    return app
 
-
-def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse(http: Request, error: HTTPException) -> JSONResponse:
         return error_response(error)
@@ -79,6 +75,11 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(http: Request, error: Exception) -> JSONResponse:
         return error_response(ApiError(500, "the server failed at this request; its log says why"))
+
+    _add_answers(app, service)
+    _add_state(app, service)
+    _add_page(app)
+    return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
@@ -146,19 +147,19 @@ def _add_page(app: FastAPI) -> None:
 class _Server(uvicorn.Server):
     """Ends the scheduler together with the connections; at a second signal, without grace."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
         super().__init__(config)
-        self.service = service
+        self.scheduler = scheduler
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.service.scheduler.close()
+            self.scheduler.close()
         else:
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.service.scheduler.is_open:
-            self.service.scheduler.close(self.service.options.grace)
+        if self.scheduler.is_open:
+            self.scheduler.close(GRACE)
         await super().shutdown(sockets)
         self._captured_signals.clear()  # done as asked: exit code 0
 
@@ -170,8 +171,8 @@ def serve(
     port: int,
     background: Background | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and answer what is open within `grace` seconds. background:
-    works while nothing is asked; its last piece may take `grace` seconds, too.
+    """Serve until SIGTERM or Ctrl-C, and answer what is open within GRACE seconds. background:
+    works while nothing is asked; its last piece may take GRACE seconds, too.
 
     Raises ValueError for an address that cannot be used.
     """
@@ -198,12 +199,12 @@ def serve(
         app,
         log_level="warning",
         server_header=False,
-        timeout_graceful_shutdown=int(options.grace) + 5,
+        timeout_graceful_shutdown=GRACE + 5,
     )
     service.scheduler.warm_up([Greedy(), service.rule(GenerationRequest())])
     shown = f"[{host}]" if ":" in host else host
     site = f"http://{shown}:{port}"
     print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
-    _Server(config, service).run(sockets=[listening])
+    _Server(config, service.scheduler).run(sockets=[listening])
     if background is not None:
-        service.scheduler.join(options.grace)
+        service.scheduler.join(GRACE)

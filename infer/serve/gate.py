@@ -15,6 +15,8 @@ from draftheads.infer.serve.service import Service
 
 ARRIVAL_SECONDS = 20.0
 """For the body of a request."""
+MOST_BYTES = 4 << 20
+"""Of a body."""
 
 
 class Gate:
@@ -41,7 +43,7 @@ class Gate:
         scope["root_path"] = self.options.root_path
         refusal = self._refusal(scope)
         if refusal is None:
-            await self.app(scope, Arrival(receive, self.options.max_body).receive, counted)
+            await self.app(scope, Arrival(receive).receive, counted)
         else:
             await error_response(refusal)(scope, receive, counted)
 
@@ -74,13 +76,12 @@ class Gate:
 
 
 class Arrival:
-    """The messages of a request. Those of its body must come in time, and have at most `most` bytes
+    """The messages of a request. Those of its body must come in time, and have at most MOST_BYTES
     together; the one after them says that the client has left.
     """
 
-    def __init__(self, receive: Receive, most: int) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._most = most
         self._size = 0
         self._end: float | None = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
 
@@ -89,14 +90,14 @@ class Arrival:
         try:
             async with asyncio.timeout_at(self._end):
                 message = await self._next()
-                while self._size > self._most and message.get("more_body"):
+                while self._size > MOST_BYTES and message.get("more_body"):
                     message = await self._next()  # who is cut off may not see the error
         except TimeoutError:
             late = {"Connection": "close"}
             raise ApiError(408, "the request took too long to arrive", **late) from None
-        if self._size > self._most:
+        if self._size > MOST_BYTES:
             raise ApiError(
-                413, f"expected a body of at most {self._most} bytes, got more; send a shorter one"
+                413, f"expected a body of at most {MOST_BYTES} bytes, got more; send a shorter one"
             )
         if not message.get("more_body"):
             self._end = None

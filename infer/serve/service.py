@@ -47,8 +47,6 @@ class ServeOptions:
     slots: int = 4  # requests decoded at a time
     waiting: int = 64  # more get 429
     timeout: float = 600.0  # seconds for a request, those in the queue included
-    grace: float = 20.0  # seconds for open requests when the server ends
-    max_body: int = 4 << 20  # bytes
     allowed_hosts: tuple[str, ...] = ()  # as of `Hosts`; default: by the address it listens on
     root_path: str = ""  # of the address under which a proxy offers it
 
@@ -197,8 +195,11 @@ class Service:
         try:
             while not reply.is_complete:
                 event = await events.get()
+                if isinstance(event, ApiError):
+                    raise event
                 if isinstance(event, Exception):
-                    raise as_api_error(event)
+                    what = type(event).__name__
+                    raise ApiError(500, f"the engine failed at this request ({what})")
                 choice, step, scores = event
                 if is_first:
                     self.metrics.first.observe(perf_counter() - start)
@@ -229,21 +230,9 @@ def delivery(
     loop = asyncio.get_running_loop()
 
     def deliver(outcome: Step | Exception) -> None:
-        event: Event
-        if isinstance(outcome, Exception):
-            event = outcome
-        elif isinstance(rule, ScoredRule):
-            event = (choice, outcome, list(rule.newest))
-        else:
-            event = (choice, outcome, ())
+        scores = list(rule.newest) if isinstance(rule, ScoredRule) else []
+        event = outcome if isinstance(outcome, Exception) else (choice, outcome, scores)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(events.put_nowait, event)
 
     return deliver
-
-
-def as_api_error(error: Exception) -> Exception:
-    """An error as the client is told of it."""
-    if isinstance(error, ApiError):
-        return error
-    return ApiError(500, f"the engine failed at this request ({type(error).__name__})")

@@ -368,12 +368,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "a broken generation config": (
         rewritten("generation_config.json", b'{"eos_token_id": 5'),
-        "expected a generation_config.json that can be read, as it names the end tokens, got a "
-        r"damaged one \(.*Expecting",
+        r"generation_config\.json: expected a JSON object, got invalid JSON \(.*Expecting",
     ),
     "a generation config without names": (
         rewritten("generation_config.json", b"[5]"),
-        r"got a damaged one \(.*expected a JSON object, got '\[5\]'; .*\); download it again",
+        r"generation_config\.json: expected a JSON object, got '\[5\]'; .*; download it again",
     ),
     "end tokens that are words": (end_tokens(["a"]), "token ids from 0 to .*, got 'a'; correct it"),
     "a negative end token": (end_tokens(-1), "token ids from 0 to .*, got -1"),

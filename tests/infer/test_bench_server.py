@@ -390,8 +390,8 @@ def test_options_that_make_no_sense_with_a_server(measured, engines, words, line
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("--head ngram", "expected --target and --head, or --server, got no --target; pass them"),
-        ("", "got no --target and no --head"),
+        ("--head ngram", "expected --target and --head, or --server; pass them"),
+        ("", "expected --target and --head, or --server; pass them"),
         ("--server-plain http://x:1", "--server-plain: expected --server, too, got none; pass it"),
         ("--server http://x:1", "--server: expected --server-plain, too, got none"),
         ("--concurrency 2 --api-key-env K", "--api-key-env, --concurrency: expected --server"),

@@ -9,15 +9,16 @@ import os
 import re
 import socket
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import yaml
-from rich.console import Console
 from safetensors.torch import load_file
 from tiny_training import (
     HIDDEN,
@@ -58,9 +59,11 @@ def command(monkeypatch, *arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    print_counts(plan, console)
-    print_trial(plan, console)
+def printed(plan: Plan) -> str:
+    with redirect_stdout(StringIO()) as said, mock.patch.dict(os.environ, COLUMNS="400"):
+        print_counts(plan)
+        print_trial(plan)
+    return said.getvalue()
 
 
 CHOICES = [
@@ -119,8 +122,7 @@ def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
     lines = []
     for values in (learned, masked):
         plan = make_plan(recipe_of(values), probe=False)
-        print_plan(plan, Console(file=(said := StringIO()), width=400))
-        [line] = [each for each in said.getvalue().splitlines() if each.startswith("refused by: ")]
+        [line] = [each for each in printed(plan).splitlines() if each.startswith("refused by: ")]
         lines.append(line.removeprefix("refused by: "))
     assert "vllm" in lines[0] and "a learned mask vector" in lines[0]
     assert lines[1] == "openvino: slots or heads of DSpark"
@@ -348,15 +350,13 @@ def test_minutes_hold_a_slow_first_epoch_and_later_ones_from_memory(made):
     assert plan.time["steps"] == math.ceil(epoch + (60 - 1.5 * epoch) / 0.5)
     assert plan.time["total"] == pytest.approx(5 + 60 + 2 * 0.5)
     assert plan.memory["cache"] == plan.shapes.feature_bytes(plan.work.tokens)
-    print_plan(plan, Console(file=(said := StringIO()), width=200))
-    assert "steps: as many as 1 minutes hold" in said.getvalue()
+    assert "steps: as many as 1 minutes hold" in printed(plan)
 
 
 def test_an_adapter_is_probed_and_shown(made):
     plan = make_plan(joint_recipe(made))
     assert plan.reason == "" and plan.time
-    print_plan(plan, Console(file=(said := StringIO()), width=200))
-    assert f"and {plan.shapes.adapter:,} of an adapter trained" in said.getvalue()
+    assert f"and {plan.shapes.adapter:,} of an adapter trained" in printed(plan)
 
 
 def test_what_cannot_be_probed_is_not_told(made, monkeypatch):
@@ -367,5 +367,4 @@ def test_what_cannot_be_probed_is_not_told(made, monkeypatch):
     plan = make_plan(joint_recipe(made))
     assert not plan.time
     assert "adapter: its divergence cannot be measured" in plan.reason
-    print_plan(plan, Console(file=(said := StringIO()), width=400))
-    assert f"time: unknown: {plan.reason}" in said.getvalue()
+    assert f"time: unknown: {plan.reason}" in printed(plan)

@@ -138,7 +138,7 @@ def as_dtype(dtype: torch.dtype) -> Callable:
 
 
 CHANGES: dict[str, tuple[Callable, str]] = {
-    "other-ids": (lambda t: t | {"token_ids": t["token_ids"] + 1}, "got another one at 0"),
+    "other-ids": (lambda t: t | {"token_ids": t["token_ids"] + 1}, "tokens that were sent, got"),
     "cached-prefix": (
         lambda t: {key: each[2:] for key, each in t.items()},
         "is a prefix cached",
@@ -337,7 +337,7 @@ def test_a_file_that_never_comes_or_is_cut(made, server, tmp_path, capsys, monke
     monkeypatch.setattr(served, "FILE_SECONDS", 0.3)
     server.change = lambda number, tensors: None if number else tensors  # but for the probe
     line = refused(made, server, tmp_path / "run", capsys)
-    assert "no file" in line and "GB are free in" in line and "run the same command again" in line
+    assert "no file" in line and "is its disk full" in line and "run the same command again" in line
 
     first = len(server.asked)
 

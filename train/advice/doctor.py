@@ -7,7 +7,7 @@ Legend: M learned positions, K draft depth, v draft vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
@@ -258,9 +258,10 @@ class Finding:
 def unfit_weights(evidence: Evidence) -> Finding | None:
     """Tensors that are not finite, and matrices that are still zero."""
     state = evidence.head.state_dict().items()
-    bad = [name for name, tensor in state if not tensor.isfinite().all()]
+    bad = []
     for name, tensor in state:
-        if tensor.dtype.is_floating_point and tensor.ndim > 1 and not tensor.any():
+        is_zero = tensor.is_floating_point() and tensor.ndim > 1 and not tensor.any()
+        if is_zero or not tensor.isfinite().all():
             bad.append(name)
     if not bad:
         return None
@@ -306,7 +307,7 @@ def other_template(evidence: Evidence) -> Finding | None:
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     past = evidence.decode(openings[: len(few)])
     current = evidence.decode(ids)
-    if not is_above(past.accepted.float(), current.accepted.float()):
+    if not is_above(past.accepted, current.accepted):
         return None
     return Finding(
         "template",
@@ -387,7 +388,7 @@ def slower_than_plain(evidence: Evidence) -> Finding | None:
     """Steps that cost more than their tokens are worth."""
     decoded, break_even = evidence.decoded, evidence.break_even
     too_few = 1 - break_even  # draft tokens per step, negated
-    if not evidence.head.tree.draft_nodes or not is_above(-decoded.accepted.float(), too_few):
+    if not evidence.head.tree.draft_nodes or not is_above(-decoded.accepted, too_few):
         return None
     return Finding(
         "speed",
@@ -397,7 +398,7 @@ def slower_than_plain(evidence: Evidence) -> Finding | None:
     )
 
 
-CHECKS: tuple[Callable[[Evidence], Finding | None], ...] = (
+CHECKS = (
     unfit_weights,
     other_target,
     other_template,
@@ -428,12 +429,10 @@ class Diagnosis:
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Examine a head. Raises ValueError where nothing can be decoded."""
-    checks = CHECKS
-    if not evidence.finite:
-        checks = (unfit_weights,)  # ranks of NaN mean nothing
     findings: list[Finding] = []
-    for check in checks:
-        if check in SKIPPED and findings:
+    for check in CHECKS:
+        # ranks of NaN mean nothing
+        if findings and (check in SKIPPED or not evidence.finite):
             continue
         finding = check(evidence)
         if finding:

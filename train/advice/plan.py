@@ -49,7 +49,7 @@ from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import excess, load_data
 
-ENGINES: dict[str, tuple[str, ...]] = {
+ENGINES = {
     "ddp": (),
     "zero1": ("optimizer",),
     "zero2": ("optimizer", "gradients"),
@@ -125,9 +125,6 @@ class Shapes:
         self.head, self.refusals = _count(head), refusals(head, self.target)
         self.states = len(head.training_layers)
         self.captured = recipe.features.layers or captured_states(head.training_layers, self.layers)
-        self.served_token = (
-            len(self.captured) * self.target.hidden_size * self.served_dtype.itemsize
-        )
         self.trained = 4 * (self.head + self.adapter)
         buffers = sum(x.nbytes for x in head.state_dict().values()) - 4 * self.head
         self.checkpoint = 3 * self.trained + buffers
@@ -270,8 +267,8 @@ def _short(recipe: Recipe, work: Workload, output: Path) -> Recipe:
     steps = {"tokens_per_step": tokens, "steps": 2, "epochs": None, "minutes": None}
     run = recipe.run.model_copy(update={"output": output, "trackers": [], **steps})
     adapter = recipe.adapter and recipe.adapter.model_copy(update={"start": 0.0})
-    parts = {"features": features, "data": data, "run": run, "target_placement": "whole"}
-    return recipe.model_copy(update={**parts, "adapter": adapter})
+    parts = {"features": features, "data": data, "run": run, "adapter": adapter}
+    return recipe.model_copy(update={**parts, "target_placement": "whole"})
 
 
 @contextmanager
@@ -387,7 +384,8 @@ class Plan:
         shapes, trial = self.shapes, self.trial
         if not shapes.is_served:
             return []
-        needs = f"server: {shapes.served_token / 1024:.4g} KiB per token (states {shapes.captured})"
+        size = len(shapes.captured) * shapes.target.hidden_size * shapes.served_dtype.itemsize
+        needs = f"server: {size / 1024:.4g} KiB per token (states {shapes.captured})"
         if trial:
             wanted = self.work.tokens_per_step / trial.rest
             given = self.work.tokens_per_step / max(trial.features, 1e-9)

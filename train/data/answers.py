@@ -57,7 +57,7 @@ from pydantic import (
 )
 
 from draftheads.arguments import expected
-from draftheads.heads.files import naming, sweep, write_text
+from draftheads.heads.files import naming, sweep, write_json, write_text
 from draftheads.train.data.shards import (
     SCHEMA,
     Array,
@@ -139,10 +139,6 @@ class Counts:
     cut: Size = 0  # documents whose last answer ended by length
     retokenized: Size = 0  # answers whose ids were made from text
     reasons: Counter[str] = field(default_factory=Counter)
-
-    def entry(self) -> Entry:
-        """As in a manifest."""
-        return vars(self) | {"reasons": dict(self.reasons)}
 
     def lines(self) -> list[str]:
         """For people: what there is to learn, then why some is not."""
@@ -279,7 +275,7 @@ def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) ->
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically."""
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_json(folder / MANIFEST, manifest)
 
 
 def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
@@ -623,7 +619,7 @@ def finish(folder: Path, manifest: Manifest) -> Counts:
             counts = contents.counts()
             done = counts.done + counts.skipped + counts.failed
             manifest["complete"] = done == manifest["prompts"]["count"]
-            manifest["counts"] = counts.entry()
+            manifest["counts"] = vars(counts)
             if not manifest["complete"] or not counts.done:
                 write_manifest(folder, manifest)
                 return counts
@@ -665,7 +661,7 @@ def store_batch(folder: Path, manifest: Manifest, batch: pa.RecordBatch) -> Coun
     """Write a whole folder at once. batch: the rows of all prompts, in their order."""
     contents = _Contents([batch], batch["id"].unique().to_pylist())
     counts = contents.counts()
-    _store(folder, manifest | {"complete": True, "counts": counts.entry()}, contents)
+    _store(folder, manifest | {"complete": True, "counts": vars(counts)}, contents)
     return counts
 
 

@@ -178,7 +178,7 @@ class Answerer(ABC):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None] = lambda lengths: None,
+        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer all turns of the conversations, in place. note: told now and then how long the
         unfinished answers are, if that is known.
@@ -214,7 +214,7 @@ class LocalAnswerer(Answerer):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None] = lambda lengths: None,
+        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers

@@ -153,7 +153,7 @@ class ServedTarget(Answerer):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None] = lambda lengths: None,
+        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
@@ -432,17 +432,12 @@ class Server:
 
     async def complete(self, client: Any, request: dict[str, Any]) -> ServedCompletion:
         """The server's completion, retried after faults."""
-        tries = self._options.tries
-        number = 1
-        while True:
+        for number in range(self._options.tries - 1):
             try:
                 return await self._attempt(client, request)
-            except (ServerFault, Unreachable) as fault:
-                if number == tries:
-                    tried = f", tried {tries} times" if tries > 1 else ""
-                    raise type(fault)(f"{fault}{tried}") from None
-                await asyncio.sleep(self._options.pause * 2 ** (number - 1))
-                number += 1
+            except (ServerFault, Unreachable):
+                await asyncio.sleep(self._options.pause * 2**number)
+        return await self._attempt(client, request)
 
     async def _attempt(self, client: Any, request: dict[str, Any]) -> ServedCompletion:
         """One try. Raises the ServerError of a response that no retry makes better, ServerFault or
@@ -514,8 +509,8 @@ class Server:
         wanted = self._options.model
         for model in models:
             if model.id == wanted or (wanted is None and len(models) == 1):
-                same = [m for m in models if m.root is not None and m.root == model.root]
-                self._aliases = {model.id, *(other.id for other in same)}
+                same = {m.id for m in models if m.root is not None and m.root == model.root}
+                self._aliases = {model.id, *same}
                 return model
         names = self._hide(", ".join(model.id for model in models)) or "none"
         expected = "one model" if wanted is None else f"model {wanted!r}"

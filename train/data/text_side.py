@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from draftheads.heads.target.placement import (
-    ASKS_FOR_CODE,
-    OWN_CODE,
-    end_ids,
-    location,
-    read_config,
-    read_generation_config,
-)
+from draftheads.heads.target.load import read_tokenizer
+from draftheads.heads.target.placement import end_ids, read_config, read_generation_config
 
 
 @dataclass(frozen=True)
@@ -32,35 +22,20 @@ class TextSide:
 
     @classmethod
     def load(cls, name: str, revision: str | None = None) -> TextSide:
-        """Read from a folder or a Hub id. Raises ValueError if no tokenizer is found."""
-        folder = Path(os.path.expanduser(name))
-        path = str(folder) if folder.exists() else name
-        try:
-            place, file = location(path)
-            tokenizer = AutoTokenizer.from_pretrained(
-                place, revision=revision, trust_remote_code=False, **file
-            )
-            tokenizer("")  # what its files say is used here for the first time
-        except Exception as error:  # a damaged file raises errors of many types
-            if ASKS_FOR_CODE in str(error):
-                raise ValueError(f"target {name}: {OWN_CODE}") from error
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(
-                f"{name}: expected a target's folder or Hub id with a tokenizer, found none that "
-                f"can be read ({reason}); give one with --target, or download it again"
-            ) from error
-        eos = _eos_token_id(path, revision)
+        """Read from a folder or a Hub id. Raises OSError or ValueError if no tokenizer is found."""
+        tokenizer = read_tokenizer(name, revision)
+        eos = _eos_token_id(name, revision)
         eos_ids = end_ids(tokenizer.eos_token_id if eos in (None, []) else eos, name)
         return cls(name, tokenizer, eos_ids, revision)
 
 
-def _eos_token_id(path: str, revision: str | None) -> Any:
+def _eos_token_id(name: str, revision: str | None) -> Any:
     """That of generation_config.json, else of config.json; None if neither has one."""
-    generation = read_generation_config(path, revision)
+    generation = read_generation_config(name, revision)
     if generation is not None and generation.eos_token_id is not None:
         return generation.eos_token_id
     try:
-        return getattr(read_config(path, revision), "eos_token_id", None)
+        return getattr(read_config(name, revision), "eos_token_id", None)
     except (OSError, ValueError):
         if generation is not None:
             raise  # other end tokens would be learned without it

@@ -17,17 +17,14 @@ import logging
 import os
 import re
 import shlex
-import shutil
 import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import cache
 from itertools import count
-from operator import eq
 from pathlib import Path, PurePath
 from threading import Thread
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -227,9 +224,11 @@ class StateServers:
         try:
             tensors = read_when_complete(path)
         except TimeoutError:
-            raise ServerFault(f"no file {path} after {FILE_SECONDS:g} s{self._space()}") from None
+            raise ServerFault(
+                f"no file {path} after {FILE_SECONDS:g} s; is its disk full"
+            ) from None
         except FAULTS as error:
-            raise ServerFault(f"{path}: cannot be read ({error}){self._space()}") from None
+            raise ServerFault(f"{path}: cannot be read ({error})") from None
         finally:
             for each in (path, _lock_of(path)):
                 if each.is_file():
@@ -247,12 +246,9 @@ class StateServers:
         tokens, learned_P = document
         ids = tensors[IDS].flatten().tolist()
         if ids != tokens:
-            where = f"{len(ids)}"
-            if len(ids) == len(tokens):
-                where = f"another one at {[*map(eq, ids, tokens)].index(False)}"
             raise ValueError(
-                f"expected the {len(tokens)} tokens that were sent, got {where}; is a prefix "
-                "cached (--no-enable-prefix-caching)"
+                f"expected the {len(tokens)} tokens that were sent, got {len(ids)} others; is a "
+                "prefix cached (--no-enable-prefix-caching)"
             )
         states_PLH = tensors[STATES]
         scales = tensors.get(SCALES)
@@ -268,10 +264,6 @@ class StateServers:
             self._checks.rounding = FP8
         self._checks(states_PLH, tokens, learned_P)
         return states_PLH
-
-    def _space(self) -> str:
-        free = shutil.disk_usage(self.folder).free
-        return f" ({free / 1e9:.3g} GB are free in {self.folder})"
 
     def _sweep(self) -> None:
         """Delete what a run that was killed has left, and nothing else that may lie there."""
@@ -338,11 +330,17 @@ def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -
     weights in half precision.
     """
     extra = {"shared_storage_path": str(recipe.features.exchange)}
-    transfer: dict[str, Any] = {"kv_connector": CONNECTOR, "kv_role": "kv_producer"}
-    transfer["kv_connector_extra_config"] = extra
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
     states = {"eagle_aux_hidden_state_layer_ids": list(captured)}
-    drafting: dict[str, Any] = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    drafting["draft_model_config"] = {"hf_config": states}
+    drafting = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": states},
+    }
     return (
         f"vllm serve {recipe.target} --dtype {dtype_name(dtype)} "
         f"--max-model-len {recipe.data.sequence_length + 1} "

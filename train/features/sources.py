@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from draftheads.arguments import nearest
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import remedy, replacing, sweep, write_text
+from draftheads.heads.files import remedy, replacing, sweep, write_json
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
@@ -456,7 +456,7 @@ def write_missing(stores: Sequence[StoredFeatures], accelerator: Accelerator) ->
             store.folder.mkdir(parents=True, exist_ok=True)
             sweep(store.folder, "shard-*")
             if accelerator.is_main_process:
-                write_text(store.folder / MANIFEST, json.dumps(store.manifest, indent=2) + "\n")
+                write_json(store.folder / MANIFEST, store.manifest)
     accelerator.wait_for_everyone()  # all must have seen the same shards missing
     for store, shards in pairs:
         store.write(shards, accelerator)

@@ -131,9 +131,9 @@ class StateChecks:
     relative error of state 0. Several threads may call it.
     """
 
-    def __init__(self, layout: StateLayout, rounding: float = BF16) -> None:
+    def __init__(self, layout: StateLayout) -> None:
         self.layout = layout
-        self.rounding = rounding
+        self.rounding = BF16
         self._turns = Lock()  # logits of many documents would not fit into memory
         self._begun: dict[int, tuple[list[int], Tensor]] = {}
         self._sampled: list[int] = []

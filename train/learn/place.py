@@ -11,7 +11,6 @@ A folder without such a target.json was not made here, and is never changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from draftheads.heads.files import read_json, write_text
+from draftheads.heads.files import read_json, write_json
 from draftheads.heads.formats.hub import HeadFolder
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
@@ -74,7 +73,7 @@ class HeadStore:
         try:
             facts = target_facts(path / TARGET, target)
             facts |= {"head": head, "keep_days": keep_days}
-            write_text(path / TARGET, json.dumps(facts, indent=2) + "\n")
+            write_json(path / TARGET, facts)
             texts = path / TEXTS
             self.texts = Texts(texts, most_bytes=int(most_mb * 1e6), keep_days=keep_days)
             self.versions = Versions(path / HEADS)

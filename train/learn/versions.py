@@ -8,7 +8,6 @@ Version 0 is the head that learning started from, which stays where it is.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from draftheads.heads.files import staged, sweep, write_text
+from draftheads.heads.files import staged, sweep, write_json
 from draftheads.infer.background import Point
 
 STATE = "state.json"
@@ -113,4 +112,4 @@ class Versions:
 
     def _replace(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
-        write_text(self.folder / STATE, json.dumps(asdict(self.state), indent=2) + "\n")
+        write_json(self.folder / STATE, asdict(self.state))
