@@ -629,7 +629,7 @@ def denying(server: LocalServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "said"), [(closed, "check the server"), (failing, "HTTP 500"), (denying, "HTTP 401")]
+    ("ends", "said"), [(closed, "attempts failed"), (failing, "HTTP 500"), (denying, "HTTP 401")]
 )
 def test_a_server_that_dies_is_dropped_and_the_others_answer_all(
     folder: Path,
