@@ -73,14 +73,24 @@ class Turns:
         """Take over what the file has, without a line that was not written whole."""
         lines = [json.dumps(facts)]
         text = path.read_text() if path.is_file() else ""
-        head, *turns = text.splitlines(keepends=True) or [""]
-        before = json.loads(head) if head.endswith("\n") else {}
-        changed = [name for name in facts if before.get(name) != facts[name]]
-        if before and changed:
+        head, *turns = text.splitlines(keepends=True) or [lines[0]]
+        whole = [line.rstrip() for line in turns if line.endswith("\n")]
+        try:
+            before = dict(json.loads(head))
+            ended = dict(TURN.validate_json(line) for line in whole)
+        except (ValueError, TypeError):
+            before = ended = {}
+        if before.keys() != facts.keys():
+            raise ValueError(
+                f"{path}: expected turns that an earlier command kept, got a damaged or another "
+                "file; remove it, or give another --json"
+            )
+        changed = [name for name in facts if before[name] != facts[name]]
+        if changed:
             logger.warning("%s: other %s before; starting anew", path, ", ".join(changed))
-        elif before:
-            lines += [line.rstrip() for line in turns if line.endswith("\n")]
-            self.ended = dict(TURN.validate_json(line) for line in lines[1:])
+        elif text:
+            lines += whole
+            self.ended = ended
             logger.warning("%s: going on after %d turns", path, len(self.ended))
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, "\n".join(lines) + "\n")

@@ -102,10 +102,9 @@ def rival_of(target: str, tokens: int) -> Iterator[LlamaServer | None]:
         rival = None
         if program:
             options = ["-m", file, "-c", tokens + MORE_CONTEXT, "-t", torch.get_num_threads()]
+            # with AMX it crashes on quantised files (docs/serving.md)
             if CPUINFO.is_file() and "amx" in CPUINFO.read_text():
-                options += [
-                    "--no-repack"
-                ]  # it crashes there with quantised files (docs/serving.md)
+                options += ["--no-repack"]
             try:
                 rival = stack.enter_context(serving(program, [*options, "-np", 1]))
             except OSError as error:
@@ -148,5 +147,5 @@ def is_healthy(url: str) -> bool:
     """Whether a server has loaded its model."""
     try:
         return bool(httpx.get(f"{url}/health").is_success)
-    except httpx.ConnectError:  # not listening yet
+    except httpx.HTTPError:  # not listening yet, or busy with loading
         return False

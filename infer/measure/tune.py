@@ -55,7 +55,7 @@ from draftheads.infer.turns import TimedRun, Turns
 
 SIZES = (1, 3, 7, 15, 31, 63)
 """Draft nodes whose verification is timed. With the root of 7, there are as many rows as an int8
-product takes together: one more costs a fifth of the products.
+product takes together: one more costs a quarter of the products.
 """
 COST_PROMPTS, COST_TOKENS = 4, 32
 """Prompts on which costs are measured, and new tokens of each."""

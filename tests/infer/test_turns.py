@@ -156,3 +156,12 @@ def test_a_stopped_search_writes_no_tree_and_goes_on(typed, stop, tmp_path):
     code, out, _ = typed("tune", "--nodes", 4)
     assert code == 0 and "written to" in out and config.read_text() != before
     assert len(rest) < len(last) < whole
+
+
+@pytest.mark.parametrize("text", ["notes\n", "{}\n", '{"target": "x"}\nnothing\n', "[1]\n"])
+def test_another_file_of_this_name_is_kept(text, tmp_path):
+    path = tmp_path / "bench.json.turns"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"bench\.json\.turns: expected turns .* remove it"):
+        Turns(path, {"target": "x"})
+    assert path.read_text() == text
