@@ -99,9 +99,6 @@ class DraftHead(nn.Module, ABC):
     rows_may_leave: ClassVar[bool] = True
     """A drafter knows of a row what is in its `cache`, so rows may leave a batch and join it."""
 
-    why_not_compiled: str | None = None
-    """Why drafting with this head cannot be compiled; None if it can."""
-
     def __init__(self) -> None:
         super().__init__()
         self.choices = self.Choices()

@@ -1,4 +1,5 @@
 """A decoding step as one function of tensors, which torch compiles: draft, verify, accept, keep.
+Only heads draft in it; other drafters do before it, on the host.
 
 Its shapes depend on the batch and on the tree alone, and nothing in it waits for the device. The
 host reads new tokens and their number once per step. The slots of the caches that a step can see
@@ -12,28 +13,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import Tree
+from draftheads.heads.tree import TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, commit
 
 BACKEND: Any = "inductor"
-FROZEN_BYTES = 2 << 30
-"""Targets up to this size are copied in the layout that the CPU multiplies fastest, unless they
-are packed already, or float32: that gains less than its compilation takes.
-"""
-
 BUCKET = 256
 """Steps that are recorded see a multiple of so many slots."""
 
@@ -54,29 +48,22 @@ RECORDERS: dict[str, Callable[..., Any]] = {"cuda": cuda_graph}
 """Type of a device -> how its steps are recorded."""
 
 
-def compiled(target: Target) -> Advance:
+def compiled() -> Advance:
     """A function for `FixedSteps` of one engine, batch size and rule; torch compiles it at its
     first call. The weights of target and head must not change afterwards.
     """
     options: dict[str, Any] = {"guard_filter_fn": _checked}
-    settings: dict[str, Any] = {}  # also while tracing, which no option reaches
-    size = sum(parameter.nbytes for parameter in target.model.parameters())
     if BACKEND == "inductor":
         options["size_asserts"] = False
-        narrow = target.device.type == "cpu" and target.dtype != torch.float32
-        settings["freezing"] = narrow and size <= FROZEN_BYTES and not target.is_packed
+        # how many of the operators that read the same tensor it tries to fuse with each: with 64,
+        # its default, more than half of its time goes into pairs that it refuses
+        options["max_fusion_buffer_group_pairwise_attempts"] = 4
     # a code object of its own, as torch keeps what it compiled by code object
     function = FunctionType(_advance.__code__.replace(), globals())
     step: Advance = torch.compile(
-        function, backend=BACKEND, fullgraph=True, dynamic=False, options={**options, **settings}
+        function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
     )
-    patches = iter([inductor.patch(**settings)])
-
-    def advance(*arguments: Any) -> Outputs:
-        with next(patches, nullcontext()):  # the first call traces
-            return step(*arguments)
-
-    return advance
+    return step
 
 
 def why_not(target: Target) -> str | None:
@@ -94,7 +81,7 @@ class FixedSteps:
     """The steps of one generation after its first, which reads the prompt.
 
     advance: from `compiled`. drafter and cache: as the first step left them. accept: with its own
-    random stream.
+    random stream. on_host: whether the drafter works outside of the compiled function.
     """
 
     def __init__(
@@ -105,13 +92,16 @@ class FixedSteps:
         tree: Tree,
         cache: SlotCache,
         accept: Acceptance,
+        on_host: bool = False,
     ) -> None:
         self.advance = advance
         self.target = target
         self.drafter = drafter
         self.cache = cache
         self.accept = accept
+        self.nodes = tree.nodes
         self.width = tree.depth + 1
+        self.on_host = on_host
         self.slots = [(cache, tree.nodes)]  # caches, and what a step writes to them
         if drafter.cache is not None:
             slots = drafter.cache.cache
@@ -127,12 +117,9 @@ class FixedSteps:
         bucket = BUCKET if self.record else 1
         for cache, room in self.slots:
             _fix(cache, room, bucket)
-        tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
-        if padding := self.width - tokens_BC.shape[1]:  # the first time
-            tokens_BC = F.pad(tokens_BC, (0, padding))
-            features_BCD = F.pad(features_BCD, (0, 0, 0, padding))
         running_B = torch.tensor(running, device=self.target.device)
-        inputs = tokens_BC, features_BCD, committed.count_B, running_B
+        drafts = self._drafted(committed) if self.on_host else self._padded(committed)
+        inputs = (*drafts, running_B)
         with self.accept.draws.filled(len(running)):
             tokens_BC, features_BCD, count_B = self._step(inputs)
         # one copy to the host, so one wait for the device
@@ -143,24 +130,40 @@ class FixedSteps:
             cache.note(new)
         return Committed(tokens_BC, features_BCD, count_B, counts), tokens
 
+    def _padded(self, committed: Committed) -> tuple[Tensor, ...]:
+        tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
+        if padding := self.width - tokens_BC.shape[1]:  # the first time
+            tokens_BC = F.pad(tokens_BC, (0, padding))
+            features_BCD = F.pad(features_BCD, (0, 0, 0, padding))
+        return tokens_BC, features_BCD, committed.count_B
+
+    def _drafted(self, committed: Committed) -> tuple[Tensor, ...]:
+        """The tokens and parents of a tree, padded with copies of its first node, leaves after it
+        that no rule prefers: to a power of two, as each size is compiled, or that of a recording.
+        """
+        tree = self.drafter.propose(committed)
+        tokens_BN = tree.tokens_BN
+        nodes = tokens_BN.shape[1]
+        size = self.nodes if self.record else min(1 << (nodes - 1).bit_length(), self.nodes)
+        padding = size - nodes
+        parents_BN = tree.topology.parents_BN.expand_as(tokens_BN)
+        filler_BP = tokens_BN[:, :2][:, -1:].expand(-1, padding)
+        return torch.cat([tokens_BN, filler_BP], dim=1), F.pad(parents_BN, (0, padding))
+
     def _step(self, inputs: tuple[Tensor, ...]) -> Outputs:
         """A replay, if there is a recording for the slots that can be seen now."""
-        if not self.record:
-            return self.advance(self, *inputs)
         seen = [(cache.table.span, cache.table.capacity) for cache, _ in self.slots]
         if seen != self.seen:  # not recorded: it may allocate what later steps find there
             self.seen = seen
             self.recording = None
-            return self.advance(self, *inputs)
-        if self.recording is None:
+        elif self.record and not self.recording:
             try:
                 self.recording = Recording(self.record, partial(self.advance, self), inputs)
             except RuntimeError as error:
                 fault = str(error).strip().partition("\n")[0]
                 warnings.warn(f"decoding without CUDA graphs: {fault}", stacklevel=4)
                 self.record = None
-                return self.advance(self, *inputs)
-        return self.recording(inputs)
+        return self.recording(inputs) if self.recording else self.advance(self, *inputs)
 
     def end(self) -> None:
         """Let the generation continue with steps that are not compiled."""
@@ -186,17 +189,17 @@ class Recording:
         return outputs
 
 
-def _advance(
-    steps: FixedSteps,
-    tokens_BC: Tensor,
-    features_BCD: Tensor,
-    count_B: Tensor,
-    running_B: Tensor,
-) -> Outputs:
+def _advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
     """The next tokens, their features, and how many there are."""
     drafter = steps.drafter
     cache = steps.cache
-    tree = drafter.propose(Committed(tokens_BC, features_BCD, count_B, []))
+    *drafts, running_B = inputs
+    if steps.on_host:
+        tokens_BN, parents_BN = drafts
+        tree = TokenTree(tokens_BN, Topology(parents_BN, steps.width - 1))
+    else:
+        tokens_BC, features_BCD, count_B = drafts
+        tree = drafter.propose(Committed(tokens_BC, features_BCD, count_B, []))
     out = steps.target.verify(tree, cache, drafter.feature_layers)
     accepted = steps.accept(out.logits_BNV, tree)
     path_BC = accepted.path_BN[:, : steps.width]

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from draftheads.heads.base import TreeDrafter
+from draftheads.heads.base import DraftHead, TreeDrafter
 from draftheads.heads.cache import ROOM
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.target.model import Target
@@ -21,8 +21,6 @@ from draftheads.infer.accept import Acceptance, Greedy, commit
 from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
 from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread
 from draftheads.infer.threads import fair_clock
-
-ONLY_HEADS = "only draft heads can be compiled, not other drafters"
 
 
 @runtime_checkable
@@ -38,11 +36,6 @@ class DrafterSource(Protocol):
     def rows_may_leave(self) -> bool:
         """Whether rows of a batch may leave and others take their places, between steps."""
         return False
-
-    @property
-    def why_not_compiled(self) -> str | None:
-        """Why steps with its drafters cannot be compiled; None if they can."""
-        return ONLY_HEADS
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
@@ -77,7 +70,6 @@ class NoDraft:
     cache: DraftCache | None = None
     tree = StaticTree(())
     rows_may_leave = True
-    why_not_compiled = None
 
     def __init__(self, idle: Drafter | None = None) -> None:
         self._root: Topology | None = None
@@ -144,7 +136,7 @@ class Speculator:
         self.compile = compile
         self._compiled: dict[tuple[Any, ...], Advance] = {}
         self._compiles_more = True
-        fault = compile and (source.why_not_compiled or why_not(target))
+        fault = compile and why_not(target)
         if fault:
             self.stop_compiling(fault)
 
@@ -376,8 +368,9 @@ class Speculator:
         drafter = decoding.drafter
         advance = self.advance(len(decoding.rows), rule)
         if advance is not None:
+            on_host = not isinstance(self._source, DraftHead | NoDraft)
             decoding.fixed = FixedSteps(
-                advance, self.target, drafter, self.tree, decoding.cache, rule
+                advance, self.target, drafter, self.tree, decoding.cache, rule, on_host
             )
 
     def _fixed_step(self, decoding: Decoding) -> list[list[int]] | None:
@@ -421,7 +414,7 @@ class Speculator:
                 warnings.warn(f"decoding {accept} without compilation: {fault}", stacklevel=3)
             return None
         if known is None and self._compiles_more:
-            known = self._compiled[key] = compiled(self.target)
+            known = self._compiled[key] = compiled()
         return known
 
     def compile_no_more(self) -> None:

@@ -73,6 +73,10 @@ def prompts() -> None:
     say(f"\n{HOW_MANY}")
 
 
+TOGETHER = 64
+"""Questions that are written together."""
+
+
 @dataclass(frozen=True)
 class Answers:
     """Answers."""
@@ -99,7 +103,6 @@ def questions(
     out: Annotated[Path, Option(callback=NEW_CHECK, help="new prompt file to write, .jsonl")],
     placement: Placement,
     count: Annotated[int, Option(min=1, help="questions")] = 2000,
-    batch_size: Annotated[int, Option(min=1, help="questions written together")] = 64,
     seed: Seed = 0,
     revision: Revision = None,
 ) -> None:
@@ -112,11 +115,11 @@ def questions(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data.questions import questions as ask_itself
 
-    engine = Speculator(answering_target(target, revision, placement, batch_size))
+    engine = Speculator(answering_target(target, revision, placement, TOGETHER))
     out.parent.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     try:
-        for question in ask_itself(engine, count, batch_size, seed):
+        for question in ask_itself(engine, count, TOGETHER, seed):
             lines.append(json.dumps({"prompt": question}, ensure_ascii=False) + "\n")
     finally:
         if lines:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu.attention import use_grouped_attention
-from draftheads.heads.cpu.linear import PackedBits, PackedLinear
+from draftheads.heads.cpu.linear import PackedBits
 from draftheads.heads.hybrid.states import Mixing, States, cache_argument, install
 from draftheads.heads.target.adapter import Adapter
 from draftheads.heads.target.load import can_pack_model, load, pack_model
@@ -384,11 +384,6 @@ class Target:
     def has_long_rope(self) -> bool:
         """Whether RoPE factors depend on the length of a text (LongRoPE)."""
         return bool(self._longrope.limit)
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether some of its matrices are laid out for this CPU."""
-        return any(isinstance(module, PackedLinear) for module in self.model.modules())
 
     def room(self, length: int) -> int:
         """The number of tokens that a text of `length` tokens may grow by before `recompute`."""

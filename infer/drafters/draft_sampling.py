@@ -7,6 +7,7 @@ Legend: B batch, K draft tokens of a chain, N = K + 1 nodes, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,10 @@ class SpeculativeSampling(Sampled):
         is_empty_B1 = more_BV.sum(1, keepdim=True) == 0  # p = q up to rounding
         bonus_B = self.draws.draw(torch.where(is_empty_B1, p_BV, more_BV).log())
         return take(tree, last_B, bonus_B)
+
+    def constants(self) -> NoReturn:
+        """None: compiled steps see the drafts alone, not the probabilities they were drawn with."""
+        raise TypeError("it compares probabilities of drafts")
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """float32 (..., V): the distribution that is sampled."""

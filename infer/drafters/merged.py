@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
-from draftheads.infer.engine import DrafterSource
+from draftheads.infer.engine import DrafterSource, NoDraft
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,15 @@ class Merged(DrafterSource):
     """One tree out of several drafters' trees (SpecInfer, arXiv 2305.09781, section 3): each path
     once. With fewer nodes than they propose, the parts take turns.
 
-    parts: heads and other sources of drafters. Raises TypeError for others, and for none.
+    parts: heads and other sources of drafters; heads are moved to the end. Raises TypeError for
+    others, and for none.
     """
 
     parts: Sequence[DrafterSource]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts))
+        parts = sorted(self.parts, key=lambda part: isinstance(part, DraftHead))
+        object.__setattr__(self, "parts", tuple(parts))
         wrong = [part for part in self.parts if isinstance(part, type)]
         if wrong or not self.parts:
             raise TypeError(
@@ -33,9 +36,9 @@ class Merged(DrafterSource):
 
     @property
     def tree(self) -> DynamicTree:
-        """Room for all nodes of all parts."""
+        """Room for the nodes of the largest part."""
         trees = [part.tree for part in self.parts]
-        nodes = sum(tree.draft_nodes for tree in trees)
+        nodes = max(tree.draft_nodes for tree in trees)
         return DynamicTree(nodes, max(tree.depth for tree in trees), top_k=nodes)
 
     def check_tree(self, tree: Tree) -> None:
@@ -50,8 +53,11 @@ class Merged(DrafterSource):
 
 
 class MergedDrafter:
-    """Asks all its parts in each step, and merges what they propose. In each row, parts that were
-    right lately have more of the nodes.
+    """Merges what its parts propose. In each row, parts that were right lately have more of the
+    nodes. Where a part that is no head was right most, and proposes again, heads do not draft: what
+    a text repeats is drafted for nothing.
+
+    parts: heads, the only ones that read features, come last.
     """
 
     cache = None  # each part has its own
@@ -70,23 +76,36 @@ class MergedDrafter:
             for place, paths in enumerate(trees):
                 if count and paths:
                     weights[place] += (agreed(paths, tokens[:count]) + 0.5 - weights[place]) / 2
+        self.weights = self.weights or [[1.5] * len(self.parts) for _ in committed.counts]
         features_BCD = committed.features_BCD
         width = features_BCD.shape[-1] // max(len(self.feature_layers), 1)
-        proposed = []
+        proposed: list[list[list[TokenPath]]] = []
         end = 0
         for part in self.parts:
             start = end
             end += width * len(part.feature_layers)
+            if part.feature_layers and self._are_led(proposed, committed.counts):
+                part = NoDraft(part)
             tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
             proposed.append(row_paths(tree))
         self.rows = list(zip(*proposed, strict=True))
-        self.weights = self.weights or [[1.5] * len(self.parts) for _ in self.rows]
         rows = [
             union(paths, weights)[: self.nodes]
             for paths, weights in zip(self.rows, self.weights, strict=True)
         ]
         roots_B = committed.last_tokens_B()
         return stacked(roots_B.tolist(), rows, roots_B.device)
+
+    def _are_led(self, proposed: Sequence[list[list[TokenPath]]], counts: list[int]) -> bool:
+        """Whether the part of most weight in each row, the first of equals, is no head and has
+        proposed.
+        """
+        for row, weights in enumerate(self.weights):
+            leader = weights.index(max(weights))
+            is_head = self.parts[leader].feature_layers
+            if counts[row] and (is_head or not proposed[leader][row]):
+                return False
+        return True
 
     def rewind(self, length: int) -> None:
         # as a new drafter, so that a seed repeats its text
@@ -107,9 +126,9 @@ def union(parts: Sequence[Sequence[TokenPath]], weights: Sequence[float]) -> lis
     """All paths of these trees, each once. The trees take turns, one of twice the weight twice as
     often; each gives its paths from the root down.
     """
-    queue = []
-    for part, paths in enumerate(parts):
-        order = sorted(paths, key=len)
-        queue += [(turn / weights[part], part, path) for turn, path in enumerate(order, start=1)]
-    queue.sort(key=lambda entry: entry[:2])
-    return list(dict.fromkeys(path for _, _, path in queue))
+    turns = sorted(
+        (turn / weights[part], part, path)
+        for part, paths in enumerate(parts)
+        for turn, path in enumerate(sorted(paths, key=len), start=1)
+    )
+    return list(dict.fromkeys(path for _, _, path in turns))

@@ -17,9 +17,6 @@ from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import DrafterSource
 
-MERGED_NGRAM = NGram(longest=4, shortest=4)
-"""Beside a head, only a long repeat is worth the nodes that the head would fill."""
-
 
 @dataclass(frozen=True)
 class NamedDrafts:
@@ -62,8 +59,8 @@ def named_drafts(source: str) -> NamedDrafts:
     Raises as `open_drafts`.
     """
     if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
-        return _part(source, NGram())
-    parts = [_part(text, MERGED_NGRAM) for text in source.split("+")]
+        return _part(source)
+    parts = [_part(text) for text in source.split("+")]
     return NamedDrafts(
         "+".join(part.name for part in parts),
         [folder for part in parts for folder in part.folders],
@@ -71,10 +68,10 @@ def named_drafts(source: str) -> NamedDrafts:
     )
 
 
-def _part(text: str, ngram: NGram) -> NamedDrafts:
+def _part(text: str) -> NamedDrafts:
     kind, colon, value = text.partition(":")
     if text == "ngram":
-        return NamedDrafts(text, [], lambda _: ngram)
+        return NamedDrafts(text, [], lambda _: NGram())
     if kind == "mtp":
         tokens = _number(text, "tokens, as in mtp:32768") if colon else None
         return NamedDrafts(text, [], lambda target: native_head(target, tokens).pack(target))

@@ -37,7 +37,7 @@ class NGram(DrafterSource):
     the newest tokens. Raises ValueError for lengths out of order.
     """
 
-    tree: DynamicTree = DynamicTree(draft_nodes=16, depth=16, top_k=4)
+    tree: DynamicTree = DynamicTree(draft_nodes=15, depth=15, top_k=4)  # 16 with the root
     longest: int = 3
     shortest: int = 2
     memory: NGramIndex | None = field(default=None, repr=False)

@@ -13,6 +13,7 @@ from asked import Asked
 from mtp_targets import write_mtp_target
 from tiny_chat import END, byte_tokenizer
 from tiny_heads import random_head
+from tiny_targets import is_packed
 from typed_commands import questions
 
 from draftheads.heads.formats.hub import HEADS, save_head
@@ -61,7 +62,7 @@ def names_are_short(folder, monkeypatch):
 def test_every_drafter_drafts_for_a_packed_target(name):
     """In chats, pipelines and servers, which load it so."""
     target, drafts = load_parts(name, "target", Greedy(), Place("float32", threads=1))
-    assert target.is_packed
+    assert is_packed(target.model)
     engine, texts = Speculator(target, drafts), []
     for decode in (Speculator(target), engine):
         steps = decode.generate([5, 6, 7, 8] * 3, max_new_tokens=NEW)

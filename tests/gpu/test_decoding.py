@@ -67,7 +67,7 @@ def recordings(monkeypatch) -> list[int]:
 @pytest.fixture
 def as_they_are(monkeypatch) -> None:
     """Steps are recorded without a compiler, which takes most of a minute for each."""
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
 
 
 def engine(kind: str, target: Target, **options) -> Speculator:

@@ -201,7 +201,7 @@ def test_compiled_steps_write_the_same(monkeypatch, name):
 def test_recorded_steps_write_the_same(monkeypatch, name, tree):
     """As on CUDA: the states of all steps are in the same memory."""
     monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
     decode = engine(name, tree)
     decode.compile = True
     for number, prompt in enumerate(PROMPTS):
@@ -394,7 +394,7 @@ def test_the_model_works_as_ever_with_other_caches():
 def test_an_interrupted_step_leaves_a_session_its_text(monkeypatch, compile):
     """Whatever it had written: states that may not be those of the text are computed again."""
     monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
     target, session, text = hybrid("qwen3.5"), Session(), PROMPTS[0]
     decode = Speculator(target, random_head("medusa", target, depth=3), compile=compile)
     steps = decode.generate(text, max_new_tokens=NEW, session=session)

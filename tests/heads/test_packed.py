@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hybrid_targets import hybrid_model
 from tiny_heads import KINDS, decode, drafts_of, overfitted, random_head, written_by
-from tiny_targets import UNEVEN, generated, random_model, some_prompts, tiny_target
+from tiny_targets import UNEVEN, generated, is_packed, random_model, some_prompts, tiny_target
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -278,7 +278,7 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     mixture = Target(random_model("mixtral"), name="experts")
     with pytest.raises(ValueError, match=r"expected linear layers, got others \(such as experts\)"):
         mixture.pack(8)
-    assert not mixture.is_packed and mixture.precision == "float32"
+    assert not is_packed(mixture.model) and mixture.precision == "float32"
     target = Target(random_model("llama"), name="tiny")
     target.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="bits=8: expected weights as they were trained, got"):

@@ -17,6 +17,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from draftheads.heads.cpu.linear import PackedLinear
 from draftheads.heads.target.model import Target
 
 VOCABULARY = 19  # so small that token id 0, Medusa's padding, is a frequent right answer
@@ -269,3 +270,8 @@ def some_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def is_packed(model: torch.nn.Module) -> bool:
+    """Whether some of its matrices are laid out for this CPU."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())

@@ -38,7 +38,8 @@ from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer import compiled
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.continuous import seeded
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
+from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.draws import RandomStream
@@ -214,17 +215,26 @@ def test_drafting_nothing_can_be_compiled(traced):
 
 
 @pytest.mark.parametrize("drafts", ["ngram", "model", "early-exit", "merged"])
-def test_drafts_that_look_at_numbers_are_not_compiled(traced, drafts):
+def test_what_drafters_on_the_host_propose_is_verified_in_compiled_steps(traced, drafts):
     target, prompts = tiny_target(), some_prompts(9, 5)
     sources = {
-        "ngram": NGram(),
+        "ngram": NGram(shortest=1),
         "model": DraftModel(target),
         "early-exit": EarlyExit(1),
-        "merged": Merged([random_head("sequential", target), NGram()]),
+        "merged": Merged([random_head("sequential", target), NGram(shortest=1)]),
     }
-    with pytest.warns(UserWarning, match="^decoding without compilation: .*heads"):
-        speculator = Speculator(target, sources[drafts], compile=True)
-    assert written(speculator, prompts) == [greedy(target, prompt, NEW) for prompt in prompts]
+    speculator = Speculator(target, sources[drafts], compile=True)
+    for _ in range(2):
+        assert written(speculator, prompts) == [greedy(target, prompt, NEW) for prompt in prompts]
+    assert 1 <= len(traced) <= 2  # one for steps without drafts
+
+
+def test_drawn_drafts_are_not_compiled(traced):
+    target = tiny_target()
+    rule = SpeculativeSampling()
+    speculator = Speculator(target, drawing(DraftModel(target), rule), compile=True)
+    with pytest.warns(UserWarning, match="without compilation: it compares probabilities"):
+        assert [len(row) for row in written(speculator, [[5]], sampling=rule)] == [NEW]
     assert traced == []
 
 
@@ -311,7 +321,7 @@ def recordings(monkeypatch) -> list[int]:
 
     monkeypatch.setitem(compiled.RECORDERS, "cpu", note)
     monkeypatch.setattr(compiled, "BUCKET", 8)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
     return replays
 
 
@@ -325,6 +335,17 @@ def test_recorded_steps_write_the_same(recordings, kind, lengths):
     prompts = some_prompts(*lengths)
     assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
     assert len(recordings) >= 2
+    assert max(recordings) >= 2
+
+
+@pytest.mark.parametrize("kind", ["eagle3", None])
+def test_recorded_steps_verify_what_is_drafted_on_the_host(recordings, kind):
+    """In trees of one size: with fewer drafts, and with none, they are padded."""
+    target, prompts = tiny_target(), some_prompts(13, 4)
+    ngram = NGram(shortest=1)
+    drafts = Merged([random_head(kind, target), ngram]) if kind else ngram
+    speculator = Speculator(target, drafts, compile=True)
+    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
     assert max(recordings) >= 2
 
 
@@ -351,7 +372,7 @@ def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
         return chosen
 
     monkeypatch.setattr(RandomStream, "draw", noted)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
     return draws
 
 

@@ -97,7 +97,7 @@ def test_compiled_steps_continue_as_well(name, recorder, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     if recorder:
         monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
-        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
     target, session = tiny_target(), Session()
     head, tree = random_head(name, target), DynamicTree(9, 3, 3)
     plain, engine = (Speculator(target, head, tree=tree, compile=each) for each in (False, True))
@@ -252,7 +252,7 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(name, steps, monk
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     if steps == "recorded":
         monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
-        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda target: compiled._advance)
+        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
         monkeypatch.setattr(compiled, "BUCKET", 4)
     for place in ("heads.cache", "heads.drafting", "infer.engine"):
         monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_chat import byte_tokenizer, llama
 from tiny_heads import overfitted, random_head, written_by
+from tiny_targets import is_packed
 from tiny_training import write_answers
 
 from draftheads.heads.base import DraftHead
@@ -219,8 +220,7 @@ def test_a_step_is_priced_as_decoding_takes_it(examine, good, monkeypatch):
     seen = []
 
     def priced(evidence: Evidence) -> float:
-        packed = {type(module).__name__ for module in evidence.head.modules()}
-        seen[:] = [evidence.target.is_packed, "PackedLinear" in packed]
+        seen[:] = [is_packed(evidence.target.model), is_packed(evidence.head)]
         return 1.0
 
     monkeypatch.setattr("draftheads.heads.cpu.linear.LEAST", 0)
