@@ -1,9 +1,8 @@
 """Questions that a chat model asks itself, for those who have no prompts.
 
 A chat model has learned whole conversations. Where its template opens the user's turn, it goes on
-with a question like those that it has seen (Magpie, arXiv 2406.08464). These make better training
-data than none: they are spread over what the model was made for. Left to itself, a model begins
-many of them alike ("Can you", "I'm planning"), so half of them are begun for it.
+with a question like those that it has seen (Magpie, arXiv 2406.08464). They are spread over what
+the model was made for; for answers to people's prompts, people's prompts teach more.
 """
 
 from __future__ import annotations
@@ -22,13 +21,6 @@ LONGEST = 160
 TOP_P = 0.95
 """Without the least likely tokens, of which a question would not recover."""
 MARK = "DRAFTHEADS-QUESTION"
-BEGINNINGS = (
-    *("Write a", "Write a Python function", "Create a", "Implement", "Fix", "Design", "Convert"),
-    *("What is", "What are", "Which", "Who", "Why", "How would", "How do", "How many", "If"),
-    *("Explain", "Describe", "Compare", "List", "Give", "Suggest", "Provide", "Name", "Summarize"),
-    *("Translate", "Rewrite", "Edit", "Classify", "Imagine", "You are", "Compose", "Calculate"),
-)
-"""First words of what people ask chat models."""
 
 
 def opening(renderer: PromptRenderer, name: str) -> list[int]:
@@ -64,16 +56,12 @@ def questions(engine: Speculator, count: int, rows: int, seed: int = 0) -> Itera
 
     def take() -> Request | None:
         number = next(asked, None) if len(found) < count else None
-        if number is None:
-            return None
-        turn, is_begun = divmod(number, 2)
-        words = BEGINNINGS[turn % len(BEGINNINGS)] if is_begun else ""
-        return Request([*start, *renderer.encode(words)], LONGEST, f"{seed}/{number}")
+        return None if number is None else Request(start, LONGEST, f"{seed}/{number}")
 
     batch = ContinuousBatch(engine, seeded(1.0, TOP_P, 0, LONGEST), rows)
     with bar:
-        for request, ids, error in batch.run(take):
-            text = renderer.answer_text([*request.prompt[len(start) :], *ids]).strip()
+        for _, ids, error in batch.run(take):
+            text = renderer.answer_text(ids).strip()
             has_ended = error is None and ids[-1] in renderer.eos_ids
             if has_ended and text and text not in found and len(found) < count:
                 found[text] = None
