@@ -61,7 +61,8 @@ def test_the_heads_change_no_token_and_are_accepted(smollm2):
 
 
 @pytest.mark.slow
-def test_the_name_alone_is_enough(smollm2):
-    writer = load(smollm2, bits=8)
+@pytest.mark.parametrize("ending", ["", "+ngram"])
+def test_the_name_alone_is_enough(smollm2, ending):
+    writer = load(f"{smollm2}{ending}", bits=8)
     answer = writer.generate(PROMPTS[0], max_new_tokens=16)
     assert len(answer.text) > 20
