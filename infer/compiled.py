@@ -111,16 +111,19 @@ class FixedSteps:
         self.recording: Recording | None = None
 
     def __call__(
-        self, committed: Committed, running: list[bool]
+        self, committed: Committed, tree: TokenTree | None, running: list[bool]
     ) -> tuple[Committed, list[list[int]]]:
-        """One step of the rows that are running; returns what it committed, and its tokens."""
+        """One step of the rows that are running; returns what it committed, and its tokens. tree:
+        that of a drafter on the host.
+        """
         bucket = BUCKET if self.record else 1
         for cache, room in self.slots:
             _fix(cache, room, bucket)
         running_B = torch.tensor(running, device=self.target.device)
-        drafts = self._drafted(committed) if self.on_host else self._padded(committed)
+        drafts = self._padded_tree(tree) if tree else self._padded(committed)
         inputs = (*drafts, running_B)
-        with self.accept.draws.filled(len(running)):
+        nodes = drafts[0].shape[1] if tree else None
+        with self.accept.draws.filled(len(running), nodes):
             tokens_BC, features_BCD, count_B = self._step(inputs)
         # one copy to the host, so one wait for the device
         tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()
@@ -137,11 +140,10 @@ class FixedSteps:
             features_BCD = F.pad(features_BCD, (0, 0, 0, padding))
         return tokens_BC, features_BCD, committed.count_B
 
-    def _drafted(self, committed: Committed) -> tuple[Tensor, ...]:
-        """The tokens and parents of a tree, padded with copies of its first node, leaves after it
+    def _padded_tree(self, tree: TokenTree) -> tuple[Tensor, ...]:
+        """Its tokens and parents, padded with copies of its first node, leaves after it
         that no rule prefers: to a power of two, as each size is compiled, or that of a recording.
         """
-        tree = self.drafter.propose(committed)
         tokens_BN = tree.tokens_BN
         nodes = tokens_BN.shape[1]
         size = self.nodes if self.record else min(1 << (nodes - 1).bit_length(), self.nodes)

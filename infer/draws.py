@@ -62,8 +62,8 @@ class Draws(ABC):
         """As of `Acceptance`."""
 
     @contextmanager
-    def filled(self, rows: int) -> Iterator[None]:
-        """A context in which a compiled function may draw."""
+    def filled(self, rows: int, nodes: int | None) -> Iterator[None]:
+        """A context in which a compiled function may draw. nodes: of the tree; None: as before."""
         yield
 
 
@@ -97,13 +97,16 @@ class RandomStream(Draws):
         return (torch.softmax(logits.float(), dim=-1) / self._weights).argmax(-1)
 
     @contextmanager
-    def filled(self, rows: int) -> Iterator[None]:
+    def filled(self, rows: int, nodes: int | None) -> Iterator[None]:
         """A context whose draw uses numbers made now, as a compiled function cannot make them. Its
-        shape must be that of the draw before, but for the number of rows.
+        shape must be that of the draw before, but for the number of rows and of nodes.
         """
         if self._weights is not None:
-            if len(self._weights) != rows:
-                self._weights = self._weights.new_empty(rows, *self._weights.shape[1:])
+            shape = [rows, *self._weights.shape[1:]]
+            if nodes and len(shape) == 3:
+                shape[1] = nodes
+            if [*self._weights.shape] != shape:
+                self._weights = self._weights.new_empty(shape)
             self._weights.exponential_(generator=self._source.on(self._weights.device))
         self._is_filled = True
         try:  # what cannot be compiled draws again

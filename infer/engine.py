@@ -292,11 +292,14 @@ class Speculator:
         start = self.clock()
         drafted = start
         nodes = self.tree.nodes
-        tokens = self._fixed_step(decoding)
-        if tokens is None:
+        tree = None
+        if decoding.fixed is None or decoding.fixed.on_host:
             tree = decoding.drafter.propose(decoding.committed)
             drafted = self.clock()
             nodes = tree.tokens_BN.shape[1]
+        tokens = self._fixed_step(decoding, tree)
+        if tokens is None:
+            tree = tree or decoding.drafter.propose(decoding.committed)
             tokens = self._verify(decoding, tree)
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
@@ -373,13 +376,15 @@ class Speculator:
                 advance, self.target, drafter, self.tree, decoding.cache, rule, on_host
             )
 
-    def _fixed_step(self, decoding: Decoding) -> list[list[int]] | None:
-        """The tokens of a compiled step; None if steps are not compiled, or cannot be."""
+    def _fixed_step(self, decoding: Decoding, tree: TokenTree | None) -> list[list[int]] | None:
+        """The tokens of a compiled step; None if steps are not compiled, or cannot be. tree: what
+        was drafted before it.
+        """
         if decoding.fixed is None:
             return None
         running = [row.finish is None for row in decoding.rows]
         try:
-            decoding.committed, tokens = decoding.fixed(decoding.committed, running)
+            decoding.committed, tokens = decoding.fixed(decoding.committed, tree, running)
         except TorchDynamoException as error:  # at its first call, before it computes
             self.stop_compiling(str(error).strip().partition("\n")[0])
             decoding.end_fixed()

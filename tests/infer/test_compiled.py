@@ -5,6 +5,7 @@ all the same.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -229,6 +230,50 @@ def test_what_drafters_on_the_host_propose_is_verified_in_compiled_steps(traced,
     assert 1 <= len(traced) <= 2  # one for steps without drafts
 
 
+def test_compiled_steps_count_what_was_drafted_on_the_host(traced):
+    """Also where nothing was, and in trees that are padded."""
+    target, (prompt,) = tiny_target(), some_prompts(9)
+    plain, fixed = (Speculator(target, NGram(), compile=compile) for compile in (False, True))
+    seen = [
+        [(step.tokens, step.drafted) for step in engine.generate(prompt, max_new_tokens=60)]
+        for engine in (plain, fixed)
+    ]
+    assert seen[0] == seen[1] and traced
+    assert len({drafted for _, drafted in seen[0]}) > 1
+
+
+def test_trees_of_the_host_are_compiled_in_few_sizes(traced):
+    target, prompts = tiny_target(), some_prompts(13, 8, 5)
+    ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
+    sizes: set[int] = set()
+    engine = Speculator(target, ngram, compile=True)
+    for prompt in prompts:
+        steps = [*engine.generate(prompt, max_new_tokens=60)]
+        assert [token for step in steps for token in step.tokens] == greedy(target, prompt, 60)
+        sizes |= {step.drafted + 1 for step in steps[2:]}
+    padded = {min(1 << (size - 1).bit_length(), 7) for size in sizes}
+    assert len(traced) == len(padded) < len(sizes)
+
+
+def test_what_was_drafted_before_a_compilation_that_fails_is_verified(monkeypatch):
+    """The drafter has read the tokens of that step: it must not read them twice."""
+
+    def broken(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    target, prompts = tiny_target(), some_prompts(9)
+    rows = []
+    for compile in (False, True):
+        monkeypatch.setattr(compiled, "BACKEND", broken)
+        torch._dynamo.reset()
+        drafts = Merged([random_head("eagle3", target), NGram(shortest=1)])
+        engine = Speculator(target, drafts, compile=compile)
+        with nullcontext() if not compile else pytest.warns(UserWarning, match="without compil"):
+            steps = engine.generate(prompts[0], max_new_tokens=NEW)
+            rows.append([(step.tokens, step.drafted) for step in steps])
+    assert rows[0] == rows[1]
+
+
 def test_drawn_drafts_are_not_compiled(traced):
     target = tiny_target()
     rule = SpeculativeSampling()
@@ -374,6 +419,15 @@ def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
     monkeypatch.setattr(RandomStream, "draw", noted)
     monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
     return draws
+
+
+def test_trees_of_any_size_have_noise_for_each_node(noise):
+    """Nodes that shared a draw would bend the law of the output."""
+    target, prompts = tiny_target(), some_prompts(13, 4)
+    ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
+    written(Speculator(target, ngram, compile=True), prompts, sampling=Sampled(0.9, top_k=3))
+    assert all(logits == numbers for logits, numbers in noise)
+    assert len({logits for logits, _ in noise if len(logits) == 3}) > 1
 
 
 @pytest.mark.parametrize("rule", [Sampled(0.9), Typical()], ids=repr)
