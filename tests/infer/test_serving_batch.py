@@ -443,9 +443,9 @@ def test_a_row_alone_is_compiled_and_goes_on_when_others_join_it(schedulers, mon
     fixed: list[int] = []
     call = compiled.FixedSteps.__call__
 
-    def note(self: Any, committed: Any, running: list[bool]) -> Any:
+    def note(self: Any, committed: Any, tree: Any, running: list[bool]) -> Any:
         fixed.append(len(running))
-        return call(self, committed, running)
+        return call(self, committed, tree, running)
 
     monkeypatch.setattr(compiled.FixedSteps, "__call__", note)
     scheduler = schedulers(engine, slots=3)
