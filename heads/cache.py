@@ -59,10 +59,14 @@ class SlotTable:
         self.fixed_S: Tensor | None = None  # after `fix`: the slots that a pass can see
 
     def fix(self, room: int, bucket: int = 1) -> None:
-        """Let the following passes see all committed slots and the next `room`, rounded up to a
-        multiple of `bucket`; to be called before each step, as the slots are those of now.
+        """Let the following passes see all committed slots and the next `room`, with `bucket` above
+        1 rounded up to a multiple of it, or of a quarter of the next power of two; to be called
+        before each step, as the slots are those of now.
         """
-        span = -(-(self.longest + room) // bucket) * bucket
+        span = self.longest + room
+        if bucket > 1:
+            bucket = max(bucket, 1 << (span - 1).bit_length() >> 2)
+            span = -(-span // bucket) * bucket
         if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
             self._grow(span + 1)
         self.uniform = False

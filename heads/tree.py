@@ -75,7 +75,7 @@ class Topology:
         self.levels_BN = self.ancestors_BNN.sum(-1)
         self.depths_BN = self.levels_BN - 1
 
-    def select(self, rows: Sequence[int]) -> Topology:
+    def select(self, rows: Tensor) -> Topology:
         """The trees of these rows."""
         return self if len(self.parents_BN) == 1 else Topology(self.parents_BN[rows], self.height)
 
@@ -88,7 +88,7 @@ class TokenTree:
     """int64; column 0 holds the last committed token of each row."""
     topology: Topology
 
-    def select(self, rows: Sequence[int]) -> TokenTree:
+    def select(self, rows: Tensor) -> TokenTree:
         """The trees of these rows."""
         return TokenTree(self.tokens_BN[rows], self.topology.select(rows))
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from draftheads.heads.target.model import Decoded
 from draftheads.heads.tree import TokenTree
-from draftheads.infer.draws import Draws, RandomStream
+from draftheads.infer.draws import Draws, RandomStream, Source
 
 LEAST_TEMPERATURE = 1e-5
 """Below it, sampling is practically greedy, and the divided logits can overflow."""
@@ -83,18 +83,22 @@ class Acceptance(ABC):
         return not self.lossless or self.draws.needs_same_drafts
 
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Called before each choice of a step that is not compiled. rows: the seed of each row, and
-        the number of its tokens.
-        """
+        """Called before each choice. rows: the seed of each row, and the number of its tokens."""
         self.draws.prepare(rows)
 
     def constants(self) -> tuple[Any, ...]:
-        """What compiled steps take from the rule once for all: its kind and fields. Raises
-        TypeError if each choice needs more, for which `prepare` or draws of another kind stand.
+        """What compiled and recorded steps take from the rule once for all: its kind and fields.
+        Raises TypeError if each choice needs more, for which `prepare` stands.
         """
-        if type(self).prepare is not Acceptance.prepare or type(self.draws) is not RandomStream:
-            raise TypeError("its choices depend on the row, or it has random numbers of its own")
-        return (type(self), *self._fields())
+        if type(self).prepare is not Acceptance.prepare:
+            raise TypeError("its choices depend on the row")
+        return (type(self), type(self.draws), *self._fields())
+
+    def sources(self, rows: int, nodes: int) -> list[Source]:
+        """Where the random numbers for so large trees come from, and the shape of each one's draw
+        but for the vocabulary.
+        """
+        return [(self.draws, (rows, nodes))]
 
     def _fields(self) -> Iterator[Any]:
         return ((name, value) for name, value in vars(self).items() if name != "draws")
@@ -204,6 +208,10 @@ class Typical(Acceptance):
         last = (rows_B, best_B)
         bonus_B = self.draws.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
         return take(tree, best_B, bonus_B)
+
+    def sources(self, rows: int, nodes: int) -> list[Source]:
+        """One draw for each row."""
+        return [(self.draws, (rows,))]
 
     def as_generate(self) -> dict[str, Any]:
         """Plain sampling at its temperature, which has no lossy rule."""

@@ -96,6 +96,8 @@ class ContinuousBatch:
             try:
                 if started is None:
                     assert self._decoding is not None
+                    if not self.engine.compile:  # which takes a minute for each number of rows
+                        self.engine.maker.fix(self._decoding)
                     self.engine.step(self._decoding)
                 elif self._active and self._decoding is not None:
                     self._decoding.join(started)

@@ -39,6 +39,9 @@ class Draws(ABC):
     """Where a rule's random choices come from."""
 
     by_row: ClassVar[bool] = False  # those of a row do not depend on the rows beside it
+    numbers: Tensor | None = None
+    """Of the newest draw; in the context of `filled`, those of its only draw, made before."""
+    _is_filled = False
 
     @property
     def needs_same_drafts(self) -> bool:
@@ -62,9 +65,24 @@ class Draws(ABC):
         """As of `Acceptance`."""
 
     @contextmanager
-    def filled(self, rows: int, nodes: int | None) -> Iterator[None]:
-        """A context in which a compiled function may draw. nodes: of the tree; None: as before."""
-        yield
+    def filled(self, shape: tuple[int, ...], levels: int) -> Iterator[None]:
+        """A context for one draw of this shape (but for the vocabulary) on trees of so many levels,
+        with numbers made now, as a compiled or recorded function cannot make them. They replace
+        those of the draw before, in the same memory if they are as many.
+        """
+        self._fill(shape, levels)
+        self._is_filled = True
+        try:  # what cannot be compiled draws again
+            yield
+        finally:
+            self._is_filled = False
+
+    @abstractmethod
+    def _fill(self, shape: tuple[int, ...], levels: int) -> None: ...
+
+
+Source = tuple[Draws, tuple[int, ...]]
+"""Of random numbers, and the shape of a draw but for the vocabulary."""
 
 
 class RandomStream(Draws):
@@ -72,8 +90,6 @@ class RandomStream(Draws):
 
     def __init__(self, source: RandomSource | None = None) -> None:
         self._source = source or RandomSource()
-        self._weights: Tensor | None = None  # of the newest draw
-        self._is_filled = False
 
     @property
     def needs_same_drafts(self) -> bool:
@@ -91,28 +107,17 @@ class RandomStream(Draws):
 
     def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
         """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
-        if self._weights is None or not self._is_filled:
-            self._weights = torch.empty_like(logits, dtype=torch.float32)
-            self._weights.exponential_(generator=self._source.on(logits.device))
-        return (torch.softmax(logits.float(), dim=-1) / self._weights).argmax(-1)
+        if self.numbers is None or not self._is_filled:
+            self.numbers = torch.empty_like(logits, dtype=torch.float32)
+            self.numbers.exponential_(generator=self._source.on(logits.device))
+        return (torch.softmax(logits.float(), dim=-1) / self.numbers).argmax(-1)
 
-    @contextmanager
-    def filled(self, rows: int, nodes: int | None) -> Iterator[None]:
-        """A context whose draw uses numbers made now, as a compiled function cannot make them. Its
-        shape must be that of the draw before, but for the number of rows and of nodes.
-        """
-        if self._weights is not None:
-            shape = [rows, *self._weights.shape[1:]]
-            if nodes and len(shape) == 3:
-                shape[1] = nodes
-            if [*self._weights.shape] != shape:
-                self._weights = self._weights.new_empty(shape)
-            self._weights.exponential_(generator=self._source.on(self._weights.device))
-        self._is_filled = True
-        try:  # what cannot be compiled draws again
-            yield
-        finally:
-            self._is_filled = False
+    def _fill(self, shape: tuple[int, ...], levels: int) -> None:
+        if self.numbers is None:  # nothing is ever drawn
+            return
+        if self.numbers.shape[:-1] != shape:
+            self.numbers = self.numbers.new_empty(*shape, self.numbers.shape[-1])
+        self.numbers.exponential_(generator=self._source.on(self.numbers.device))
 
 
 class RowNumbers(Draws):
@@ -127,7 +132,7 @@ class RowNumbers(Draws):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._rows: Sequence[tuple[str, int]] = ()  # the seed of each row, the tokens of its answer
-        self._numbers: dict[str, Tensor] = {}
+        self._by_seed: dict[str, Tensor] = {}
 
     def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
         """By the inverse of the distribution function, in float64."""
@@ -145,23 +150,31 @@ class RowNumbers(Draws):
     def _draw(self, scores_BNV: Tensor, levels_BN: Tensor) -> Tensor:
         below_BNV = scores_BNV.double().softmax(-1).cumsum(-1)
         total_BN1 = below_BNV[..., -1:]
-        next_BN = self._next(levels_BN.shape[1]).to(levels_BN.device)
-        uniform_BN1 = next_BN.gather(1, levels_BN)[..., None]
+        if self.numbers is None or not self._is_filled:
+            self.numbers = self._next(levels_BN.shape[1]).to(levels_BN.device)
+        uniform_BN1 = self.numbers.gather(1, levels_BN)[..., None]
         drawn_BN1 = torch.searchsorted(below_BNV, uniform_BN1 * total_BN1, right=True)
         drawn_BN1 = drawn_BN1.clamp(max=scores_BNV.shape[-1] - 1)  # by rounding alone
         return torch.where(total_BN1.isfinite(), drawn_BN1, -1)[..., 0]
 
+    def _fill(self, shape: tuple[int, ...], levels: int) -> None:
+        numbers_BN = self._next(levels)
+        if self.numbers is None or self.numbers.shape != numbers_BN.shape:
+            device = numbers_BN.device if self.numbers is None else self.numbers.device
+            self.numbers = numbers_BN.to(device)
+        self.numbers.copy_(numbers_BN)
+
     def _next(self, count: int) -> Tensor:
         """The next `count` numbers of each row, (B, count) float64, or zeros after its last."""
         seeds = {seed for seed, _ in self._rows}
-        self._numbers = {seed: all for seed, all in self._numbers.items() if seed in seeds}
+        self._by_seed = {seed: all for seed, all in self._by_seed.items() if seed in seeds}
         rows = []
         for seed, place in self._rows:
-            if seed not in self._numbers:
+            if seed not in self._by_seed:
                 number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
                 generator = torch.Generator().manual_seed(number)
                 drawn = torch.rand(self.limit, generator=generator, dtype=torch.float64)
-                self._numbers[seed] = drawn
-            numbers = self._numbers[seed][place : place + count]
+                self._by_seed[seed] = drawn
+            numbers = self._by_seed[seed][place : place + count]
             rows.append(F.pad(numbers, (0, count - len(numbers))))
         return torch.stack(rows)

@@ -5,20 +5,19 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
 
 from draftheads.heads.base import DraftHead, TreeDrafter
-from draftheads.heads.cache import ROOM
+from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit
-from draftheads.infer.compiled import Advance, FixedSteps, compiled, why_not
+from draftheads.infer.fixed.maker import StepMaker
+from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread
 from draftheads.infer.threads import fair_clock
 
@@ -102,7 +101,8 @@ class Speculator:
 
     drafts: a DraftHead or another source of drafters, or None. tree: overrides the source's own
     tree. compile: let torch compile all steps but the first (see `compiled`), once for each batch
-    size and rule; where it cannot, a warning says why. profile: synchronize, for exact
+    size and rule; where it cannot, a warning says why. On CUDA, steps are recorded (see
+    `recorded`). profile: synchronize, for exact
     draft_seconds and verify_seconds (slower). Raises ValueError for a tree that head or target
     cannot take, and TypeError for drafts that are none.
     """
@@ -133,15 +133,17 @@ class Speculator:
         self._has_own_tree = self.tree == source.tree
         source.check_tree(self.tree)
         self.rows_may_leave = source.rows_may_leave
-        self.compile = compile
-        self._compiled: dict[tuple[Any, ...], Advance] = {}
-        self._compiles_more = True
-        fault = compile and why_not(target)
-        if fault:
-            self.stop_compiling(fault)
+        self.maker = StepMaker(
+            target, compiles=compile, on_host=not isinstance(source, DraftHead | NoDraft)
+        )
 
     def __repr__(self) -> str:
         return f"Speculator({self.target!r}, {self.drafts!r}, tree={self.tree!r})"
+
+    @property
+    def compile(self) -> bool:
+        """Whether steps are compiled, as far as is known."""
+        return self.maker.compiles
 
     def with_drafts(self, drafts: DrafterSource) -> Speculator:
         """An engine like this one with other drafts, in their own tree if this one has that of its
@@ -224,11 +226,11 @@ class Speculator:
         assert decoding is not None  # the last one
         yield [*decoding.first]
         while not all(row.finish for row in rows):
+            self.maker.fix(decoding)
             steps = self.step(decoding)
             yield [steps.get(row) for row in rows]
             if self.rows_may_leave:
                 decoding.drop_finished()
-            self.compile_steps(decoding)
 
     def prefill(
         self,
@@ -273,7 +275,7 @@ class Speculator:
         accept.prepare([(row.seed, row.new_tokens) for row in rows])
         committed = unread.take(end, accept.choose(out.logits_BNV[:, -1]))
         seconds += self.clock() - start
-        decoding = Decoding(rows, accept, session, caches, committed)
+        decoding = Decoding(rows, accept, session, caches, committed, self.tree)
         tokens = committed.last_tokens_B()[:, None].tolist()
         decoding.first = [
             row.step(ids, -1, 0, (0.0, seconds)) for row, ids in zip(rows, tokens, strict=True)
@@ -291,15 +293,17 @@ class Speculator:
         length = len(decoding.rows[0].text)  # of the only row, if the session is for others
         start = self.clock()
         drafted = start
-        nodes = self.tree.nodes
+        nodes = decoding.tree.nodes
         tree = None
         if decoding.fixed is None or decoding.fixed.on_host:
             tree = decoding.drafter.propose(decoding.committed)
             drafted = self.clock()
             nodes = tree.tokens_BN.shape[1]
-        tokens = self._fixed_step(decoding, tree)
+        tokens = self.maker.step(decoding, tree)
         if tokens is None:
             tree = tree or decoding.drafter.propose(decoding.committed)
+            drafts = decoding.drafter.cache
+            decoding.pending[id(decoding.drafter)] = drafts.cache.table.pending if drafts else 0
             tokens = self._verify(decoding, tree)
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
@@ -310,6 +314,8 @@ class Speculator:
             if not row.finish
         }
         decoding.replace_failed()
+        if not self.profile:
+            self.maker.launch_ahead(decoding)
         return steps
 
     def _verify(self, decoding: Decoding, tree: TokenTree) -> list[list[int]]:
@@ -320,7 +326,7 @@ class Speculator:
         texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
         target.recompute(texts, cache)
         out = target.verify(tree, cache, decoding.drafter.feature_layers)
-        decoding.accept.prepare([(row.seed, row.new_tokens) for row in rows])
+        decoding.prepare()
         accepted = decoding.accept(out.logits_BNV, tree)
         chosen, in_place = accepted.read()
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
@@ -341,9 +347,9 @@ class Speculator:
         """A decoding of the same rows, in caches of its own: any row may leave, and the given one
         take it back.
         """
-        caches = Caches(self.cache_key, 0, [], self.target.new_cache(0, 0), self._drafter())
+        caches = self._caches(0, [], self.target.new_cache(0, 0))
         nothing = decoding.committed.select([])
-        opened = Decoding((), decoding.accept, Session(), caches, nothing)
+        opened = Decoding((), decoding.accept, Session(), caches, nothing, self.tree)
         opened.join(decoding)
         return opened
 
@@ -361,41 +367,18 @@ class Speculator:
                 drafter.cache = first.cache
         if drafter is not decoding.drafter:
             decoding.end_fixed()
+        decoding.tree = tree
         decoding.drafter = decoding.drafters[tree] = drafter
-
-    def compile_steps(self, decoding: Decoding) -> None:
-        """Compile the following steps, if the engine compiles."""
-        if decoding.fixed is not None or decoding.drafter is not decoding.caches.drafter:
-            return
-        rule = decoding.accept
-        drafter = decoding.drafter
-        advance = self.advance(len(decoding.rows), rule)
-        if advance is not None:
-            on_host = not isinstance(self._source, DraftHead | NoDraft)
-            decoding.fixed = FixedSteps(
-                advance, self.target, drafter, self.tree, decoding.cache, rule, on_host
-            )
-
-    def _fixed_step(self, decoding: Decoding, tree: TokenTree | None) -> list[list[int]] | None:
-        """The tokens of a compiled step; None if steps are not compiled, or cannot be. tree: what
-        was drafted before it.
-        """
-        if decoding.fixed is None:
-            return None
-        running = [row.finish is None for row in decoding.rows]
-        try:
-            decoding.committed, tokens = decoding.fixed(decoding.committed, tree, running)
-        except TorchDynamoException as error:  # at its first call, before it computes
-            self.stop_compiling(str(error).strip().partition("\n")[0])
-            decoding.end_fixed()
-            return None
-        return tokens
 
     def _new_caches(self, rows: Sequence[Row], reserved: int, session: Session) -> Caches:
         longest = max(len(row.text) for row in rows)
         capacity = min(longest + reserved, self.target.context) + self.tree.nodes
         cache = self.target.new_cache(len(rows), capacity)
-        return Caches(self.cache_key, session.generations, rows[0].text, cache, self._drafter())
+        return self._caches(session.generations, rows[0].text, cache)
+
+    def _caches(self, generation: int, text: list[int], cache: SlotCache) -> Caches:
+        recordings = Recordings(self.maker.recorder)
+        return Caches(self.cache_key, generation, text, cache, self._drafter(), recordings)
 
     def _drafter(self) -> Drafter:
         if self.tree.nodes == 1:
@@ -406,30 +389,6 @@ class Speculator:
     def cache_key(self) -> CacheKey:
         """It may change: a target can be moved."""
         return self, self.target.device, self.target.dtype
-
-    def advance(self, batch: int, accept: Acceptance) -> Advance | None:
-        """The compiled step of this batch size and rule; None if there is none."""
-        if not self.compile:
-            return None
-        try:
-            key = (batch, self.cache_key, *accept.constants())
-            known = self._compiled.get(key)
-        except TypeError as fault:  # also for fields that may change, which have no hash
-            if self._compiles_more:
-                warnings.warn(f"decoding {accept} without compilation: {fault}", stacklevel=3)
-            return None
-        if known is None and self._compiles_more:
-            known = self._compiled[key] = compiled()
-        return known
-
-    def compile_no_more(self) -> None:
-        """Decode further batch sizes and rules without compilation, which takes a minute."""
-        self._compiles_more = False
-
-    def stop_compiling(self, fault: str) -> None:
-        """Decode without compilation from now on, and say why."""
-        warnings.warn(f"decoding without compilation: {fault}", stacklevel=3)
-        self.compile = False
 
     def clock(self) -> float:
         if self.profile and self.target.device.type == "cuda":

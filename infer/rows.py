@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
-from draftheads.infer.compiled import FixedSteps
+from draftheads.infer.draws import Source
+from draftheads.infer.fixed.recorded import Recordings
+from draftheads.infer.fixed.steps import FixedSteps
 from draftheads.infer.text import StopStrings
 
 CacheKey = tuple[object, torch.device, torch.dtype]
@@ -197,13 +200,16 @@ class Unread:
 
 @dataclass(frozen=True)
 class RowRules(Acceptance):
-    """A rule for each row of a batch, which chooses as it does for that row alone."""
+    """A rule for each row of a batch, which chooses as it does for that row alone. device: of the
+    logits.
+    """
 
     rules: tuple[Acceptance, ...]
+    device: torch.device
 
     @cached_property
-    def _parts(self) -> list[tuple[Acceptance, list[int]]]:
-        """The distinct rules, and the rows of each."""
+    def _parts(self) -> list[tuple[Acceptance, list[int], Tensor]]:
+        """The distinct rules, and the rows of each, there and on the device."""
         parts: list[tuple[Acceptance, list[int]]] = []
         for row, rule in enumerate(self.rules):
             for other, rows in parts:
@@ -212,25 +218,37 @@ class RowRules(Acceptance):
                     break
             else:
                 parts.append((rule, [row]))
-        return parts
+        return [(rule, rows, torch.tensor(rows, device=self.device)) for rule, rows in parts]
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Where each row is among those of the parts."""
+        return torch.cat([rows_R for _, _, rows_R in self._parts]).argsort()
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """The path of each row by its own rule."""
-        parts = [rule(logits_BNV[rows], tree.select(rows)) for rule, rows in self._parts]
-        return Accepted(*(self._in_order(tensors) for tensors in zip(*parts, strict=True)))
+        parts = [rule(logits_BNV[rows_R], tree.select(rows_R)) for rule, _, rows_R in self._parts]
+        return Accepted(*(torch.cat(each)[self._order] for each in zip(*parts, strict=True)))
 
     def choose(self, logits: Tensor) -> Tensor:
         """Tokens (B, ...) by the rules of logits (B, ..., V)."""
-        return self._in_order([rule.choose(logits[rows]) for rule, rows in self._parts])
+        return torch.cat([rule.choose(logits[rows_R]) for rule, _, rows_R in self._parts])[
+            self._order
+        ]
 
     def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
         """Prepare each rule for its rows."""
-        for rule, places in self._parts:
+        for rule, places, _ in self._parts:
             rule.prepare([rows[place] for place in places])
 
-    def _in_order(self, parts: Sequence[Tensor]) -> Tensor:
-        places = [place for _, rows in self._parts for place in rows]
-        return torch.cat(tuple(parts))[torch.tensor(places).argsort().to(parts[0].device)]
+    def constants(self) -> tuple[Any, ...]:
+        """Those of each rule, and its rows."""
+        return tuple((*rule.constants(), *rows) for rule, rows, _ in self._parts)
+
+    def sources(self, rows: int, nodes: int) -> list[Source]:
+        """Those of the distinct rules."""
+        parts = [rule.sources(len(places), nodes) for rule, places, _ in self._parts]
+        return list(chain(*parts))
 
 
 @dataclass(frozen=True)
@@ -242,6 +260,7 @@ class Caches:
     text: list[int]
     cache: SlotCache
     drafter: Drafter
+    recordings: Recordings
 
 
 class Session:
@@ -298,6 +317,7 @@ class Decoding:
         session: Session,
         caches: Caches,
         committed: Committed,
+        tree: Tree,
     ) -> None:
         self.rows = list(rows)
         for row in rows:
@@ -307,9 +327,11 @@ class Decoding:
         self.caches = caches
         self.cache = caches.cache
         self.drafter = caches.drafter
+        self.tree = tree  # that it drafts
         self.drafters: dict[Tree, Drafter] = {}  # that were used, by tree
+        self.pending: dict[int, int] = {}  # nodes in the cache after a tree, by id of its drafter
         self.committed = committed
-        self.fixed: FixedSteps | None = None  # while steps are compiled
+        self.fixed: FixedSteps | None = None  # while steps have fixed shapes
         self.first: list[Step] = []
 
     @property
@@ -317,6 +339,14 @@ class Decoding:
         """Keys and values: the target's, and those of the drafter if it has layers."""
         drafts = self.drafter.cache
         return [self.cache] if drafts is None else [self.cache, drafts.cache]
+
+    def running(self) -> list[bool]:
+        """Which rows are not finished."""
+        return [row.finish is None for row in self.rows]
+
+    def prepare(self) -> None:
+        """Prepare the rule for the next choice."""
+        self.accept.prepare([(row.seed, row.new_tokens) for row in self.rows])
 
     def join(self, other: Decoding) -> None:
         """Add the rows of another decoding, which ends: in the places of finished ones, as far as
@@ -357,8 +387,12 @@ class Decoding:
     def drop_finished(self) -> None:
         """Remove finished rows from the caches, but for the last."""
         left = [place for place, row in enumerate(self.rows) if not row.finish]
-        if not 0 < len(left) < len(self.rows) or self.fixed is not None:
+        if not 0 < len(left) < len(self.rows):
             return
+        if self.fixed is not None:  # other rows are compiled or recorded anew
+            if self.fixed.is_compiled or 2 * len(left) > len(self.rows):
+                return
+            self.end_fixed()
         self.committed = self.committed.select(left)
         self.rows = [self.rows[place] for place in left]
         self._join_rules()
@@ -372,15 +406,17 @@ class Decoding:
             self.committed.tokens_BC.clamp_(min=0)
 
     def end_fixed(self) -> None:
-        """Continue with steps that are not compiled, as caches or rows change."""
+        """Continue with steps of any shapes, as caches or rows change."""
         if self.fixed is not None:
-            self.fixed.end()
+            self.committed = self.fixed.end(self.committed)
             self.fixed = None
 
     def _join_rules(self) -> None:
         first, *others = [row.rule for row in self.rows]
         is_one = all(rule.joins(first) for rule in others)
-        self.accept = first if is_one else RowRules((first, *others))
+        self.accept = (
+            first if is_one else RowRules((first, *others), self.cache.table.lengths_B.device)
+        )
 
     def _settle(self) -> None:
         """Let the drafter take all that was committed but the newest token of each row: rows that

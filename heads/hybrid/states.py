@@ -93,6 +93,11 @@ class States:
         """Undo `fix`."""
         self._is_fixed = False
 
+    def tensors(self) -> list[Tensor]:
+        """The committed states, and those before the last step."""
+        both = (self.committed, self._earlier[1])
+        return [state for each in both for kinds in each.values() for state in kinds.values()]
+
     def read(self, counts: Sequence[int]) -> None:
         """The next pass is over tokens of the texts, `counts[b]` of row b. `commit` then takes all
         of them.

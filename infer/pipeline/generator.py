@@ -26,7 +26,7 @@ import torch
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
-from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.continuous import seeded
 from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.loading import Place, load_parts
@@ -203,8 +203,8 @@ class TextGenerator:
         """Answer a prompt, or each of a list of prompts, in order. options: `GenerateOptions`.
 
         With a seed, an answer depends neither on the prompts beside it nor on the drafts, and equal
-        prompts of a list have different answers. With compiled steps, or a rule of your own, a seed
-        repeats the whole call. Raises ValueError, before any computation, for prompts that do not
+        prompts of a list have different answers. With a rule of your own, a seed repeats the whole
+        call. Raises ValueError, before any computation, for prompts that do not
         fit the context or that template or tokenizer reject.
         """
         is_batch = _is_batch(prompt)
@@ -288,9 +288,7 @@ class TextGenerator:
             temperature = options.get("temperature", 0.0)
             top_p = options.get("top_p", 1.0)
             top_k = options.get("top_k", 0)
-            if not self.engine.compile:
-                return seeded(temperature, top_p, top_k, limit)
-            rule = Sampled(temperature, top_p, top_k) if temperature else Greedy()
+            return seeded(temperature, top_p, top_k, limit)
         if "seed" in options:
             rule.seed(options["seed"])
         return rule

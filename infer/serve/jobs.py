@@ -82,11 +82,11 @@ class JobBatch:
         rows = len(self.jobs) if any_tree else 1
         self.engine.use(decoding, self._sizes.choose(rows))
         start = self.engine.clock()
+        if len(decoding.rows) == 1 or not self.engine.compile:  # which takes a minute for each size
+            self.engine.maker.fix(decoding)
         steps = self.engine.step(decoding)
         tokens = sum(len(step.tokens) for step in steps.values())
         self._sizes.learn(rows, tokens, self.engine.clock() - start)
-        if len(decoding.rows) == 1:
-            self.engine.compile_steps(decoding)
         return [(job, steps[job.row]) for job in self.jobs]
 
     def leave(self, job: Job) -> None:

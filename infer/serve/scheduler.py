@@ -106,8 +106,8 @@ class Scheduler:
             event = events.get()
             while isinstance(event, Step) and not event.finish:
                 event = events.get()
-        self.speculator.compile_no_more()
-        self.plain.compile_no_more()
+        self.speculator.maker.compile_no_more()
+        self.plain.maker.compile_no_more()
 
     def cancel(self, job: Job) -> None:
         """End a job after the step that is being computed, if it has one."""

@@ -19,7 +19,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDERS = ("heads", "infer", "train", "scripts")
-ROOMS = ("heads.target", "heads.hybrid", "heads.cpu", "heads.mtp", "train.features")
+ROOMS = (
+    *("heads.target", "heads.hybrid", "heads.cpu", "heads.mtp"),
+    *("infer.fixed", "train.features"),
+)
 """Folders of the core."""
 WINGS = (
     "heads.formats",

@@ -45,25 +45,18 @@ from draftheads.infer.measure.baseline import Baseline
 from draftheads.infer.race import describe_machine, machine_line
 from draftheads.infer.rows import Step
 from draftheads.infer.threads import fair_clock
-from draftheads.scripts.benchmarks import draft_time, results
+from draftheads.scripts.benchmarks import results
+from draftheads.scripts.benchmarks.random_models import (
+    SHAPES,
+    Reads,
+    Shape,
+    create_head,
+    create_target,
+)
 from draftheads.train.entry import mistakes_in_one_line
 
 GENERATE, PLAIN, INT8 = "generate", "plain", "int8"
-KINDS = {
-    "medusa": "medusa",
-    "sequential": "recurrent",
-    "block": "block-markov-2",
-    "eagle3": "eagle3",
-}
-"""Row -> kind of draft_time."""
-SHAPES = {
-    "qwen3-0.6b": (1024, 151_936, 28, 3072, 16, 8, 128),
-    "llama-3.2-1b": (2048, 128_256, 16, 8192, 32, 8, 64),
-    "qwen3-4b": (2560, 151_936, 36, 9728, 32, 8, 128),
-    "llama-3.1-8b": (4096, 128_256, 32, 14_336, 32, 8, 128),
-    "tiny": (64, 96, 2, 96, 4, 2, 16),
-}
-"""Width, vocabulary, layers, width of the MLP, query heads, key heads, width of these."""
+KINDS = ("medusa", "sequential", "block", "eagle3")
 SHOWN = (4, 8)
 """Draft nodes on pages."""
 PLACE = ("dtype", "threads", "batch", "compiled")
@@ -77,37 +70,25 @@ CHAIN, DYNAMIC = 5, 32
 @dataclass(frozen=True)
 class Setup:
     """The choices of one run. dtypes: "int8" is an int8 target with float32 activations. context:
-    tokens before the steps that are timed. rounds: steps of each contestant. depth, draft_vocab,
-    rank: of all heads.
+    tokens before the steps that are timed. rounds: steps of each contestant.
     """
 
     shape: str = "qwen3-0.6b"
     dtypes: tuple[str, ...] = ("float32", "bfloat16", INT8)
     threads: tuple[int, ...] = (1,)
     batches: tuple[int, ...] = (1,)
-    kinds: tuple[str, ...] = tuple(KINDS)
+    kinds: tuple[str, ...] = KINDS
     nodes: tuple[int, ...] = (4, 8, 16, 32, 60)
     compile: bool = False
     context: int = 256
     rounds: int = 9
     warmup: int = 3
-    depth: int = 5
-    draft_vocab: int = 32_768
-    rank: int = 256
     device: str = "cpu"
 
-    def draft_setup(self, dtype: str) -> draft_time.Setup:
-        """The same shape in draft_time, whose random targets and heads these are."""
-        names = ("hidden", "vocab", "layers", "intermediate", "heads", "kv_heads", "head_dim")
-        return draft_time.Setup(
-            **dict(zip(names, SHAPES[self.shape], strict=True)),
-            depth=self.depth,
-            draft_vocab=min(self.draft_vocab, SHAPES[self.shape][1]),
-            rank=self.rank,
-            pack=self.device == "cpu",
-            device=self.device,
-            dtype="float32" if dtype == INT8 else dtype,
-        )
+    def of(self, dtype: str) -> Shape:
+        """Of targets and heads in this dtype."""
+        whole = "float32" if dtype == INT8 else dtype
+        return replace(SHAPES[self.shape], device=self.device, dtype=whole)
 
 
 def measure(setup: Setup, console: Console) -> dict[str, Any]:
@@ -115,11 +96,12 @@ def measure(setup: Setup, console: Console) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     machine: dict[str, Any] = {}
     for dtype in setup.dtypes:
-        target = random_target(setup, dtype)
+        target = create_target(setup.of(dtype))
         stock = {threads: generate_step(setup, target, threads) for threads in setup.threads}
+        shape = setup.of(dtype)
         if setup.device == "cpu":
             target.pack(8 if dtype == INT8 else None)
-        heads = random_heads(setup, dtype, target)
+        heads = {name: create_head(name, shape, target).pack(target) for name in setup.kinds}
         for threads, batch, compile in product(
             setup.threads, setup.batches, (False, True) if setup.compile else (False,)
         ):
@@ -145,20 +127,6 @@ def set_threads(setup: Setup, threads: int) -> None:
     """Of this process."""
     if setup.device == "cpu":
         torch.set_num_threads(threads)
-
-
-def random_target(setup: Setup, dtype: str) -> Target:
-    """All its layers, not packed, and it never ends a text."""
-    shape = replace(setup.draft_setup(dtype), pack=False)
-    target = draft_time.create_target(shape, layers=shape.layers)
-    target.model.generation_config.eos_token_id = None
-    return target
-
-
-def random_heads(setup: Setup, dtype: str, target: Target) -> dict[str, DraftHead]:
-    """One of each kind."""
-    shape = setup.draft_setup(dtype)
-    return {name: draft_time.create_head(KINDS[name], shape, target) for name in setup.kinds}
 
 
 def contestants(
@@ -191,7 +159,9 @@ def steps(
     a step reads, and how long its first steps took (compiled ones are compiled then).
     """
     texts = prompts(setup, next(iter(engines.values())).target, batch)
-    new = (setup.warmup + setup.rounds + 2) * (setup.depth + 1)  # more would be more memory
+    new = (setup.warmup + setup.rounds + 2) * (
+        SHAPES[setup.shape].depth + 1
+    )  # more would be more memory
     runs: dict[tuple[str, int], Iterator[list[Step | None]]] = {}
     first: dict[tuple[str, int], float] = {}
     read: dict[tuple[str, int], int] = {}
@@ -239,7 +209,7 @@ def prompts(setup: Setup, target: Target, batch: int) -> list[list[int]]:
 
 
 @contextmanager
-def weights_read() -> Iterator[draft_time.Reads]:
+def weights_read() -> Iterator[Reads]:
     """Counts the bytes of weights that products read, packed ones included."""
     product_of = PackedWeight.product
 
@@ -248,7 +218,7 @@ def weights_read() -> Iterator[draft_time.Reads]:
         with _disable_current_modes():
             return product_of(weight, x_RI)
 
-    with mock.patch.object(PackedWeight, "product", counting), draft_time.Reads() as reads:
+    with mock.patch.object(PackedWeight, "product", counting), Reads() as reads:
         yield reads
 
 

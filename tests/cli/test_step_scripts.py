@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from draftheads.heads.cpu.linear import has_int8
-from draftheads.infer import compiled
-from draftheads.scripts.benchmarks import laptop, shapes
+from draftheads.infer.fixed import steps as compiled
+from draftheads.scripts.benchmarks import shapes
+from draftheads.scripts.benchmarks.random_models import create_target
 
 TINY = "--shape tiny --context 20 --rounds 3 --nodes 4 8 --kinds medusa eagle3"
 KINDS = ["medusa", "eagle3"]
@@ -96,7 +97,7 @@ def test_the_bytes_of_a_step_are_those_of_its_weights(dtype):
     if dtype == "int8" and not has_int8():
         pytest.skip("torch has no int8 products for this CPU")
     setup = shapes.Setup(shape="tiny", context=8, kinds=(), rounds=2)
-    target = shapes.random_target(setup, dtype)
+    target = create_target(setup.of(dtype))
     matrices = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
     numbers = sum(matrix.weight.numel() for matrix in matrices)
     if dtype == "int8":
@@ -110,6 +111,3 @@ def test_what_a_machine_lacks_is_told():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="expected a GPU, found none; try --device cpu"):
             shapes.main(["--device", "cuda"])
-    if not laptop.llamacpp.PROGRAM.is_file():
-        with pytest.raises(ValueError, match=r"that install_llamacpp\.sh made, found no"):
-            laptop.main(["--tokenizer", "any"])

@@ -24,12 +24,14 @@ from draftheads.heads.hybrid.trees import Branches
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
-from draftheads.infer import NGram, compiled
+from draftheads.infer import NGram
 from draftheads.infer.accept import Greedy
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed import steps as compiled
+from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.rows import Session
 
 NEW = 16
@@ -200,10 +202,8 @@ def test_compiled_steps_write_the_same(monkeypatch, name):
 @pytest.mark.parametrize("name", QUICK)
 def test_recorded_steps_write_the_same(monkeypatch, name, tree):
     """As on CUDA: the states of all steps are in the same memory."""
-    monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
+    monkeypatch.setitem(RECORDERS, "cpu", recorded)
     decode = engine(name, tree)
-    decode.compile = True
     for number, prompt in enumerate(PROMPTS):
         assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
 
@@ -390,13 +390,12 @@ def test_the_model_works_as_ever_with_other_caches():
     assert torch.equal(alone.generate(ids, max_new_tokens=5), alone.generate(ids, max_new_tokens=5))
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_an_interrupted_step_leaves_a_session_its_text(monkeypatch, compile):
+@pytest.mark.parametrize("recorder", [None, recorded])
+def test_an_interrupted_step_leaves_a_session_its_text(monkeypatch, recorder):
     """Whatever it had written: states that may not be those of the text are computed again."""
-    monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
+    monkeypatch.setitem(RECORDERS, "cpu", recorder)
     target, session, text = hybrid("qwen3.5"), Session(), PROMPTS[0]
-    decode = Speculator(target, random_head("medusa", target, depth=3), compile=compile)
+    decode = Speculator(target, random_head("medusa", target, depth=3))
     steps = decode.generate(text, max_new_tokens=NEW, session=session)
     answer = [token for _ in range(4) for token in next(steps).tokens]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

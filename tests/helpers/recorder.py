@@ -58,9 +58,9 @@ class Tape(TorchDispatchMode):
                     mine.copy_(new)
 
 
-def recorded(step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """What `draftheads.infer.compiled.cuda_graph` does, on a CPU."""
+def recorded(step: Callable[[], None]) -> Callable[[], None]:
+    """What `draftheads.infer.fixed.recorded.cuda_graph` does, on a CPU."""
     with Tape() as tape:
-        made = step()
+        step()
     tape.undo()
-    return made, tape.replay
+    return tape.replay

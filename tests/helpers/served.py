@@ -64,8 +64,6 @@ class Scripted(Speculator):
 
     def use(self, decoding: Any, tree: Any) -> None: ...
 
-    def compile_steps(self, decoding: Any) -> None: ...
-
     def step(self, decoding: Any) -> dict[Row, Step]:
         return {decoding.rows[0]: decoding.next()}
 

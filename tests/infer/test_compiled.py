@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from recorder import recorded, tensors
+from recorder import tensors
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import (
     CONFIGS,
@@ -36,7 +36,6 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer import compiled
 from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
 from draftheads.infer.continuous import seeded
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
@@ -45,6 +44,7 @@ from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.draws import RandomStream
 from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed, speculative
 from draftheads.infer.measure.bench import BenchOptions, bench
 
@@ -160,7 +160,7 @@ def test_processors_have_steps_of_their_own_by_value():
         words = torch.zeros(2000)
         words[1000] = banned
         processors = [SuppressTokensLogitsProcessor(words, device="cpu"), *more]
-        return decode.advance(1, Processed(LogitsProcessorList(processors), sample=False))
+        return decode.maker.function(1, Processed(LogitsProcessorList(processors), sample=False))
 
     assert steps(3) is steps(3)
     assert len({steps(3), steps(5), steps(3, InfNanRemoveLogitsProcessor())}) == 3
@@ -168,13 +168,14 @@ def test_processors_have_steps_of_their_own_by_value():
 
 def test_numbers_of_rows_are_drawn_as_they_are_without_compilation(traced):
     """Steps that were compiled drew one number for ever."""
-    target, [prompt] = one_layer_target(), some_prompts(9)
+    target, prompts = one_layer_target(), some_prompts(9, 6)
     head, rule = random_head("medusa", target), seeded(1.5, 1.0, 0, NEW)
-    expected = written(Speculator(target, head), [prompt], sampling=rule, seeds=["a"])
-    decode = Speculator(target, head, compile=True)
-    with pytest.warns(UserWarning, match="^decoding Sampled.* without compilation: .*of its own$"):
-        assert written(decode, [prompt], sampling=rule, seeds=["a"]) == expected
-    assert traced == [] and len({*expected[0]}) > 4
+    rows = [
+        written(Speculator(target, head, compile=each), prompts, sampling=rule, seeds=["a", "b"])
+        for each in (False, True)
+    ]
+    assert rows[0] == rows[1]
+    assert len(traced) == 1 and len({*rows[0][0]}) > 4
 
 
 ARCHITECTURES = [
@@ -349,63 +350,6 @@ def test_a_bench_measures_every_candidate_once_more(traced):
 
 
 @pytest.fixture
-def recordings(monkeypatch) -> list[int]:
-    """Lets steps be recorded and replayed as on CUDA; how many replays each recording has had."""
-    replays: list[int] = []
-
-    def note(step):
-        made, replay = recorded(step)
-        number = len(replays)
-        replays.append(0)
-
-        def counted() -> None:
-            replays[number] += 1
-            replay()
-
-        return made, counted
-
-    monkeypatch.setitem(compiled.RECORDERS, "cpu", note)
-    monkeypatch.setattr(compiled, "BUCKET", 8)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
-    return replays
-
-
-@pytest.mark.parametrize("lengths", [(9,), (13, 4, 8)], ids=["one", "ragged"])
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_recorded_steps_write_the_same(recordings, kind, lengths):
-    """A recording sees all slots of its bucket, so that it serves until the text outgrows that."""
-    target = tiny_target()
-    tree = TREE if kind == "medusa" else DYNAMIC
-    speculator = Speculator(target, random_head(kind, target), tree=tree, compile=True)
-    prompts = some_prompts(*lengths)
-    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
-    assert len(recordings) >= 2
-    assert max(recordings) >= 2
-
-
-@pytest.mark.parametrize("kind", ["eagle3", None])
-def test_recorded_steps_verify_what_is_drafted_on_the_host(recordings, kind):
-    """In trees of one size: with fewer drafts, and with none, they are padded."""
-    target, prompts = tiny_target(), some_prompts(13, 4)
-    ngram = NGram(shortest=1)
-    drafts = Merged([random_head(kind, target), ngram]) if kind else ngram
-    speculator = Speculator(target, drafts, compile=True)
-    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
-    assert max(recordings) >= 2
-
-
-def test_recorded_steps_draw_anew(recordings):
-    target, prompts, outputs = tiny_target(), some_prompts(9), []
-    for compile in (False, True):
-        rule = Sampled(0.9)
-        rule.seed(5)
-        speculator = Speculator(target, random_head("sequential", target), compile=compile)
-        outputs.append(written(speculator, prompts, sampling=rule))
-    assert outputs[0] == outputs[1]
-    assert max(recordings) >= 2
-
-
-@pytest.fixture
 def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
     """The shapes of the logits and of the noise, for each draw of fixed steps, run as they are."""
     draws: list[tuple[torch.Size, torch.Size]] = []
@@ -413,11 +357,11 @@ def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
 
     def noted(stream, logits, tree=None):
         chosen = draw(stream, logits, tree)
-        draws.append((logits.shape, stream._weights.shape))
+        draws.append((logits.shape, stream.numbers.shape))
         return chosen
 
     monkeypatch.setattr(RandomStream, "draw", noted)
-    monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
+    monkeypatch.setattr("draftheads.infer.fixed.maker.compiled", lambda: compiled.advance)
     return draws
 
 
@@ -479,17 +423,6 @@ def test_a_seed_gives_a_batch_the_same_samples_until_one_of_its_rows_ends(noise)
     assert len(taken[0]) > 4
 
 
-def test_what_cannot_be_recorded_is_compiled_all_the_same(recordings, monkeypatch):
-    def broken(step):
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-    monkeypatch.setitem(compiled.RECORDERS, "cpu", broken)
-    target, prompts = tiny_target(), some_prompts(9)
-    speculator = Speculator(target, random_head("sequential", target), compile=True)
-    with pytest.warns(UserWarning, match="^decoding without CUDA graphs: [^\n]* capturing$"):
-        assert written(speculator, prompts) == [greedy(target, prompts[0], NEW)]
-
-
 class HostTensors(TorchDispatchMode):
     """Operators that take or return a tensor of the CPU."""
 
@@ -524,11 +457,12 @@ def test_a_step_asks_nothing_of_the_host(kind, monkeypatch):
         return tokens_BC, torch.zeros(2, tokens, width, device=device), tokens_BC[:, 0]
 
     drafter.propose(Committed(*committed(4), [4, 3]))
-    steps = compiled.FixedSteps(compiled._advance, target, drafter, tree, cache, Greedy())
+    steps = compiled.FixedSteps(compiled.advance, target, drafter, tree, cache, Greedy())
     for slots, room in steps.slots:
         compiled._fix(slots, room, 16)
     running_B = torch.ones(2, dtype=torch.bool, device=device)
     with HostTensors() as host:
-        made = compiled._advance(steps, *committed(tree.depth + 1), running_B)
+        made = compiled.advance(steps, *committed(tree.depth + 1), running_B)
     assert host.found == []
-    assert [tensor.shape for tensor in made] == [t.shape for t in committed(tree.depth + 1)]
+    assert [each.shape for each in made[:3]] == [t.shape for t in committed(tree.depth + 1)]
+    assert made[3].shape == (2, tree.depth + 2)

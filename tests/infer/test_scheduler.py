@@ -12,9 +12,9 @@ from served import Scripted
 from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
-from draftheads.infer import compiled
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.scheduler import Closing

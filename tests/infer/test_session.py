@@ -22,12 +22,13 @@ from tiny_targets import (
 
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree
-from draftheads.infer import compiled
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed import steps as compiled
+from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.rows import Session, Step
 
 NEW = 12
@@ -96,11 +97,13 @@ def test_compiled_steps_continue_as_well(name, recorder, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     if recorder:
-        monkeypatch.setitem(compiled.RECORDERS, "cpu", recorder)
-        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
+        monkeypatch.setitem(RECORDERS, "cpu", recorder)
     target, session = tiny_target(), Session()
     head, tree = random_head(name, target), DynamicTree(9, 3, 3)
-    plain, engine = (Speculator(target, head, tree=tree, compile=each) for each in (False, True))
+    plain, engine = (
+        Speculator(target, head, tree=tree, compile=each) for each in (False, not recorder)
+    )
+    plain.maker.recorder = None
     for prompt, stop in turns():
         expected = steps_of(plain, prompt, stop)
         assert shown(steps_of(engine, prompt, stop, session=session)) == shown(expected)
@@ -251,13 +254,12 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(name, steps, monk
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     if steps == "recorded":
-        monkeypatch.setitem(compiled.RECORDERS, "cpu", recorded)
-        monkeypatch.setattr("draftheads.infer.engine.compiled", lambda: compiled._advance)
+        monkeypatch.setitem(RECORDERS, "cpu", recorded)
         monkeypatch.setattr(compiled, "BUCKET", 4)
     for place in ("heads.cache", "heads.drafting", "infer.engine"):
         monkeypatch.setattr(f"draftheads.{place}.ROOM", 2)
     target, session, [prompt] = tiny_target(), Session(), some_prompts(6)
-    engine = Speculator(target, random_head(name, target), compile=steps != "plain")
+    engine = Speculator(target, random_head(name, target), compile=steps == "compiled")
     capacities: list[int] = []
     for _ in range(2):  # the second time from slots that were given back
         answer = engine.generate(prompt, max_new_tokens=90, session=session)

@@ -1,18 +1,18 @@
-"""A decoding step as one function of tensors, which torch compiles: draft, verify, accept, keep.
-Only heads draft in it; other drafters do before it, on the host.
+"""A decoding step as one function of tensors, which torch compiles and a GPU replays: draft,
+verify, accept, keep. Only heads draft in it; other drafters do before it, on the host.
 
 Its shapes depend on the batch and on the tree alone, and nothing in it waits for the device. The
 host reads new tokens and their number once per step. The slots of the caches that a step can see
 are a dimension that may change without another compilation. On CUDA they change in buckets, and
-the steps of a bucket are replays of one CUDA graph.
+the steps of a bucket are replays of one recording.
 
 Legend: B batch, C most tokens of a step.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -26,26 +26,10 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, commit
+from draftheads.infer.fixed.recorded import BUCKET, Outputs, Recording, Recordings
 
 BACKEND: Any = "inductor"
-BUCKET = 256
-"""Steps that are recorded see a multiple of so many slots."""
-
-Outputs = tuple[Tensor, Tensor, Tensor]
-"""Of a step: its tokens (B, C), their features (B, C, D), and their number (B,)."""
 Advance = Callable[..., Outputs]
-
-
-def cuda_graph(step: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], None]]:
-    """Record a step without running it. Returns what each replay overwrites, and the replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = step()
-    return outputs, graph.replay
-
-
-RECORDERS: dict[str, Callable[..., Any]] = {"cuda": cuda_graph}
-"""Type of a device -> how its steps are recorded."""
 
 
 def compiled() -> Advance:
@@ -59,7 +43,7 @@ def compiled() -> Advance:
         # its default, more than half of its time goes into pairs that it refuses
         options["max_fusion_buffer_group_pairwise_attempts"] = 4
     # a code object of its own, as torch keeps what it compiled by code object
-    function = FunctionType(_advance.__code__.replace(), globals())
+    function = FunctionType(advance.__code__.replace(), globals())
     step: Advance = torch.compile(
         function, backend=BACKEND, fullgraph=True, dynamic=False, options=options
     )
@@ -78,23 +62,28 @@ def why_not(target: Target) -> str | None:
 
 
 class FixedSteps:
-    """The steps of one generation after its first, which reads the prompt.
+    """Steps of the same rows after the first, which are run as they are, compiled or recorded.
 
-    advance: from `compiled`. drafter and cache: as the first step left them. accept: with its own
-    random stream. on_host: whether the drafter works outside of the compiled function.
+    function: `advance`, or what `compiled` made of it. tree: of the drafter; pending: nodes in its
+    cache after a tree. accept: with its own random stream. on_host: whether the drafter works
+    outside of the function. recordings: those of these caches.
     """
 
     def __init__(
         self,
-        advance: Advance,
+        function: Advance,
         target: Target,
         drafter: Drafter,
         tree: Tree,
         cache: SlotCache,
         accept: Acceptance,
+        *,
+        pending: int = 0,
         on_host: bool = False,
+        recordings: Recordings | None = None,
     ) -> None:
-        self.advance = advance
+        self.function = function
+        self.is_compiled = function is not advance
         self.target = target
         self.drafter = drafter
         self.cache = cache
@@ -104,34 +93,65 @@ class FixedSteps:
         self.on_host = on_host
         self.slots = [(cache, tree.nodes)]  # caches, and what a step writes to them
         if drafter.cache is not None:
-            slots = drafter.cache.cache
-            self.slots.append((slots, self.width + slots.table.pending))
-        self.record = RECORDERS.get(target.device.type)
-        self.seen: list[tuple[int, int]] = []  # slots and capacities of the recording
-        self.recording: Recording | None = None
+            self.slots.append((drafter.cache.cache, self.width + pending))
+        self.recordings = recordings or Recordings(None)
+        self.key = (id(drafter), function, *accept.constants()) if self.recordings.record else ()
+        self.recording: Recording | None = None  # of the newest step
+        self.flight: tuple[Outputs, Sequence[int]] | None = None  # a step, and counts before it
 
     def __call__(
         self, committed: Committed, tree: TokenTree | None, running: list[bool]
     ) -> tuple[Committed, list[list[int]]]:
-        """One step of the rows that are running; returns what it committed, and its tokens. tree:
-        that of a drafter on the host.
+        """One step of the rows that are running, unless it was launched; returns what it committed,
+        and its tokens. tree: that of a drafter on the host. Raises CannotRecord.
         """
-        bucket = BUCKET if self.record else 1
-        for cache, room in self.slots:
-            _fix(cache, room, bucket)
-        running_B = torch.tensor(running, device=self.target.device)
-        drafts = self._padded_tree(tree) if tree else self._padded(committed)
-        inputs = (*drafts, running_B)
-        nodes = drafts[0].shape[1] if tree else None
-        with self.accept.draws.filled(len(running), nodes):
-            tokens_BC, features_BCD, count_B = self._step(inputs)
+        if self.flight is None:
+            self._launch(committed, tree, running)
+        assert self.flight is not None
+        (tokens_BC, features_BCD, count_B, told_BC), earlier = self.flight
         # one copy to the host, so one wait for the device
-        tokens: list[list[int]] = torch.cat([tokens_BC, count_B[:, None]], dim=1).tolist()
+        tokens: list[list[int]] = told_BC.tolist()
         counts = [row.pop() for row in tokens]
         # the drafter has what was committed before this step
-        for (cache, _), new in zip(self.slots, (counts, committed.counts), strict=False):
+        for (cache, _), new in zip(self.slots, (counts, earlier), strict=False):
             cache.note(new)
+        self.flight = None
         return Committed(tokens_BC, features_BCD, count_B, counts), tokens
+
+    def launch_ahead(self, committed: Committed, running: list[bool]) -> None:
+        """Start the step after this one, while the host tells the tokens. Only where it can be
+        undone: replays that draft, of targets without recurrent states, with no random numbers that
+        are a seed's next.
+        """
+        sources = self.accept.sources(len(running), self.nodes)
+        is_free = not any(draws.needs_same_drafts for draws, _ in sources)
+        if self.recording and self.recording.leads and self.cache.states is None and is_free:
+            self._launch(committed, None, running)
+
+    def _launch(self, committed: Committed, tree: TokenTree | None, running: list[bool]) -> None:
+        for cache, room in self.slots:
+            _fix(cache, room, BUCKET if self.recordings.record else 1)
+        before = self._padded(committed)
+        drafts = self._padded_tree(tree) if tree else before
+        nodes = drafts[0].shape[1] if tree else self.nodes
+        sources = self.accept.sources(len(running), nodes)
+        step = partial(self.function, self)
+        key = (*self.key, len(running), *(_places(cache) for cache, _ in self.slots))
+        recording = self.recordings.known(key)
+        if recording:
+            recording.lend(sources)
+        with ExitStack() as numbers:
+            for draws, shape in sources:
+                numbers.enter_context(draws.filled(shape, self.width))
+            recording = recording or self.recordings.next(
+                key, step, before, drafts, running, sources, (self.drafter, self.accept)
+            )
+            if recording:
+                outputs = recording(drafts, running)
+            else:
+                outputs = step(*drafts, torch.tensor(running, device=drafts[0].device))
+        self.recording = recording
+        self.flight = outputs, committed.counts
 
     def _padded(self, committed: Committed) -> tuple[Tensor, ...]:
         tokens_BC, features_BCD = committed.tokens_BC, committed.features_BCD
@@ -146,53 +166,29 @@ class FixedSteps:
         """
         tokens_BN = tree.tokens_BN
         nodes = tokens_BN.shape[1]
-        size = self.nodes if self.record else min(1 << (nodes - 1).bit_length(), self.nodes)
+        size = self.nodes
+        if not self.recordings.record:
+            size = min(1 << (nodes - 1).bit_length(), size)
         padding = size - nodes
         parents_BN = tree.topology.parents_BN.expand_as(tokens_BN)
         filler_BP = tokens_BN[:, :2][:, -1:].expand(-1, padding)
         return torch.cat([tokens_BN, filler_BP], dim=1), F.pad(parents_BN, (0, padding))
 
-    def _step(self, inputs: tuple[Tensor, ...]) -> Outputs:
-        """A replay, if there is a recording for the slots that can be seen now."""
-        seen = [(cache.table.span, cache.table.capacity) for cache, _ in self.slots]
-        if seen != self.seen:  # not recorded: it may allocate what later steps find there
-            self.seen = seen
-            self.recording = None
-        elif self.record and not self.recording:
-            try:
-                self.recording = Recording(self.record, partial(self.advance, self), inputs)
-            except RuntimeError as error:
-                fault = str(error).strip().partition("\n")[0]
-                warnings.warn(f"decoding without CUDA graphs: {fault}", stacklevel=4)
-                self.record = None
-        return self.recording(inputs) if self.recording else self.advance(self, *inputs)
-
-    def end(self) -> None:
-        """Let the generation continue with steps that are not compiled."""
+    def end(self, committed: Committed) -> Committed:
+        """Let the generation continue with other steps. Returns what was committed: a step that was
+        launched ahead is undone.
+        """
+        if self.flight and self.recording and self.recording.leads:
+            tokens_BC, features_BCD, count_B = self.recording.drafts
+            committed = Committed(tokens_BC, features_BCD, count_B, committed.counts)
+        self.flight = None
         for cache, _ in self.slots:
             cache.free()
+        return committed
 
 
-class Recording:
-    """One step that reads its inputs from the same memory each time."""
-
-    def __init__(
-        self, record: Callable[..., Any], advance: Advance, inputs: Sequence[Tensor]
-    ) -> None:
-        self.inputs = [tensor.clone() for tensor in inputs]
-        self.outputs, self.replay = record(partial(advance, *self.inputs))
-
-    def __call__(self, inputs: Sequence[Tensor]) -> Outputs:
-        """One step; the next one overwrites what it returns."""
-        for mine, new in zip(self.inputs, inputs, strict=True):
-            mine.copy_(new)
-        self.replay()
-        outputs: Outputs = self.outputs
-        return outputs
-
-
-def _advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
-    """The next tokens, their features, and how many there are."""
+def advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
+    """A step as it is."""
     drafter = steps.drafter
     cache = steps.cache
     *drafts, running_B = inputs
@@ -207,7 +203,8 @@ def _advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
     path_BC = accepted.path_BN[:, : steps.width]
     new_B = accepted.count_B * running_B
     cache.keep(path_BC, new_B)
-    return (*commit(tree, out, accepted, path_BC), new_B)
+    tokens_BC, features_BCD = commit(tree, out, accepted, path_BC)
+    return tokens_BC, features_BCD, new_B, torch.cat([tokens_BC, new_B[:, None]], dim=1)
 
 
 def _fix(cache: SlotCache, room: int, bucket: int) -> None:
@@ -219,6 +216,19 @@ def _fix(cache: SlotCache, room: int, bucket: int) -> None:
             if layer.is_initialized:
                 torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
                 torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+
+
+def _places(cache: SlotCache) -> tuple[int, ...]:
+    """Sizes and addresses of what a step uses, equal as long as all is where it is, whatever the
+    text.
+    """
+    table = cache.table
+    tensors = [table.lengths_B, table.rows_B1, table.slots_S]
+    for layer in cache.layers:
+        tensors += [layer.keys, layer.values] if layer.is_initialized else []
+    if cache.states is not None:
+        tensors += cache.states.tensors()
+    return table.span, table.capacity, *(tensor.data_ptr() for tensor in tensors)
 
 
 def _checked(guards: Sequence[Any]) -> list[bool]:

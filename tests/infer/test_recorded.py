@@ -1,0 +1,271 @@
+"""The promise of a GPU, kept where there is none: steps that are replayed write what the others
+write, alone and in batches that rows join and leave; the host does next to nothing for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from recorder import recorded
+from tiny_heads import VARIANTS, random_head
+from tiny_targets import generated, greedy, random_model, some_prompts, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from draftheads.heads.target.model import Target
+from draftheads.heads.tree import DynamicTree, StaticTree
+from draftheads.infer.accept import Greedy, Sampled
+from draftheads.infer.continuous import ContinuousBatch, Request, seeded
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed import recorded as recording
+from draftheads.infer.fixed import steps as compiled
+from draftheads.infer.fixed.recorded import RECORDERS
+from draftheads.infer.rows import Session
+
+NEW = 24
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
+DYNAMIC = DynamicTree(9, 3, 3)
+
+
+def endless_target() -> Target:
+    target = Target(random_model("llama"))
+    target.eos_ids = ()
+    return target
+
+
+def written(
+    speculator: Speculator, prompts: Sequence[list[int]], **options: Any
+) -> list[list[int]]:
+    """The new tokens of each row."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for steps in speculator.generate_batch(prompts, **{"max_new_tokens": NEW} | options):
+        for row, step in zip(rows, steps, strict=True):
+            row += step.tokens if step else []
+    return rows
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list[int]:
+    """Lets steps be recorded and replayed as on CUDA; how many replays each recording has had."""
+    replays: list[int] = []
+
+    def note(step):
+        replay = recorded(step)
+        number = len(replays)
+        replays.append(0)
+
+        def counted() -> None:
+            replays[number] += 1
+            with _disable_current_modes():
+                replay()
+
+        return counted
+
+    monkeypatch.setitem(RECORDERS, "cpu", note)
+    monkeypatch.setattr(compiled, "BUCKET", 8)
+    return replays
+
+
+@pytest.mark.parametrize("lengths", [(9,), (13, 4, 8)], ids=["one", "ragged"])
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_recorded_steps_write_the_same(recordings, kind, lengths):
+    """A recording sees all slots of its bucket, so that it serves until the text outgrows that."""
+    target = tiny_target()
+    tree = TREE if kind == "medusa" else DYNAMIC
+    speculator = Speculator(target, random_head(kind, target), tree=tree)
+    prompts = some_prompts(*lengths)
+    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
+    assert len(recordings) >= 2
+    assert max(recordings) >= 2
+
+
+@pytest.mark.parametrize("kind", ["eagle3", None])
+def test_recorded_steps_verify_what_is_drafted_on_the_host(recordings, kind):
+    """In trees of one size: with fewer drafts, and with none, they are padded."""
+    target, prompts = tiny_target(), some_prompts(13, 4)
+    ngram = NGram(shortest=1)
+    drafts = Merged([random_head(kind, target), ngram]) if kind else ngram
+    speculator = Speculator(target, drafts)
+    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
+    assert max(recordings) >= 2
+
+
+@pytest.mark.parametrize("rule", [Sampled(0.9), seeded(0.9, 1.0, 0, NEW)], ids=["stream", "rows"])
+def test_recorded_steps_draw_anew(recordings, rule, monkeypatch):
+    target, prompts, outputs = tiny_target(), some_prompts(9, 5), []
+    for graphs in "01":
+        monkeypatch.setenv("DRAFTHEADS_GRAPHS", graphs)
+        rule.seed(5)
+        speculator = Speculator(target, random_head("sequential", target))
+        outputs.append(written(speculator, prompts, sampling=rule, seeds=["a", "b"]))
+        assert bool(recordings) == bool(int(graphs))
+    assert outputs[0] == outputs[1]
+    assert max(recordings) >= 2
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_cannot_be_recorded_decodes_all_the_same(recordings, compile, monkeypatch):
+    monkeypatch.setattr("draftheads.infer.fixed.maker.compiled", lambda: compiled.advance)
+
+    def broken(step):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setitem(RECORDERS, "cpu", broken)
+    target, prompts = tiny_target(), some_prompts(9)
+    speculator = Speculator(target, random_head("sequential", target), compile=compile)
+    with pytest.warns(
+        UserWarning, match="^decoding without CUDA graphs: [^\n]* capturing$"
+    ) as said:
+        for _ in range(2):
+            assert written(speculator, prompts) == [greedy(target, prompts[0], NEW)]
+    assert len(said) == 1
+
+
+class HostWork(TorchDispatchMode):
+    """Operators that the host starts one by one. Those that return a part of what is there do not
+    reach a device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.started.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[int]:
+    """Numbers of elements that were read to the host, each of which would wait for a device."""
+    sizes: list[int] = []
+    tolist = torch.Tensor.tolist
+
+    def noted(tensor: torch.Tensor) -> Any:
+        sizes.append(tensor.numel())
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", noted)
+    return sizes
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Sampled(0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", [*VARIANTS, None])
+def test_the_host_starts_a_replay_and_reads_the_new_tokens(recordings, reads, kind, rule):
+    """And draws random numbers, if there are any: no other operator, no other wait."""
+    target, (prompt,) = endless_target(), some_prompts(9)
+    tree = TREE if kind == "medusa" else DYNAMIC
+    engine = Speculator(target, kind and random_head(kind, target), tree=tree if kind else None)
+    steps = engine.generate(prompt, sampling=rule, max_new_tokens=110)
+    seen: list[tuple[list[str], int, int]] = []
+    for _ in range(20):
+        with HostWork() as host:
+            before = sum(recordings), len(recordings), len(reads)
+            next(steps)
+        if len(recordings) == before[1]:  # no step of new shapes
+            replays = sum(recordings) - before[0]
+            seen.append((host.started, replays, len(reads) - before[2]))
+    draws = [] if isinstance(rule, Greedy) else ["aten.exponential_.default"]
+    assert (draws, 1, 1) in seen[5:]
+    alone = [each for each in seen if each[1] == 1]
+    assert sum(each == (draws, 1, 1) for each in alone) > len(alone) / 2
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_are_told(recordings):
+    target, (prompt,) = endless_target(), some_prompts(9)
+    engine = Speculator(target, random_head("sequential", target))
+    steps = engine.generate(prompt, max_new_tokens=NEW)
+    told, launched = [], []
+    for step in steps:
+        told.append(len(step.tokens))
+        launched.append(sum(recordings))
+    assert launched[-1] == launched[-2], "no step after the last"
+    ahead = [now - before for before, now in zip(launched, launched[1:], strict=False)]
+    assert max(ahead) == 2, "that of the first replay, and the next"
+    assert sum(told) == NEW
+
+
+def turns(target: Any, engine: Speculator, session: Session) -> Iterator[list[int]]:
+    [text] = some_prompts(9)
+    for more in some_prompts(3, 4, 2, seed=2):
+        steps = engine.generate(text, max_new_tokens=20, session=session)
+        answer = [token for step in steps for token in step.tokens]
+        assert answer == generated(target, text, 20)
+        yield answer
+        text = text + answer + more
+
+
+def test_what_was_recorded_serves_the_next_turns_of_a_session(recordings, monkeypatch):
+    monkeypatch.setattr(compiled, "BUCKET", 128)
+    target, session = tiny_target(), Session()
+    engine = Speculator(target, random_head("eagle3", target), tree=DYNAMIC)
+    made = [len(recordings) for _ in turns(target, engine, session)]
+    assert made == [1, 1, 1]
+
+
+def test_a_given_up_answer_leaves_a_session_its_text(recordings):
+    """A step that was launched ahead had written to its caches."""
+    target, session, (prompt,) = endless_target(), Session(), some_prompts(9)
+    engine = Speculator(target, random_head("eagle3", target), tree=DYNAMIC)
+    for stop in (5, 7, 9):
+        steps = engine.generate(prompt, max_new_tokens=60, session=session)
+        text = prompt + [token for _ in range(stop) for token in next(steps).tokens]
+        del steps
+        prompt = [*text, 3]
+        answer = engine.generate(prompt, max_new_tokens=NEW, session=session)
+        assert [t for step in answer for t in step.tokens] == generated(target, prompt, NEW)
+        assert session.reused >= len(text) - 8
+    assert max(recordings) >= 2
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", None])
+@pytest.mark.parametrize("rule", [Greedy(), seeded(0.9, 1.0, 0, NEW)], ids=["greedy", "seeded"])
+def test_rows_that_join_and_leave_go_on_in_the_same_recordings(recordings, kind, rule, monkeypatch):
+    monkeypatch.setattr(compiled, "BUCKET", 128)
+    monkeypatch.setattr("draftheads.infer.continuous.RESERVED", 128)
+    target, prompts = tiny_target(), some_prompts(9, 5, 12, 7, 11, 6, 3, 8)
+    head = kind and random_head(kind, target)
+    texts: dict[str, list[list[int]]] = {}
+    for graphs in "01":
+        monkeypatch.setenv("DRAFTHEADS_GRAPHS", graphs)
+        asked = [Request(each, NEW - place, str(place)) for place, each in enumerate(prompts)]
+        waiting = iter(asked)
+        batch = ContinuousBatch(Speculator(target, head), rule, rows=3)
+        answers = {}
+        for request, ids, error in batch.run(lambda waiting=waiting: next(waiting, None)):
+            assert error is None
+            answers[request] = ids
+        texts[graphs] = [answers[each] for each in asked]
+    assert texts["0"] == texts["1"]
+    assert sum(recordings) > 20
+    assert len(recordings) <= 4, "for three rows, and for the last ones"
+
+
+def test_few_recordings_are_kept(recordings, monkeypatch):
+    """One for every few slots, of a long text: the others go, and come again."""
+    monkeypatch.setattr(recording, "MOST", 3)
+    target, session, (prompt,) = endless_target(), Session(), some_prompts(9)
+    engine = Speculator(target, random_head("sequential", target))
+    for _ in range(2):
+        steps = engine.generate(prompt, max_new_tokens=100, session=session)
+        assert [t for step in steps for t in step.tokens] == generated(target, prompt, 100)
+        kept = session.caches.recordings
+        assert 0 < len(kept._made) <= 3
+    assert len(recordings) > 6
+
+
+def test_slots_in_sight_grow_by_half_at_most():
+    """So that a long text has few recordings."""
+    table = tiny_target().new_cache(1, 10**6).table
+    spans = []
+    for length in range(1, 40_000, 7):
+        table.longest = length
+        table.fix(9, 256)
+        assert length + 9 <= table.span <= max(256 + length + 9, 1.5 * (length + 9))
+        spans.append(table.span)
+    assert len(set(spans)) < 22
