@@ -6,6 +6,7 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
@@ -133,6 +134,7 @@ class Speculator:
         self._has_own_tree = self.tree == source.tree
         source.check_tree(self.tree)
         self.rows_may_leave = source.rows_may_leave
+        self._ended: list[Session] = []  # of the newest generation, if it was recorded
         self.maker = StepMaker(
             target, compiles=compile, on_host=not isinstance(source, DraftHead | NoDraft)
         )
@@ -222,15 +224,21 @@ class Speculator:
         session: Session | None = None,
     ) -> Iterator[list[Step | None]]:
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
-        *_, decoding = self.prefill(rows, accept, reserved, session)
+        kept = session or (self._ended.pop() if self._ended else Session())
+        *_, decoding = self.prefill(rows, accept, reserved, kept)
         assert decoding is not None  # the last one
-        yield [*decoding.first]
-        while not all(row.finish for row in rows):
-            self.maker.fix(decoding)
-            steps = self.step(decoding)
-            yield [steps.get(row) for row in rows]
-            if self.rows_may_leave:
-                decoding.drop_finished()
+        try:
+            yield [*decoding.first]
+            while not all(row.finish for row in rows):
+                self.maker.fix(decoding)
+                steps = self.step(decoding)
+                yield [steps.get(row) for row in rows]
+                if self.rows_may_leave:
+                    decoding.drop_finished()
+        finally:
+            if session is None and decoding.caches.recordings.made:
+                kept.length = 0  # the next generation takes the memory, and computes its own text
+                self._ended = [kept]
 
     def prefill(
         self,
@@ -257,9 +265,10 @@ class Speculator:
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
         end = 0
         longest = max(map(len, prompts))
-        unread = Unread(prompts, known=min(session.reused, 1))
         layers = caches.drafter.feature_layers
         drafts = caches.drafter.cache
+        has_begun = session.reused or (drafts is not None and drafts.memories)
+        unread = Unread(prompts, known=int(bool(has_begun)))
         for end, out in self.target.prefill_chunks(prompts, caches.cache, layers, chunk):
             if out.features_BND is not None:
                 unread.features.append(out.features_BND)
@@ -302,8 +311,7 @@ class Speculator:
         tokens = self.maker.step(decoding, tree)
         if tokens is None:
             tree = tree or decoding.drafter.propose(decoding.committed)
-            drafts = decoding.drafter.cache
-            decoding.pending[id(decoding.drafter)] = drafts.cache.table.pending if drafts else 0
+            decoding.note_pending()
             tokens = self._verify(decoding, tree)
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
@@ -371,6 +379,12 @@ class Speculator:
         decoding.drafter = decoding.drafters[tree] = drafter
 
     def _new_caches(self, rows: Sequence[Row], reserved: int, session: Session) -> Caches:
+        old = session.caches
+        if old is not None and old.is_free(self.cache_key, len(rows)):  # in the same recordings
+            if self.maker.on_host:
+                old = replace(old, drafter=self._drafter())
+            old.clear()
+            return replace(old, generation=session.generations, text=rows[0].text)
         longest = max(len(row.text) for row in rows)
         capacity = min(longest + reserved, self.target.context) + self.tree.nodes
         cache = self.target.new_cache(len(rows), capacity)

@@ -261,6 +261,20 @@ class Caches:
     cache: SlotCache
     drafter: Drafter
     recordings: Recordings
+    pending: dict[int, int] = field(default_factory=dict, compare=False)
+    """Nodes in a drafter's cache after a tree, by its id."""
+
+    def is_free(self, key: CacheKey, rows: int) -> bool:
+        """Whether other texts of so many rows may be decoded by what was recorded here."""
+        is_same = self.key == key and len(self.cache.table.lengths) == rows
+        return is_same and bool(self.recordings.made) and self.cache.states is None
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        drafts = self.drafter.cache
+        caches = [self.cache] if drafts is None else [self.cache, drafts.cache]
+        for cache in caches:
+            cache.table.free([0] * len(cache.table.lengths))
 
 
 class Session:
@@ -329,7 +343,6 @@ class Decoding:
         self.drafter = caches.drafter
         self.tree = tree  # that it drafts
         self.drafters: dict[Tree, Drafter] = {}  # that were used, by tree
-        self.pending: dict[int, int] = {}  # nodes in the cache after a tree, by id of its drafter
         self.committed = committed
         self.fixed: FixedSteps | None = None  # while steps have fixed shapes
         self.first: list[Step] = []
@@ -339,6 +352,12 @@ class Decoding:
         """Keys and values: the target's, and those of the drafter if it has layers."""
         drafts = self.drafter.cache
         return [self.cache] if drafts is None else [self.cache, drafts.cache]
+
+    def note_pending(self) -> None:
+        """Note how much the drafter's newest tree has in its cache."""
+        drafts = self.drafter.cache
+        pending = 0 if drafts is None else drafts.cache.table.pending
+        self.caches.pending[id(self.drafter)] = pending
 
     def running(self) -> list[bool]:
         """Which rows are not finished."""
@@ -390,7 +409,7 @@ class Decoding:
         if not 0 < len(left) < len(self.rows):
             return
         if self.fixed is not None:  # other rows are compiled or recorded anew
-            if self.fixed.is_compiled or 2 * len(left) > len(self.rows):
+            if self.fixed.is_compiled or 2 * len(left) >= len(self.rows):
                 return
             self.end_fixed()
         self.committed = self.committed.select(left)

@@ -34,14 +34,15 @@ class StepMaker:
             self.stop_recording(fault)
 
     def fix(self, decoding: Decoding) -> None:
-        """Compile or record the following steps; from the second of a drafter, as the first tells
-        what it caches.
+        """Compile or record the following steps; not the first of a text, which reads the prompt,
+        and of a drafter, which tells what it caches.
         """
         if not (self.compiles or self.recorder) or decoding.fixed is not None:
             return
         drafter = decoding.drafter
-        pending = decoding.pending.get(id(drafter))
-        if pending is None:
+        pending = decoding.caches.pending.get(id(drafter))
+        width = decoding.committed.tokens_BC.shape[1]
+        if pending is None or width > decoding.tree.depth + 1:
             return
         # each tree would be compiled
         compiles = self.compiles and drafter is decoding.caches.drafter

@@ -119,22 +119,22 @@ class Recordings:
 
     def __init__(self, record: Recorder | None) -> None:
         self.record = record
-        self._made: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self.made: OrderedDict[Hashable, Recording | None] = OrderedDict()
 
     def known(self, key: Hashable) -> Recording | None:
         """The recording of such a step, if there is one."""
-        if key in self._made:
-            self._made.move_to_end(key)
-        return self._made.get(key)
+        if key in self.made:
+            self.made.move_to_end(key)
+        return self.made.get(key)
 
     def next(self, key: Hashable, *step: Any) -> Recording | None:
         """Record such a step, if one has run: the first may allocate what others find."""
         if self.record is None:
             return None
-        self._made[key] = Recording(self.record, *step) if key in self._made else None
-        if len(self._made) > MOST:
-            self._made.popitem(last=False)
-        return self._made[key]
+        self.made[key] = Recording(self.record, *step) if key in self.made else None
+        if len(self.made) > MOST:
+            self.made.popitem(last=False)
+        return self.made[key]
 
 
 def _copy(new: Sequence[Tensor], into: Sequence[Tensor]) -> None:

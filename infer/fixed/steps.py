@@ -95,7 +95,9 @@ class FixedSteps:
         if drafter.cache is not None:
             self.slots.append((drafter.cache.cache, self.width + pending))
         self.recordings = recordings or Recordings(None)
-        self.key = (id(drafter), function, *accept.constants()) if self.recordings.record else ()
+        self.key: tuple[Any, ...] = ()
+        if self.recordings.record:
+            self.key = (None if on_host else id(drafter), function, *accept.constants())
         self.recording: Recording | None = None  # of the newest step
         self.flight: tuple[Outputs, Sequence[int]] | None = None  # a step, and counts before it
 

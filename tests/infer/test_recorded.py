@@ -255,7 +255,7 @@ def test_few_recordings_are_kept(recordings, monkeypatch):
         steps = engine.generate(prompt, max_new_tokens=100, session=session)
         assert [t for step in steps for t in step.tokens] == generated(target, prompt, 100)
         kept = session.caches.recordings
-        assert 0 < len(kept._made) <= 3
+        assert 0 < len(kept.made) <= 3
     assert len(recordings) > 6
 
 
@@ -269,3 +269,27 @@ def test_slots_in_sight_grow_by_half_at_most():
         assert length + 9 <= table.span <= max(256 + length + 9, 1.5 * (length + 9))
         spans.append(table.span)
     assert len(set(spans)) < 22
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "block", "ngram", None])
+@pytest.mark.parametrize("lengths", [(9,), (13, 4)], ids=["one", "two"])
+def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monkeypatch):
+    """It takes the memory of the last one, and nothing of its text."""
+    monkeypatch.setattr(compiled, "BUCKET", 128)
+    target = endless_target()
+    drafts = NGram(shortest=1) if kind == "ngram" else kind and random_head(kind, target)
+    engine = Speculator(target, drafts)
+    for seed in range(3):
+        prompts = some_prompts(*(length + seed for length in lengths), seed=seed)
+        assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
+        assert len(recordings) == 1
+    first, second = (engine.generate(some_prompts(9)[0], max_new_tokens=NEW) for _ in range(2))
+    both = [[token for step in steps for token in step.tokens] for steps in (first, second)]
+    assert both[0] == both[1] == greedy(target, some_prompts(9)[0], NEW)
+    one, two = (engine.generate(each, max_new_tokens=NEW) for each in some_prompts(9, 6))
+    texts = [[], []]
+    for pair in zip(one, two, strict=False):  # at the same time: each has memory of its own
+        for text, step in zip(texts, pair, strict=True):
+            text += step.tokens
+    for text, prompt in zip(texts, some_prompts(9, 6), strict=True):
+        assert text == greedy(target, prompt, NEW)[: len(text)]
