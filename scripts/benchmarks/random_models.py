@@ -83,7 +83,7 @@ def create_target(shape: Shape) -> Target:
     with torch.device(shape.device), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype))
     fill(model)
-    model.generation_config = GenerationConfig(eos_token_id=None)
+    model.generation_config = GenerationConfig()
     return Target(model.to(shape.device), name="random Llama")
 
 

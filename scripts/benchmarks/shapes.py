@@ -2,7 +2,8 @@
 per step do heads begin to pay?
 
     python scripts/benchmarks/shapes.py --shape qwen3-0.6b --threads 1 2 --batch 1 4 8 --json OUT
-    python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16
+    python scripts/benchmarks/shapes.py --shape llama-3.1-8b --device cuda --dtype bfloat16 \\
+        --modes eager recorded compiled
     python scripts/benchmarks/shapes.py --pages docs/shapes.json README.md docs/lab/2026-11.md \\
         recipes/qwen3-0.6b-*.yaml
 
@@ -19,7 +20,8 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -32,6 +34,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.profiler import profile
 from torch.utils._python_dispatch import _disable_current_modes
 
 from draftheads.heads.base import DraftHead
@@ -57,9 +60,17 @@ from draftheads.train.entry import mistakes_in_one_line
 
 GENERATE, PLAIN, INT8 = "generate", "plain", "int8"
 KINDS = ("medusa", "sequential", "block", "eagle3")
+MODES = ("eager", "recorded", "compiled")
+"""Steps run operator by operator; on CUDA replayed; compiled, and replayed there, too."""
+CALLS = {
+    "launches": ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cudaGraphLaunch"),
+    "copies": ("cudaMemcpyAsync", "cudaMemsetAsync"),
+    "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+}
+"""What a host asks of a GPU, by the profiler's names."""
 SHOWN = (4, 8)
 """Draft nodes on pages."""
-PLACE = ("dtype", "threads", "batch", "compiled")
+PLACE = ("dtype", "threads", "batch", "mode")
 """What steps that are timed in turns have in common."""
 READ = 1 << 30
 """Bytes that are read to measure the memory's bandwidth."""
@@ -70,7 +81,7 @@ CHAIN, DYNAMIC = 5, 32
 @dataclass(frozen=True)
 class Setup:
     """The choices of one run. dtypes: "int8" is an int8 target with float32 activations. context:
-    tokens before the steps that are timed. rounds: steps of each contestant.
+    tokens before the steps that are timed. rounds: steps of each contestant. modes: of MODES.
     """
 
     shape: str = "qwen3-0.6b"
@@ -79,7 +90,7 @@ class Setup:
     batches: tuple[int, ...] = (1,)
     kinds: tuple[str, ...] = KINDS
     nodes: tuple[int, ...] = (4, 8, 16, 32, 60)
-    compile: bool = False
+    modes: tuple[str, ...] = ("eager",)
     context: int = 256
     rounds: int = 9
     warmup: int = 3
@@ -91,10 +102,17 @@ class Setup:
         return replace(SHAPES[self.shape], device=self.device, dtype=whole)
 
 
-def measure(setup: Setup, console: Console) -> dict[str, Any]:
-    """The numbers of the report, ready for JSON. Times are in seconds."""
+def measure(
+    setup: Setup, console: Console, keep: Callable[[dict[str, Any]], None] = lambda report: None
+) -> dict[str, Any]:
+    """The numbers of the report, ready for JSON. Times are in seconds. keep: is given what there is
+    as it grows.
+    """
     rows: list[dict[str, Any]] = []
-    machine: dict[str, Any] = {}
+    report: dict[str, Any] = {"machine": {}, "setup": asdict(setup), "bandwidth": {}, "rows": rows}
+    for threads in setup.threads:
+        set_threads(setup, threads)
+        report["bandwidth"][str(threads)] = bandwidth(setup)
     for dtype in setup.dtypes:
         target = create_target(setup.of(dtype))
         stock = {threads: generate_step(setup, target, threads) for threads in setup.threads}
@@ -102,25 +120,20 @@ def measure(setup: Setup, console: Console) -> dict[str, Any]:
         if setup.device == "cpu":
             target.pack(8 if dtype == INT8 else None)
         heads = {name: create_head(name, shape, target).pack(target) for name in setup.kinds}
-        for threads, batch, compile in product(
-            setup.threads, setup.batches, (False, True) if setup.compile else (False,)
-        ):
+        report["machine"] = describe_machine(target)
+        for threads, batch, mode in product(setup.threads, setup.batches, setup.modes):
             set_threads(setup, threads)
-            place = {"dtype": dtype, "threads": threads, "batch": batch, "compiled": compile}
-            if batch == 1 and not compile:
+            place = {"dtype": dtype, "threads": threads, "batch": batch, "mode": mode}
+            if batch == 1 and mode == setup.modes[0]:
                 rows.append({**place, "name": GENERATE, "nodes": 0, "seconds": stock[threads]})
-            engines = contestants(setup, target, heads, compile)
+            engines = contestants(setup, target, heads, mode)
             for row in steps(setup, engines, batch):
                 rows.append({**place, **row})
                 console.print(line(rows[-1]), style="dim", highlight=False)
-        machine = describe_machine(target)
+            keep(report)
         del target, heads
         gc.collect()
-    bandwidths = {}
-    for threads in setup.threads:
-        set_threads(setup, threads)
-        bandwidths[str(threads)] = bandwidth(setup)
-    return {"machine": machine, "setup": asdict(setup), "bandwidth": bandwidths, "rows": rows}
+    return report
 
 
 def set_threads(setup: Setup, threads: int) -> None:
@@ -130,13 +143,17 @@ def set_threads(setup: Setup, threads: int) -> None:
 
 
 def contestants(
-    setup: Setup, target: Target, heads: Mapping[str, DraftHead], compile: bool
+    setup: Setup, target: Target, heads: Mapping[str, DraftHead], mode: str
 ) -> dict[tuple[str, int], Speculator]:
     """Engines by the name of their heads and their draft nodes."""
+    compile = mode == "compiled"
     engines = {(PLAIN, 0): Speculator(target, None, compile=compile)}
     for (name, head), nodes in product(heads.items(), setup.nodes):
         tree = tree_of(name, nodes, head.depth)
         engines[name, nodes] = Speculator(target, head, tree=tree, compile=compile)
+    for engine in engines.values():
+        if mode == "eager":
+            engine.maker.recorder = None
     return engines
 
 
@@ -159,19 +176,20 @@ def steps(
     a step reads, and how long its first steps took (compiled ones are compiled then).
     """
     texts = prompts(setup, next(iter(engines.values())).target, batch)
-    new = (setup.warmup + setup.rounds + 2) * (
-        SHAPES[setup.shape].depth + 1
-    )  # more would be more memory
+    deepest = max(engine.tree.depth for engine in engines.values())
+    new = (setup.warmup + setup.rounds + 3) * (deepest + 1)  # more would be more memory
     runs: dict[tuple[str, int], Iterator[list[Step | None]]] = {}
     first: dict[tuple[str, int], float] = {}
     read: dict[tuple[str, int], int] = {}
+    counts: dict[tuple[str, int], dict[str, int]] = {}
     for key, engine in engines.items():
         began = time.perf_counter()
         runs[key] = engine.generate_batch(texts, sampling=Greedy(), max_new_tokens=new)
         for _ in range(1 + setup.warmup):
             next(runs[key])
         first[key] = time.perf_counter() - began
-        if not engine.compile:
+        counts[key] = calls(runs[key])
+        if not (engine.compile or engine.maker.recorder):
             with weights_read() as reads:
                 next(runs[key])
             read[key] = reads.bytes
@@ -194,6 +212,7 @@ def steps(
                 "c": median / plain,
                 "bytes": read.get((name, nodes)),
                 "first": first[name, nodes],
+                **counts[name, nodes],
             }
         )
     return rows
@@ -220,6 +239,14 @@ def weights_read() -> Iterator[Reads]:
 
     with mock.patch.object(PackedWeight, "product", counting), Reads() as reads:
         yield reads
+
+
+def calls(run: Iterator[Any]) -> dict[str, int]:
+    """What a host asks of a GPU for one step, by CALLS; zeros without one."""
+    with profile() as profiler:
+        next(run)
+    seen = Counter({event.key: event.count for event in profiler.key_averages()})
+    return {name: sum(seen[each] for each in group) for name, group in CALLS.items()}
 
 
 def generate_step(setup: Setup, target: Target, threads: int) -> float:
@@ -252,10 +279,9 @@ def bandwidth(setup: Setup) -> float:
 
 def line(row: dict[str, Any]) -> str:
     """What a person who waits is told."""
-    compiled = " compiled" if row["compiled"] else ""
     return (
         f"{row['dtype']}, {row['threads']} threads, batch {row['batch']}: {row['name']} "
-        f"{row['nodes']}{compiled} {row['seconds'] * 1e3:.1f} ms, c {row['c']:.2f}"
+        f"{row['nodes']} {row['mode']} {row['seconds'] * 1e3:.1f} ms, c {row['c']:.2f}"
     )
 
 
@@ -271,7 +297,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         limit = (row.get("bytes") or 0) / report["bandwidth"][str(row["threads"])]
         table.add_row(
             row["dtype"],
-            row["name"] + (" compiled" if row["compiled"] else ""),
+            f"{row['name']} {row['mode']}",
             *(str(row[name]) for name in ("threads", "batch", "nodes")),
             f"{row['seconds'] * 1e3:.1f}",
             f"{low * 1e3:.1f}-{high * 1e3:.1f}",
@@ -307,8 +333,8 @@ def page_table(reports: Sequence[dict[str, Any]]) -> str:
                 for row in report["rows"]
                 if tuple(row[key] for key in PLACE) == place
             }
-            dtype, threads, batch, compiled = place
-            cells = [report["setup"]["shape"], dtype + (", compiled" if compiled else "")]
+            dtype, threads, batch, mode = place
+            cells = [report["setup"]["shape"], dtype + ("" if mode == "eager" else f", {mode}")]
             cells += [str(threads), str(batch)]
             for name in (GENERATE, PLAIN):
                 row = rows.get((name, 0))
@@ -335,7 +361,7 @@ def advice(report: dict[str, Any], kinds: Sequence[str]) -> str:
     rows = {
         (row["name"], row["nodes"], row["dtype"]): row
         for row in report["rows"]
-        if (row["threads"], row["batch"], row["compiled"]) == (setup["threads"][0], 1, False)
+        if (row["threads"], row["batch"], row["mode"]) == (setup["threads"][0], 1, "eager")
     }
     pays, brings = [], []
     for dtype in setup["dtypes"]:
@@ -386,7 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=start.batches)
     parser.add_argument("--kinds", nargs="+", default=start.kinds, choices=list(KINDS))
     parser.add_argument("--nodes", nargs="+", type=int, default=start.nodes)
-    parser.add_argument("--compile", action="store_true", help="compiled steps, too")
+    parser.add_argument("--modes", nargs="+", default=start.modes, choices=MODES)
     parser.add_argument("--context", type=int, default=start.context)
     parser.add_argument("--rounds", type=int, default=start.rounds)
     parser.add_argument("--device", default=start.device)
@@ -406,16 +432,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         batches=tuple(chosen.batch),
         kinds=tuple(chosen.kinds),
         nodes=tuple(chosen.nodes),
-        compile=chosen.compile,
+        modes=tuple(chosen.modes),
         context=chosen.context,
         rounds=chosen.rounds,
         device=chosen.device,
     )
     console = Console()
-    report = measure(setup, console)
-    print_report(report, console)
-    if chosen.json:
-        add_report(chosen.json, report)
+
+    def keep(report: dict[str, Any]) -> None:
+        if chosen.json:
+            add_report(chosen.json, report)
+
+    print_report(measure(setup, console, keep), console)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python scripts/benchmarks/step_time.py --threads 1 --rows 4 [--profile] [--json OUT]
 
-Builds a random Llama target in memory and times training steps of Medusa, EAGLE-3 and block heads
-on it. The floor of a step is its arithmetic divided by the rate at which this machine multiplies
-matrices, measured between the steps.
+Builds a random Llama target in memory and times training steps of heads on it. The floor of a step
+is its arithmetic divided by the rate at which this machine multiplies matrices, measured between
+the steps.
 
-FLOP are counted, two per multiply-add, of matrix products alone: linear layers, and attention to
-the entries that are seen. Backward takes one product for the gradient of the weight and one for
-that of the input, where that is wanted: not of the frozen features. Nothing is computed twice.
+FLOP are counted by torch, two per multiply-add, of linear layers and of attention. Backward takes
+one product for the gradient of the weight and one for that of the input, where that is wanted: not
+of the frozen features.
 Legend: B batch, T tokens, D width.
 """
 
@@ -18,10 +18,10 @@ import json
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich import box
@@ -30,17 +30,14 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.block import BlockHead
-from draftheads.heads.eagle import Eagle3Head
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.layers import DecoderLayer
-from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.infer.race import describe_machine, machine_line
+from draftheads.scripts.benchmarks import random_models
+from draftheads.scripts.benchmarks.random_models import Shape
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.engines import Learner
@@ -51,123 +48,13 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 """The operators that linear layers end in; FlopCounterMode counts attention under other names."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """FLOP of one part of a step. is_linear: of linear layers, not of attention."""
-
-    name: str
-    forward: int
-    backward: int = 0
-    is_linear: bool = True
-
-
-def root_masks(batch: Batch, depth: int) -> list[Tensor]:
-    """`Batch.root_masks` as tensors."""
-    return [torch.from_numpy(mask_BT) for mask_BT in batch.root_masks(depth)]
-
-
-def frozen_parts(target: Target, batch: Batch) -> list[Part]:
-    """The target's forward; its attention is causal within each document."""
-    config = target.config
-    seen = int((batch.positions_BT + 1).sum())
-    attention = _attention(seen, config.num_attention_heads * config.head_dim) * target.layers
-    return [
-        Part("target: linear layers", _linear(batch.tokens_BT.numel(), target.model.get_decoder())),
-        Part("target: attention", attention, is_linear=False),
-    ]
-
-
-def head_parts(head: DraftHead, batch: Batch, target: Target) -> list[Part]:
-    """A head's forward and backward."""
-    if isinstance(head, MedusaHead):
-        return _medusa_parts(head, batch)
-    if isinstance(head, BlockHead):
-        return _block_parts(head, batch)
-    assert isinstance(head, Eagle3Head), f"no formula for {head.kind}"
-    return _eagle3_parts(head, batch, target)
-
-
-def total(parts: Iterable[Part], *, only_linear: bool = False) -> int:
-    """FLOP, forward and backward."""
-    chosen = [part for part in parts if part.is_linear or not only_linear]
-    return sum(part.forward + part.backward for part in chosen)
-
-
 def counted(function: Callable[[], Any]) -> int:
-    """FLOP that torch sees in the linear layers of a call, and of the backward pass in it."""
+    """FLOP of the matrix products and of the attention of a call, and of the backward pass in it,
+    as torch counts them.
+    """
     with FlopCounterMode(display=False) as counter:
         function()
-    counts = counter.get_flop_counts()["Global"]
-    return sum(count for name, count in counts.items() if str(name).split(".")[-1] in PRODUCTS)
-
-
-def _medusa_parts(head: MedusaHead, batch: Batch) -> list[Part]:
-    blocks = first = words = 0
-    for k, mask_BT in enumerate(root_masks(batch, head.depth)):
-        judged = int(mask_BT.sum())
-        blocks += _linear(judged, head.blocks[k])
-        first += _linear(judged, head.blocks[k].get_submodule("layers.0"))
-        words += _linear(judged, head.lm_heads[k])
-    return [
-        Part("head: blocks", blocks, 2 * blocks - first),
-        Part("head: lm_heads", words, 2 * words),
-    ]
-
-
-def _eagle3_parts(head: Eagle3Head, batch: Batch, target: Target) -> list[Part]:
-    layers = head.midlayer if head.layer_count == 1 else head.layers
-    masks = root_masks(batch, head.choices.steps)
-    judged = [int(mask_BT.sum()) for mask_BT in masks]
-    seen = [int(batch.positions_BT.sum())]  # the first token of a document makes no pair
-    for step in range(1, head.choices.steps):
-        seen.append(int(batch.positions_BT[masks[step]].sum()) + step * judged[step])
-    width = head.design.shape.heads * head.design.shape.head_dim
-    attention = _attention(sum(seen), width) * head.layer_count
-    fused = _linear(batch.tokens_BT.numel(), head.fc)
-    first = _linear(batch.tokens_BT.numel(), layers)
-    later = _linear(sum(judged[1:]), layers)
-    words = _linear(sum(judged), head.lm_head)
-    labels = _linear(judged[0], target.model.get_output_embeddings())
-    return [
-        Part("head: fc", fused, fused),
-        Part("head: layer, step 0", first, 2 * first),
-        Part("head: layer, later steps", later, 2 * later),
-        Part("head: attention", attention, 2 * attention, is_linear=False),
-        Part("head: lm_head", words, 2 * words),
-        *([Part("target: lm_head, for labels", labels)] if head.choices.labels == "soft" else []),
-    ]
-
-
-def _block_parts(head: BlockHead, batch: Batch) -> list[Part]:
-    """Without conditioning, on the target's lm_head; random anchors stand for the mean one."""
-    tokens, size, shape = batch.tokens_BT.numel(), head.design.block_size, head.design.shape
-    masks = root_masks(batch, head.depth)
-    anchors = int(masks[0].sum(1).clamp(max=head.choices.anchors).sum())
-    judged = anchors * int(sum(mask_BT.sum() for mask_BT in masks)) // int(masks[0].sum())
-    seen = anchors * size * (int(batch.positions_BT[masks[0]].float().mean()) + size)
-    attention = _attention(seen, shape.heads * shape.head_dim) * len(head.layers)
-    fused, layers = _linear(tokens, head.fc), _linear(anchors * size, head.layers)
-    attentions = [cast(DecoderLayer, layer).self_attn for layer in head.layers]
-    entries = sum(
-        _linear(tokens, each.k_proj) + _linear(tokens, each.v_proj) for each in attentions
-    )
-    words = 2 * judged * head.hidden_size * head.vocab_size
-    return [
-        Part("head: fc", fused, fused),
-        Part("head: keys and values of features", entries, 2 * entries),
-        Part("head: layers, over blocks", layers, 2 * layers),
-        Part("head: attention", attention, 2 * attention, is_linear=False),
-        Part("target: lm_head", words, words),
-    ]
-
-
-def _linear(rows: int, module: nn.Module) -> int:
-    layers = [each for each in module.modules() if isinstance(each, nn.Linear)]
-    return 2 * rows * sum(layer.weight.numel() for layer in layers)
-
-
-def _attention(seen: int, width: int) -> int:
-    return 2 * 2 * seen * width  # scores, and the sum of values
+    return counter.get_total_flops()
 
 
 # The pieces of a training step on a random target, ready to be called again and again.
@@ -214,19 +101,18 @@ class Setup:
 
 def create_target(setup: Setup) -> Target:
     """A random Llama."""
-    config = LlamaConfig(
-        hidden_size=setup.hidden_size,
-        intermediate_size=setup.intermediate_size,
-        num_hidden_layers=setup.layers,
-        num_attention_heads=setup.heads,
-        num_key_value_heads=setup.kv_heads,
-        vocab_size=setup.vocabulary,
-        max_position_embeddings=max(2048, setup.length),
-        tie_word_embeddings=False,
+    shape = Shape(
+        hidden=setup.hidden_size,
+        vocab=setup.vocabulary,
+        layers=setup.layers,
+        intermediate=setup.intermediate_size,
+        heads=setup.heads,
+        kv_heads=setup.kv_heads,
+        head_dim=setup.hidden_size // setup.heads,
+        device=setup.device,
+        dtype=setup.dtype,
     )
-    torch.manual_seed(setup.seed)
-    model = LlamaForCausalLM(config).to(setup.device, getattr(torch, setup.dtype))
-    return Target(model, name="random Llama")
+    return random_models.create_target(shape)
 
 
 def create_batch(setup: Setup) -> Batch:
@@ -244,13 +130,14 @@ def create_head(kind: str, setup: Setup, target: Target) -> DraftHead:
         "medusa": {"depth": setup.depth},
         "eagle3": {"steps": setup.ttt},
         "block": {"conditioning": "none", "anchors": setup.anchors},
+        "sequential": {"depth": setup.depth},
     }
-    vocabulary = range(setup.draft_vocabulary) if kind == "eagle3" else None
+    vocabulary = None if kind == "block" else range(setup.draft_vocabulary)
     head = HEADS[kind].create(target, HEADS[kind].Choices(**choices[kind]), vocabulary)
     return head.float().to(target.device)
 
 
-KINDS = ("medusa", "eagle3", "block")
+KINDS = ("medusa", "eagle3", "block", "sequential")
 
 
 class Trial:
@@ -287,12 +174,6 @@ class Trial:
             "head forward + backward": self.learn,
             "optimizer": self.update,
         }
-
-    def parts(self) -> dict[str, list[Part]]:
-        """What each piece's arithmetic is."""
-        frozen = frozen_parts(self.target, self.batch)
-        head = head_parts(self.head, self.batch, self.target)
-        return dict(zip(self.pieces(), (frozen, head, []), strict=True))
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -375,9 +256,7 @@ def measure(setup: Setup, *, with_profile: bool = False) -> dict[str, Any]:
     target, batch = create_target(setup), create_batch(setup)
     trials = [Trial(kind, setup, target, batch) for kind in KINDS]
     clock = Clock(setup)
-    checks = {trial.kind: [counted(trial.frozen), counted(trial.learn)] for trial in trials}
-    for trial in trials:
-        trial.update()  # makes the optimizer's state, as every first step does
+    flop = {trial.kind: [counted(each) for each in trial.pieces().values()] for trial in trials}
     for _ in range(setup.repetitions):
         for trial in trials:
             for piece, function in trial.pieces().items():
@@ -387,26 +266,24 @@ def measure(setup: Setup, *, with_profile: bool = False) -> dict[str, Any]:
         "machine": describe_machine(target),
         "setup": asdict(setup),
         "rate": {"shape": shape, "flop_per_second": rate},
-        "heads": {t.kind: _results(t, clock, rate, checks[t.kind]) for t in trials},
+        "heads": {trial.kind: _results(trial, clock, rate, flop[trial.kind]) for trial in trials},
     }
     if with_profile:
         report["profile"] = {trial.kind: _profile(trial) for trial in trials}
     return report
 
 
-def _results(trial: Trial, clock: Clock, rate: float, check: list[int]) -> dict[str, Any]:
-    parts = trial.parts()
-    seconds = {piece: clock.median(trial.kind, piece) for piece in parts}
-    floors = {piece: total(each) / rate for piece, each in parts.items()}
-    seconds["whole step"], floors["whole step"] = sum(seconds.values()), sum(floors.values())
-    by_formula = [total(each, only_linear=True) for each in parts.values()][:2]
+def _results(trial: Trial, clock: Clock, rate: float, flop: list[int]) -> dict[str, Any]:
+    seconds = {piece: clock.median(trial.kind, piece) for piece in trial.pieces()}
+    floors = {piece: count / rate for piece, count in zip(seconds, flop, strict=True)}
+    seconds["whole step"] = sum(seconds.values())
+    floors["whole step"] = sum(floors.values())
+    tokens = trial.batch.tokens_BT.numel()
     return {
-        "parts": [asdict(part) for each in parts.values() for part in each],
         "seconds": seconds,
         "floor": floors,
         "reached": {piece: floors[piece] / seconds[piece] for piece in seconds},
-        "frozen_forwards": {piece: s / seconds["frozen forward"] for piece, s in seconds.items()},
-        "linear_flop": {"formula": by_formula, "counted": check},
+        "tokens_per_second": tokens / seconds["whole step"],
     }
 
 
@@ -425,8 +302,6 @@ def _profile(trial: Trial) -> str:
 def print_report(report: dict[str, Any], console: Console | None = None) -> None:
     """The floor by part, the times, and what they were taken on."""
     console = console or Console()
-    for kind, results in report["heads"].items():
-        console.print(_floor_table(kind, results["parts"]))
     console.print(_time_table(report["heads"]))
     for note in _notes(report):
         console.print(note, style="dim", markup=False, highlight=False)
@@ -435,21 +310,8 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _floor_table(kind: str, parts: list[dict[str, Any]]) -> Table:
-    made = table(f"{kind}: what must be computed", "part", ("forward", "backward", "share"))
-    whole = sum(part["forward"] + part["backward"] for part in parts)
-    for part in parts:
-        share = (part["forward"] + part["backward"]) / whole
-        made.add_row(part["name"], _giga(part["forward"]), _giga(part["backward"]), f"{share:.1%}")
-    made.add_row("sum, GFLOP", *(_giga(sum(p[way] for p in parts)) for way in _WAYS), "")
-    return made
-
-
-_WAYS = ("forward", "backward")
-
-
 def _time_table(heads: dict[str, Any]) -> Table:
-    names = ("floor ms", "measured ms", "reached", "x frozen")
+    names = ("floor ms", "measured ms", "reached")
     made = table("one training step", "piece", names)
     for kind, results in heads.items():
         for piece, seconds in results["seconds"].items():
@@ -458,25 +320,18 @@ def _time_table(heads: dict[str, Any]) -> Table:
                 f"{results['floor'][piece] * 1e3:.1f}",
                 f"{seconds * 1e3:.1f}",
                 f"{results['reached'][piece]:.0%}" if results["floor"][piece] else "",
-                f"{results['frozen_forwards'][piece]:.2f}",
             )
     return made
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
     rate, setup = report["rate"], report["setup"]
-    checks = {kind: results["linear_flop"] for kind, results in report["heads"].items()}
+    speeds = [f"{kind} {each['tokens_per_second']:.0f}" for kind, each in report["heads"].items()]
     return [
         f"floor: FLOP / {rate['flop_per_second'] / 1e9:.0f} GFLOP/s, the median rate of "
-        f"{rate['shape']} products between the steps. x frozen: multiples of the frozen forward.",
+        f"{rate['shape']} products between the steps. Tokens per second: {', '.join(speeds)}.",
         f"{setup['rows']} rows x {setup['length']} tokens, {setup['documents']} documents in each; "
-        f"medians of {setup['repetitions']} interleaved repetitions, "
-        f"{setup['clock']} time.",
-        *(
-            f"{kind}: linear layers by formula {_giga(sum(check['formula']))} GFLOP, torch counts "
-            f"{_giga(sum(check['counted']))}; more is work that the floor does not ask for."
-            for kind, check in checks.items()
-        ),
+        f"medians of {setup['repetitions']} interleaved repetitions, {setup['clock']} time.",
         f"machine: {machine_line(report['machine'])}.",
     ]
 
@@ -488,10 +343,6 @@ def table(title: str, first: str, others: Sequence[str]) -> Table:
     for name in others:
         made.add_column(name, justify="right", no_wrap=True)
     return made
-
-
-def _giga(flop: int) -> str:
-    return f"{flop / 1e9:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -39,7 +39,7 @@ def test_every_contestant_has_a_row(tmp_path, capsys):
 def report(dtype: str, **costs: float) -> dict:
     """What is written of a shape whose plain step takes 20 ms."""
     setup = {"shape": "tiny", "dtypes": [dtype], "threads": [1], "kinds": list(costs)}
-    place = {"dtype": dtype, "threads": 1, "batch": 1, "compiled": False}
+    place = {"dtype": dtype, "threads": 1, "batch": 1, "mode": "eager"}
     rows = [{**place, "name": "plain", "nodes": 0, "seconds": 0.020, "c": 1.0}]
     for (kind, cost), nodes in product(costs.items(), (4, 8)):
         c = cost * nodes
@@ -84,10 +84,12 @@ def test_compiled_steps_have_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     torch._dynamo.reset()
     out = tmp_path / "steps.json"
-    shapes.main([*TINY.split(), "--dtype", "float32", "--compile", "--json", str(out)])
+    shapes.main(
+        [*TINY.split(), "--dtype", "float32", "--modes", "eager", "compiled", "--json", str(out)]
+    )
     (written,) = json.loads(out.read_text())
     rows = written["rows"]
-    named = [(row["name"], row["nodes"]) for row in rows if row["compiled"]]
+    named = [(row["name"], row["nodes"]) for row in rows if row["mode"] == "compiled"]
     assert named == [("plain", 0), *product(KINDS, (4, 8))]
 
 
@@ -102,7 +104,7 @@ def test_the_bytes_of_a_step_are_those_of_its_weights(dtype):
     numbers = sum(matrix.weight.numel() for matrix in matrices)
     if dtype == "int8":
         target.pack(8)
-    [row] = shapes.steps(setup, shapes.contestants(setup, target, {}, False), 1)
+    [row] = shapes.steps(setup, shapes.contestants(setup, target, {}, "eager"), 1)
     size = numbers * (1 if dtype == "int8" else 4)
     assert size <= row["bytes"] <= 1.5 * size + 20_000
 
