@@ -81,7 +81,7 @@ def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
         *(pytest.param(1.0, *each.values, marks=each.marks) for each in EACH),
     ],
 )
-def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature):
+def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature, steps):
     target, asked = tiny_target(), requests()
     plain = run(ContinuousBatch(Speculator(target), rule(temperature), 1), asked)
     engine = Speculator(target, random_head(name, target))
@@ -160,6 +160,7 @@ def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     yield rows
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", [None, "eagle3"])
 def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, small_memory):
     target, asked = tiny_target(), requests()

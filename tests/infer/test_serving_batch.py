@@ -103,18 +103,20 @@ def rule(number: int) -> Acceptance:
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", None])
-def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, name):
+def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, steps, name):
     target = tiny_target()
     engine = Speculator(target, name and random_head(name, target))
     alone, scored = [], []
     for number, prompt in enumerate(some_prompts(*LENGTHS)):
-        steps = engine.generate(prompt, sampling=rule(number), max_new_tokens=20)
-        alone.append([token for step in steps for token in step.tokens])
+        each = engine.generate(prompt, sampling=rule(number), max_new_tokens=20)
+        alone.append([token for step in each for token in step.tokens])
     for slots in (3, 12):
         scheduler = schedulers(engine, slots=slots)
         asked = [Asked(p, rule(n), 20) for n, p in enumerate(some_prompts(*LENGTHS))]
         scheduler.submit(*(each.job for each in asked))
         assert [each.answer() for each in asked] == alone
+        if steps == "recorded":  # scores are noted on the host
+            continue
         scored = [
             Asked(p, ScoredRule(rule(n), 2), 20) for n, p in enumerate(some_prompts(*LENGTHS))
         ]
@@ -279,6 +281,7 @@ def reused_in_conversations(schedulers: Any, target: Target, head: Any) -> list[
     return turns
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", ["eagle3", "block", "medusa"])
 def test_conversations_side_by_side_compute_only_what_is_new(schedulers, name):
     target = tiny_target()
@@ -297,6 +300,7 @@ def test_a_conversation_with_a_hybrid_goes_on_from_its_prompt_or_later(scheduler
     assert all(n >= 17 for reused in later for n in reused)
 
 
+@pytest.mark.usefixtures("steps")
 def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(schedulers):
     target = tiny_target()
     target.eos_ids = ()
@@ -340,6 +344,7 @@ def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("name", ["eagle3", None])
 def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(schedulers, name, small_memory):
     target = tiny_target()
