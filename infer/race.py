@@ -211,11 +211,11 @@ def warm_up(
 ) -> None:
     """Decode the shortest batch by a step. Compiled code may know one length only, and
     transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
-    race.
+    race. On a GPU so does this engine, as each length is recorded.
     """
     ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
     shortest = [replace(each, limit=min(each.limit, WARM_TOKENS)) for each in ordered[0]]
-    chosen = [ordered[-1], shortest] if options.compile else [shortest]
+    chosen = [ordered[-1], shortest] if options.compile or torch.cuda.is_available() else [shortest]
     for each, batch in product(candidates, chosen):
         timed(each, batch, options.sampling)
 

@@ -127,7 +127,8 @@ def plain_rate(engine: Speculator) -> float:
     target = engine.target
     prompt = encode_prompt(target, [{"role": "user", "content": "Hello"}])
     limit = min(TRIAL_STEPS, target.context - len(prompt))
-    untimed = 8 if engine.compile else 2  # more would take seconds with a large target
+    # more would take seconds with a large target
+    untimed = 8 if engine.compile or engine.maker.recorder else 2
     list(engine.generate(prompt, max_new_tokens=min(limit, untimed)))
     steps: list[Step] = []
     until = perf_counter() + TRIAL_SECONDS

@@ -99,6 +99,7 @@ class FixedSteps:
         if self.recordings.record:
             self.key = (None if on_host else id(drafter), function, *accept.constants())
         self.recording: Recording | None = None  # of the newest step
+        self.is_new = False  # whether it was run for the first time, or recorded
         self.flight: tuple[Outputs, Sequence[int]] | None = None  # a step, and counts before it
 
     def __call__(
@@ -140,6 +141,7 @@ class FixedSteps:
         step = partial(self.function, self)
         key = (*self.key, len(running), *(_places(cache) for cache, _ in self.slots))
         recording = self.recordings.known(key)
+        self.is_new = recording is None
         if recording:
             recording.lend(sources)
         with ExitStack() as numbers:

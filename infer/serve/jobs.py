@@ -16,6 +16,10 @@ FEW = 1 / 4
 """Rows that have ended stay in the caches of a batch while they are at most this share of the
 others: to remove them copies the caches.
 """
+RECORDED = 8
+"""So many may always stay where steps are recorded, as fewer rows would be recorded anew, and a GPU
+computes hardly longer for them.
+"""
 
 
 @dataclass(eq=False)
@@ -54,6 +58,7 @@ class JobBatch:
         self.jobs: list[Job] = []
         self._most = self._limit = most
         self._decoding: Decoding | None = None
+        self._opened: Decoding | None = None  # of several jobs; kept if it was recorded
         self._sizes = TreeSizes(engine.tree)
 
     @property
@@ -69,14 +74,21 @@ class JobBatch:
             self._decoding = job.decoding
             return
         if self._decoding is self.jobs[0].decoding:  # which keeps its own caches for itself
-            self._decoding = self.engine.open(self._decoding)
+            if self._opened is None:
+                self._opened = self.engine.open(self._decoding)
+            else:
+                self._opened.join(self._decoding)
+            self._decoding = self._opened
         self._decoding.join(job.decoding)
 
     def step(self) -> list[tuple[Job, Step]]:
         """One forward pass for all jobs."""
         decoding = self._decoding
         assert decoding is not None
-        if len(decoding.rows) - len(self.jobs) > FEW * len(self.jobs):
+        few = FEW * len(self.jobs)
+        if self.engine.maker.recorder:
+            few = max(few, RECORDED)
+        if len(decoding.rows) - len(self.jobs) > few:
             decoding.drop_finished()
         any_tree = not any(job.sampling.sees_drafts for job in self.jobs)
         rows = len(self.jobs) if any_tree else 1
@@ -86,7 +98,8 @@ class JobBatch:
             self.engine.maker.fix(decoding)
         steps = self.engine.step(decoding)
         tokens = sum(len(step.tokens) for step in steps.values())
-        self._sizes.learn(rows, tokens, self.engine.clock() - start)
+        if not self.engine.maker.recorder or (decoding.fixed and not decoding.fixed.is_new):
+            self._sizes.learn(rows, tokens, self.engine.clock() - start)
         return [(job, steps[job.row]) for job in self.jobs]
 
     def leave(self, job: Job) -> None:
@@ -94,16 +107,18 @@ class JobBatch:
         self.jobs.remove(job)
         self._limit = min(self._most, self._limit + 1)
         decoding = self._decoding
-        if not self.jobs:
-            self._decoding = None
         if decoding is not None and decoding is not job.decoding:
             decoding.leave(job.row, job.decoding if job.session is not None else None)
+        if not self.jobs:
+            self._decoding = None
+            if self._opened is not None and not self._opened.caches.recordings.made:
+                self._opened = None
 
     def fail(self, error: Exception) -> list[Job]:
         """Give up all rows, and decode fewer from now on; returns the jobs."""
         jobs = self.jobs
         self.jobs = []
-        self._decoding = None
+        self._decoding = self._opened = None
         self._limit = max(1, len(jobs) // 2)
         if isinstance(error, torch.OutOfMemoryError):
             self._most = self._limit

@@ -5,10 +5,12 @@ write, alone and in batches that rows join and leave; the host does next to noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+from asked import Asked
 from recorder import recorded
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import generated, greedy, random_model, some_prompts, tiny_target
@@ -24,7 +26,8 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import recorded as recording
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.rows import Session
+from draftheads.infer.rows import RowRules, Session
+from draftheads.infer.serve.tree_sizes import TreeSizes
 
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
@@ -283,6 +286,8 @@ def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monk
         prompts = some_prompts(*(length + seed for length in lengths), seed=seed)
         assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
         assert len(recordings) == 1
+        assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
+        assert [ended.reused for ended in engine._ended] == [0], "a bench reads each prompt"
     first, second = (engine.generate(some_prompts(9)[0], max_new_tokens=NEW) for _ in range(2))
     both = [[token for step in steps for token in step.tokens] for steps in (first, second)]
     assert both[0] == both[1] == greedy(target, some_prompts(9)[0], NEW)
@@ -293,3 +298,58 @@ def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monk
             text += step.tokens
     for text, prompt in zip(texts, some_prompts(9, 6), strict=True):
         assert text == greedy(target, prompt, NEW)[: len(text)]
+
+
+def test_each_rule_has_recordings_of_its_own(recordings):
+    """In the same memory: one must not be decoded by those of another."""
+    target, (prompt,) = endless_target(), some_prompts(9)
+    engine = Speculator(target, random_head("medusa", target), tree=TREE)
+    hot, hotter = seeded(0.3, 1.0, 0, NEW), seeded(3.0, 1.0, 0, NEW)
+    rules = {"greedy": Greedy(), "hot": hot, "hotter": hotter}
+    texts: dict[str, list[list[int]]] = {name: [] for name in rules}
+    for name in ("greedy", "hot", "hotter", "hot", "greedy", "hotter"):
+        texts[name] += written(engine, [prompt], sampling=rules[name], seeds=["a"])
+    assert texts["greedy"] == [greedy(target, prompt, NEW)] * 2
+    for name, (first, second) in texts.items():
+        alone = Speculator(target, random_head("medusa", target), tree=TREE)
+        [expected] = written(alone, [prompt], sampling=rules[name], seeds=["a"])
+        assert first == second == expected
+    assert texts["hot"] != texts["hotter"]
+
+
+def test_rules_of_rows_are_the_same_for_the_same_rows_alone():
+    rules = [Greedy(), Sampled(0.5), Greedy(), Sampled(0.7)]
+
+    def constants(*numbers: int) -> Any:
+        return RowRules(tuple(rules[n] for n in numbers), torch.device("cpu")).constants()
+
+    assert constants(0, 1, 2) == constants(2, 1, 0)
+    assert len({constants(*each) for each in permutations((0, 1, 2))}) == 3
+    assert constants(0, 1) != constants(0, 3)
+
+
+def test_a_server_records_once_for_rows_that_come_again(recordings, schedulers, monkeypatch):
+    monkeypatch.setattr(compiled, "BUCKET", 128)
+    target = endless_target()
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
+    made = []
+    for seed in range(3):
+        asked = [Asked(ids, new=20) for ids in some_prompts(4, 9, 6, seed=seed)]
+        scheduler.submit(*(each.job for each in asked))
+        for each in asked:
+            assert each.answer() == greedy(target, each.job.prompt, 20)
+        made.append(len(recordings))
+    assert made[0] == made[2], made
+
+
+def test_what_recording_takes_does_not_count_against_a_tree(recordings, schedulers, monkeypatch):
+    """In a server's trials of other trees: a step that is recorded takes as long as many."""
+    learned: list[float] = []
+    monkeypatch.setattr(TreeSizes, "learn", lambda sizes, rows, *more: learned.append(rows))
+    target = endless_target()
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=2)
+    asked = [Asked(ids, new=40) for ids in some_prompts(4, 9)]
+    scheduler.submit(*(each.job for each in asked))
+    for each in asked:
+        assert each.answer() == greedy(target, each.job.prompt, 40)
+    assert 0 < len(learned) <= sum(recordings)
