@@ -44,7 +44,7 @@ WINGS = {
     "infer.drafters": 5_785,
     "infer.measure": 8_850,
     "infer.chat": 3_600,
-    "infer.serve": 11_925,
+    "infer.serve": 11_950,
     "infer.generate": 2_350,
     "infer.pipeline": 3_150,
     "infer.costs": 1_800,
