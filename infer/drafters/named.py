@@ -15,6 +15,7 @@ from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.drafters.retrieve import read_files
 from draftheads.infer.engine import DrafterSource
 
 
@@ -72,6 +73,14 @@ def _part(text: str) -> NamedDrafts:
     kind, colon, value = text.partition(":")
     if text == "ngram":
         return NamedDrafts(text, [], lambda _: NGram())
+    if kind == "retrieve":
+        path = Path(value).expanduser()
+        if not (value and path.exists()):
+            raise ValueError(
+                f"head {text}: expected a file or folder of texts, found none; check the path"
+            )
+        name = f"retrieve:{path.name}"
+        return NamedDrafts(name, [], lambda target: NGram(memory=read_files(path, target)))
     if kind == "mtp":
         tokens = _number(text, "tokens, as in mtp:32768") if colon else None
         return NamedDrafts(text, [], lambda target: native_head(target, tokens).pack(target))

@@ -5,10 +5,14 @@ Legend: B batch, C committed tokens of a step, D feature width.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
 
 from draftheads.heads.drafting import Committed
 from draftheads.heads.target.model import Target
@@ -19,7 +23,9 @@ from draftheads.infer.engine import DrafterSource
 KEY = 2
 """Tokens by which a memory finds places."""
 TRIES = 32
-"""Places of a memory that are compared with the end of a text, the newest first."""
+"""Unsorted places of a memory that are compared with the end of a text, the newest first."""
+UNSORTED = 4096
+"""So many may always be."""
 REACH = 16
 """Tokens before a place that are compared."""
 NOTHING = -1
@@ -63,14 +69,18 @@ class NGram(DrafterSource):
 class NGramIndex:
     """Earlier texts, to look up n-grams in. Used by one thread at a time.
 
+    Places are sorted by the tokens before them, read backwards, as in a suffix array; those of the
+    newest texts are in lists, until they are as many as the others.
+
     limit: tokens that it holds at most; then the older half is dropped.
     """
 
     def __init__(self, limit: int = 250_000) -> None:
         self.limit = limit
-        self._tokens: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._tokens = array("q")
+        self._newest: dict[tuple[int, ...], list[int]] = defaultdict(list)  # places, by KEY tokens
         self._last: list[int] = []  # the newest text
+        self._sort()
 
     def append(self, text: Sequence[int]) -> None:
         """Add a text. Of one that begins with the one before, as a conversation does with itself a
@@ -83,17 +93,24 @@ class NGramIndex:
             new = new[known:]
         self._last = list(text)
         if len(self._tokens) + len(new) >= self.limit:
-            kept = self._tokens[-self.limit // 2 :]
-            self._tokens = []
-            self._places.clear()
-            self._add(kept)
-        self._add([*new[-self.limit // 2 :], NOTHING])
-
-    def _add(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
+            self._tokens = self._tokens[-self.limit // 2 :]
+            self._sort()
+        for token in [*new[-self.limit // 2 :], NOTHING]:
             if token != NOTHING:
-                self._places[tuple(self._tokens[-KEY:])].append(len(self._tokens))
+                self._newest[tuple(self._tokens[-KEY:])].append(len(self._tokens))
             self._tokens.append(token)
+        if len(self._tokens) > 2 * max(UNSORTED, len(self._sorted)):
+            self._sort()
+
+    def _sort(self) -> None:
+        tokens = np.array(self._tokens, np.int64)
+        places = np.flatnonzero(tokens != NOTHING)
+        self._before = np.concatenate([np.full(REACH, NOTHING), tokens])
+        columns = [self._before[places + REACH - 1 - back] for back in range(REACH)]
+        order = np.lexsort(columns[::-1])
+        self._sorted = places[order]
+        self._pairs = _pair(columns[0], columns[1])[order]
+        self._newest.clear()
 
     def continuations(
         self, text: Sequence[int], above: int, limits: DynamicTree
@@ -102,21 +119,46 @@ class NGramIndex:
         which most tokens agree with the end of this text, the newest first; none unless these are
         more than `above`.
         """
-        best: list[int] = []
-        most = max(above + 1, KEY)
-        places = self._places.get(tuple(text[-KEY:]), [])
-        for place in reversed(places[-TRIES:]):
+        if len(text) < KEY:
+            return []
+        most, best = self._agreeing(text[: -REACH - 1 : -1])
+        best = sorted(best[-limits.top_k :], reverse=True)
+        newest: list[int] = []
+        for place in reversed(self._newest.get(tuple(text[-KEY:]), [])[-TRIES:]):
             length = agreement(text, self._tokens, place)
             if length > most:
-                best = []
+                newest = best = []
                 most = length
             if length == most:
-                best.append(place)
+                newest = [*newest, place]
+        if most <= max(above, KEY - 1):
+            return []
         copies = []
-        for place in best[: limits.top_k]:
+        for place in [*newest, *best][: limits.top_k]:
             copy = tuple(self._tokens[place : place + limits.depth])
             copies.append(copy[: copy.index(NOTHING)] if NOTHING in copy else copy)
         return copies
+
+    def _agreeing(self, end: Sequence[int]) -> tuple[int, list[int]]:
+        """How many tokens of the end of a text, the last one first, stand before the sorted places
+        that agree most, and these, rising.
+        """
+        pair = _pair(*end[:KEY])
+        low, high = np.searchsorted(self._pairs, [pair, pair + 1])
+        length = KEY if low < high else 0
+        while KEY <= length < len(end):
+            column = self._before[self._sorted[low:high] + REACH - 1 - length]
+            left, right = np.searchsorted(column, [end[length], end[length] + 1])
+            if left == right:
+                break
+            low, high = low + left, low + right
+            length += 1
+        return length, np.sort(self._sorted[low:high]).tolist()
+
+
+def _pair(newest: Any, before: Any) -> Any:
+    """Two tokens as one number, in their order."""
+    return newest * (1 << 32) + before + 1
 
 
 class NGramDrafter:

@@ -30,10 +30,14 @@ def replace_head(source: DrafterSource, head: DraftHead) -> DrafterSource:
 
 
 def with_memory(source: DrafterSource, memory: NGramIndex) -> DrafterSource:
-    """The same, its n-grams with this memory; without n-grams, nothing changes."""
-    return _changed(
-        source, lambda part: replace(part, memory=memory) if isinstance(part, NGram) else part
-    )
+    """The same, its n-grams without a memory with this one."""
+
+    def change(part: DrafterSource) -> DrafterSource:
+        if isinstance(part, NGram) and part.memory is None:
+            return replace(part, memory=memory)
+        return part
+
+    return _changed(source, change)
 
 
 def _changed(

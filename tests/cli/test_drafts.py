@@ -30,7 +30,9 @@ def heads(tmp_path):
 
 @pytest.mark.slow
 def test_all_drafters_in_one_table(run, target, heads):
-    sources = ["ngram", f"model:{target}", "early-exit:1", heads / "a+b", f"{heads}/medusa+ngram"]
+    texts = f"retrieve:{questions(heads)}"
+    sources = ["ngram", texts, f"model:{target}", "early-exit:1", heads / "a+b"]
+    sources += [f"{heads}/medusa+ngram"]
     code, table, _ = run(
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 2],
         *["--repetitions", 1, "--max-new-tokens", 12, "--nodes", 4],
@@ -40,9 +42,9 @@ def test_all_drafters_in_one_table(run, target, heads):
     assert code == 0 and "generate" in table
     rows = json.loads((heads / "bench.json").read_text())["heads"]
     assert all(row["lossless"] for row in rows)
-    own = f"model:{target.name}"
+    own, named = f"model:{target.name}", f"retrieve:{questions(heads).name}"
     assert [(row["name"], row["nodes"]) for row in rows] == [
-        (f"{name}@4", 4) for name in ("ngram", own, "early-exit:1", "a+b", "medusa+ngram")
+        (f"{name}@4", 4) for name in ("ngram", named, own, "early-exit:1", "a+b", "medusa+ngram")
     ]
     by_name = {row["name"]: row["tokens_per_step"] for row in rows}
     assert by_name[f"{own}@4"] > 1, "the target drafts for itself"
@@ -57,7 +59,7 @@ def test_a_chat_without_a_head(run, target, monkeypatch):
 @pytest.mark.parametrize("fault", [None, "no compiler"])
 def test_a_chat_says_that_it_compiles_where_it_does(fault, target, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", StringIO(""))
-    monkeypatch.setattr("draftheads.infer.engine.why_not", lambda target: fault)
+    monkeypatch.setattr("draftheads.infer.fixed.maker.why_not", lambda target: fault)
     with warnings.catch_warnings(record=True) as refused:
         warnings.simplefilter("always")
         words = ["chat", "--head", "ngram", "--target", str(target), "--compile"]
@@ -86,6 +88,8 @@ def test_bad_drafters(run, target, heads):
     bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]
     failed(run(*bench, "early-exit:two"), "expected a number of layers", "got 'two'")
     failed(run(*bench, "early-exit:99"), "early exit: expected 1 to ", "got 99")
+    failed(run(*bench, f"retrieve:{heads}/none"), "expected a file or folder of texts, found none")
+    failed(run(*bench, "retrieve:"), "expected a file or folder of texts, found none")
     failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
     failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")

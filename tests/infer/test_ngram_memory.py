@@ -52,6 +52,12 @@ def restated(texts: list[list[int]], end: list[int], above: int) -> list[tuple[i
     return found[best][: LIMITS.top_k] if best > above and best >= KEY else []
 
 
+@pytest.fixture(params=[4096, 8], ids=["lists", "sorted"])
+def unsorted(request, monkeypatch) -> None:
+    monkeypatch.setattr(ngram, "UNSORTED", request.param)
+
+
+@pytest.mark.usefixtures("unsorted")
 def test_continuations_are_those_of_a_search_through_all_texts(monkeypatch):
     monkeypatch.setattr(ngram, "TRIES", 10**6)
     draw = random.Random(0)
@@ -72,6 +78,7 @@ def test_continuations_are_those_of_a_search_through_all_texts(monkeypatch):
     assert seen > 100
 
 
+@pytest.mark.usefixtures("unsorted")
 def test_a_text_that_agrees_as_far_is_copied_from_itself():
     """And a memory where it agrees with more."""
     memory = NGramIndex()
@@ -90,6 +97,7 @@ def test_a_text_that_agrees_as_far_is_copied_from_itself():
     assert drafts([7, 3, 5, 4]) == []
 
 
+@pytest.mark.usefixtures("unsorted")
 def test_copies_end_with_their_text():
     memory = NGramIndex()
     memory.append([1, 2, 3])
@@ -102,6 +110,7 @@ def test_copies_end_with_their_text():
     assert after(NGramIndex(), 4, 5) == after(memory, 5) == []
 
 
+@pytest.mark.usefixtures("unsorted")
 def test_the_older_half_is_dropped():
     memory, texts = NGramIndex(100), [[*range(n, n + 29)] for n in range(0, 3000, 30)]
     for count, text in enumerate(texts):
@@ -112,6 +121,7 @@ def test_the_older_half_is_dropped():
         assert len(memory._tokens) <= 100 + 1
 
 
+@pytest.mark.usefixtures("unsorted")
 def test_of_a_text_that_is_too_long_the_end_is_held():
     memory = NGramIndex(100)
     memory.append(range(200))
@@ -120,6 +130,7 @@ def test_of_a_text_that_is_too_long_the_end_is_held():
     assert after(memory, 452, 453) and not after(memory, 440, 441) and not after(memory, 120, 121)
 
 
+@pytest.mark.usefixtures("unsorted")
 def test_a_conversation_is_stored_once():
     """Whole at each turn, it would take the place of the other text."""
     memory, talk = NGramIndex(420), list(range(100))

@@ -1,0 +1,49 @@
+"""Retrieval (REST, arXiv 2311.08252): n-grams that are looked up in one's own files, too."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftheads.heads.target.model import Target
+from draftheads.infer.drafters.ngram import NGramIndex
+
+MOST = 2_000_000
+"""Tokens that are read, at most."""
+
+
+def read_files(path: Path, target: Target) -> NGramIndex:
+    """The texts of a file or of all files below a folder, in their order; not what begins with a
+    dot or is not UTF-8. Raises ValueError where there are none.
+    """
+    index = NGramIndex(4 * MOST)
+    size = 0
+    for text in _texts(path):
+        ids = target.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        index.append(ids[: MOST - size])
+        size += len(ids)
+        if size >= MOST:
+            warnings.warn(
+                f"{path}: expected at most {MOST} tokens, got more; the files after them were not "
+                "read, so name a part of them",
+                stacklevel=2,
+            )
+            break
+    if not size:
+        raise ValueError(
+            f"{path}: expected a text or a folder of texts, found none; give files in UTF-8"
+        )
+    return index
+
+
+def _texts(path: Path) -> Iterator[str]:
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    for file in files:
+        is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if is_hidden or not file.is_file():
+            continue
+        try:
+            yield file.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
