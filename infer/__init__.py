@@ -7,9 +7,9 @@
     print(answer, answer.tokens_per_step)
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
-what is kept: `Greedy`, `Sampled`, `Typical`, or your own `Acceptance`. Other drafters: `NGram`,
-`DraftModel`, `EarlyExit`, `Merged`. `speculative` is for transformers' own `generate`, `bench`
-measures.
+what is kept: `Greedy`, `Sampled`, the lossy `Typical` and `Lenient`, or your own `Acceptance`.
+Other drafters: `NGram`, `DraftModel`, `EarlyExit`, `Merged`. `speculative` is for transformers' own
+`generate`, `bench` measures.
 
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """
@@ -28,6 +28,7 @@ __all__ = [
     "DraftModel",
     "EarlyExit",
     "Greedy",
+    "Lenient",
     "Merged",
     "NGram",
     "Sampled",
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+    from draftheads.infer.accept import Acceptance, Greedy, Sampled
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.costs import Costs
     from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from draftheads.infer.drafters.ngram import NGram
     from draftheads.infer.engine import Speculator
     from draftheads.infer.generate import speculative
+    from draftheads.infer.lossy import Lenient, Typical
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load
     from draftheads.infer.prompt import encode_prompt

@@ -169,67 +169,6 @@ class Sampled(Acceptance):
         return {"do_sample": True, "top_k": self.top_k, **numbers}
 
 
-@dataclass(frozen=True)
-class Typical(Acceptance):
-    """Medusa's typical acceptance (lossy): keep x if p(x) > min(epsilon, delta * exp(-H(p))).
-
-    p is the target's distribution at `temperature`. Keeps the longest accepted path, the likeliest
-    of equals. The token after it is drawn from the typical tokens, which always include the argmax.
-    Source: Medusa, arXiv 2401.10774, section 2.3.2.
-    """
-
-    epsilon: float = 0.09
-    delta: float = 0.3
-    temperature: float = 0.7
-    lossless: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_temperature(self.temperature)
-        if not (0 <= self.epsilon <= 1 and 0 <= self.delta < math.inf):
-            raise ValueError(
-                f"epsilon {self.epsilon}, delta {self.delta}: expected 0 to 1, and 0 or more"
-            )
-
-    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        """Keep the longest path of typical tokens."""
-        logp_BNV, typical_BNV = self._typical(logits_BNV)
-        rows_B = torch.arange(len(logits_BNV), device=logits_BNV.device)
-        parents_BN = tree.topology.asked_BN.expand(len(logits_BNV), -1)
-        at = (rows_B[:, None], parents_BN, tree.tokens_BN)
-        passed_BN, scores_BN = typical_BNV[at], logp_BNV[at]
-        passed_BN[:, 0] = True
-        scores_BN[:, 0] = 0.0
-        ancestors_BNN = tree.topology.ancestors_BNN
-        kept_BN = ~(ancestors_BNN & ~passed_BN[:, None, :]).any(-1)
-        path_scores_BN = (ancestors_BNN * scores_BN[:, None, :]).sum(-1)
-        longest_B1 = (kept_BN * tree.topology.depths_BN).amax(1, keepdim=True)
-        candidates_BN = kept_BN & (tree.topology.depths_BN == longest_B1)
-        best_B = path_scores_BN.masked_fill(~candidates_BN, -torch.inf).argmax(1)
-        last = (rows_B, best_B)
-        bonus_B = self.draws.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
-        return take(tree, best_B, bonus_B)
-
-    def sources(self, rows: int, nodes: int) -> list[Source]:
-        """One draw for each row."""
-        return [(self.draws, (rows,))]
-
-    def as_generate(self) -> dict[str, Any]:
-        """Plain sampling at its temperature, which has no lossy rule."""
-        return Sampled(self.temperature).as_generate()
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """One draw from the typical tokens."""
-        logp, typical = self._typical(logits)
-        return self.draws.draw(logp.masked_fill(~typical, -torch.inf))
-
-    def _typical(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
-        p = logp.exp()
-        entropy = -(p * logp.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
-        typical = p > (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)
-        return logp, typical.scatter(-1, logits.argmax(-1, keepdim=True), True)
-
-
 def check_temperature(temperature: float) -> None:
     """Raise ValueError unless logits can be divided by it."""
     if not (isinstance(temperature, Real) and LEAST_TEMPERATURE <= temperature < math.inf):

@@ -5,6 +5,7 @@ their values. Heavy imports wait until a command runs, so that --help is instant
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -219,6 +220,11 @@ class Speed:
 class Lossy:
     """Acceptance by other rules."""
 
+    lenient: Annotated[
+        str,
+        Option(help="also keep what the target nearly chose, as in top=3,gap=1 (nats): LOSSY"),
+    ] = ""
+
     typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
         False
     )
@@ -235,10 +241,13 @@ class Sampling:
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")] = 1.0
     top_k: Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")] = 0
 
-    def rule(self, seed: int = 0, typical: bool = False, drawn: bool = False) -> Acceptance:
+    def rule(
+        self, seed: int = 0, typical: bool = False, drawn: bool = False, lenient: str = ""
+    ) -> Acceptance:
         """The acceptance rule that these options request."""
-        from draftheads.infer.accept import Greedy, Sampled, Typical
+        from draftheads.infer.accept import Greedy, Sampled
         from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
+        from draftheads.infer.lossy import Typical
 
         rule: Acceptance = Greedy()
         if drawn:
@@ -248,12 +257,37 @@ class Sampling:
                     f"got {'--typical' if typical else '--temperature 0'}; change that"
                 )
             rule = SpeculativeSampling(**vars(self))
+        elif lenient:
+            if typical or self.temperature:
+                raise ValueError(
+                    "--lenient: expected greedy decoding by one rule, got it with "
+                    f"{'--typical' if typical else '--temperature'}; leave one out"
+                )
+            rule = parsed_lenient(lenient)
         elif typical:
             rule = Typical(temperature=self.temperature or 0.7)
         elif self.temperature:
             rule = Sampled(**vars(self))
         rule.seed(seed)
         return rule
+
+
+def parsed_lenient(text: str) -> Acceptance:
+    """The value of --lenient. Raises ValueError as `Lenient`, and for other names."""
+    from draftheads.infer.lossy import Lenient
+
+    values = {"top": 0.0, "gap": math.inf, "surprise": math.inf}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            values[name.strip()] = float(value)
+        except ValueError:
+            name = ""
+        if name.strip() not in ("top", "gap", "surprise"):
+            raise ValueError(
+                f"--lenient: expected top, gap and surprise, got {part!r}; as in top=3,gap=1"
+            )
+    return Lenient(int(values["top"]), values["gap"], values["surprise"])
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class Result:
     speedup_over_best_ci95: list[float]
     draft_seconds: float
     verify_seconds: float
+    quality: dict[str, float] | None  # of a lossy rule's text, as of `text_quality`
     steps: int
     tokens: int  # includes the prefill's
 
@@ -245,6 +246,7 @@ def summarize(
         speedup_over_best_ci95=over_best_ci95,
         draft_seconds=statistics.draft_seconds / max(statistics.steps, 1),
         verify_seconds=statistics.verify_seconds / max(statistics.steps, 1),
+        quality=None if options.sampling.lossless else text_quality(target, prompts, runs[name]),
         steps=statistics.steps,
         tokens=int(ours_P2[:, 0].sum()),
     )
@@ -297,6 +299,25 @@ def differing_outputs(
         if outputs:
             differing.append((prompt, expected, outputs[0]))
     return differing
+
+
+@torch.inference_mode()
+def text_quality(
+    target: Target, prompts: Sequence[BenchPrompt], runs: Sequence[Sequence[TimedRun]]
+) -> dict[str, float]:
+    """Of all tokens of the first repetition, read again: the share that are the target's likeliest,
+    and the mean log-probability, in nats.
+    """
+    likeliest, total, count = 0, 0.0, 0
+    for prompt, repeated in zip(prompts, runs, strict=True):
+        tokens = torch.tensor(repeated[0].tokens, device=target.device)
+        ids = torch.tensor([[*prompt.prompt, *repeated[0].tokens]], device=target.device)
+        logits_TV = target.model(ids, use_cache=False).logits[0, len(prompt.prompt) - 1 : -1]
+        logp_TV = logits_TV.float().log_softmax(-1)
+        likeliest += int((logp_TV.argmax(-1) == tokens).sum())
+        total += float(logp_TV.gather(1, tokens[:, None]).sum())
+        count += len(tokens)
+    return {"likeliest": likeliest / count, "log_probability": total / count}
 
 
 def top2_margin(target: Target, tokens: Sequence[int]) -> float:

@@ -234,6 +234,11 @@ def cautions(report: BenchReport) -> list[str]:
     if report.plain.lossless_reason:
         lines.append(report.plain.lossless_reason)
     for result in (report.plain, *report.heads):
+        if quality := result.quality:
+            lines.append(
+                f"{result.name}: {quality['likeliest']:.1%} of its tokens are the likeliest after "
+                f"what it wrote; log-probability {quality['log_probability']:.3f} a token."
+            )
         if first := result.first_divergence:
             lines.append(
                 f"{result.name}: differs from generate in {first.prompts} prompts, first in prompt "

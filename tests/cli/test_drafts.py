@@ -81,6 +81,11 @@ def test_a_draft_model_draws_chains_where_that_is_asked_for(run, target, monkeyp
     )
     failed(run(*chat, "--drawn"), "got --temperature 0; change that")
     failed(run(*chat, "--drawn", "--temperature", 1, "--tree", "2,1"), "expected a chain")
+    failed(run(*chat, "--lenient", "top=2", "--typical"), "expected greedy decoding by one rule")
+    failed(run(*chat, "--lenient", "top=2", "--temperature", 1), "got it with --temperature")
+    for value in ("none=1", "top", "gap=x", "2"):
+        failed(run(*chat, "--lenient", value), f"top, gap and surprise, got '{value}'")
+    failed(run(*chat, "--lenient", "top=0"), "lenient: expected top of 1 or more")
 
 
 def test_bad_drafters(run, target, heads):

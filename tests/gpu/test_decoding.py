@@ -18,11 +18,12 @@ from tiny_targets import generated, random_model, some_prompts
 from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
+from draftheads.infer.lossy import Typical
 from draftheads.infer.rows import Session
 
 NEW = 40

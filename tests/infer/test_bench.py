@@ -22,11 +22,12 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import accept
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import Processed
+from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import BenchOptions, bench, sums_of, top2_margin
+from draftheads.infer.measure.bench import BenchOptions, bench, sums_of, text_quality, top2_margin
 from draftheads.infer.measure.report import (
     LEGEND,
     best,
@@ -206,6 +207,25 @@ def test_random_outputs_are_not_compared(target, prompts, rule):
     assert (row.lossless, row.first_divergence) == (None, None)
     assert ("lossy" in row.lossless_reason) is isinstance(rule, Typical)
     assert type(rule).__name__ in report.settings["sampling"]
+
+
+def test_the_quality_of_a_lossy_rules_text_is_told(target, prompts, capsys):
+    """Plain decoding, which keeps no drafts, is the target's own: all of it is the likeliest."""
+    head = MedusaHead.create(target)
+    report = quick(target, prompts, {"medusa": head}, sampling=Lenient(top=target.vocab_size))
+    assert report.plain.quality["likeliest"] == 1.0
+    [row] = report.heads
+    assert row.quality["likeliest"] < 1.0 and row.tokens_per_step > 2
+    tokens = greedy(target, prompts[0], 4)
+    own = [TimedRun([Step(tokens, 0, "length", 0.0, 0.0)], 1.0)]
+    logits = target.model(torch.tensor([[*prompts[0], *tokens]])).logits[0].log_softmax(-1)
+    expected = [logits[len(prompts[0]) - 1 + n, token].item() for n, token in enumerate(tokens)]
+    measured = text_quality(target, [BenchPrompt(0, prompts[0], 4)], [own])
+    assert measured["log_probability"] == pytest.approx(sum(expected) / 4, abs=1e-4)
+    print_report(report)
+    assert "of its tokens are the likeliest after what it wrote" in capsys.readouterr().out
+    exact = quick(target, prompts, {"medusa": head})
+    assert [each.quality for each in (exact.plain, *exact.heads)] == [None, None]
 
 
 def test_in_bfloat16_a_difference_is_reported_and_not_judged(prompts, liar):

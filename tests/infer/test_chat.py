@@ -25,12 +25,12 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import printable
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import threads
-from draftheads.infer.accept import Typical
 from draftheads.infer.chat import conversation, repl
 from draftheads.infer.chat.conversation import ChatAnswer, History
 from draftheads.infer.chat.repl import COMMANDS, ChatOptions, chat, sample_chat
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
+from draftheads.infer.lossy import Typical
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.rows import Step
 

@@ -36,7 +36,7 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.continuous import seeded
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
@@ -46,6 +46,7 @@ from draftheads.infer.draws import RandomStream
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed, speculative
+from draftheads.infer.lossy import Typical
 from draftheads.infer.measure.bench import BenchOptions, bench
 
 NEW = 24

@@ -51,9 +51,10 @@ from draftheads.heads.formats.hub import HEADS, save_head
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.accept import Sampled, Typical
+from draftheads.infer.accept import Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import Processed, speculative
+from draftheads.infer.lossy import Typical
 from draftheads.scripts.publish import prepare, publish
 
 NEW, PAD = 31, 0

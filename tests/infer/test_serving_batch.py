@@ -17,11 +17,12 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
-from draftheads.infer.accept import Acceptance, Greedy, Sampled, Typical
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed
+from draftheads.infer.lossy import Typical
 from draftheads.infer.rows import Decoding, Row
 from draftheads.infer.serve.logprobs import ScoredRule
 

@@ -15,8 +15,9 @@ from tiny_heads import EACH, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
-from draftheads.infer.accept import Greedy, Sampled, Typical
+from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator
+from draftheads.infer.lossy import Typical
 from draftheads.infer.rows import Decoding, Row
 from draftheads.infer.serve.logprobs import ScoredRule
 from draftheads.infer.serve.tree_sizes import TRIAL, TreeSizes
