@@ -24,7 +24,7 @@ from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.draft_sampling import ChainSampler, SpeculativeSampling
+from draftheads.infer.drafters.draft_sampling import SpeculativeSampling, TreeSampler, full_widths
 from draftheads.infer.engine import DrafterSource, NoDraft, check_is_target
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
@@ -34,7 +34,7 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 class DraftModel(DrafterSource):
     """A small causal LM that drafts for targets of the same vocabulary.
 
-    model: loaded like a target, to the target's device. sampling: draw a chain from the model's
+    model: loaded like a target, to the target's device. sampling: draw a full tree from the model's
     distribution, which this rule then compares with the target's. Raises TypeError for a model that
     is none.
     """
@@ -49,8 +49,8 @@ class DraftModel(DrafterSource):
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree wider than the vocabulary, or one that cannot be drawn."""
         check_fits(tree, self.model.vocab_size)
-        if self.sampling and tree.draft_nodes != tree.depth:
-            raise ValueError("drawn drafts: expected a chain, got a wider tree; use one like 1,1,1")
+        if self.sampling:
+            full_widths(tree)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError unless both models give the same
@@ -67,7 +67,7 @@ class DraftModel(DrafterSource):
                 "use a smaller model of the same family"
             )
         tree = self.tree if tree is None else tree
-        sampler = ChainSampler(tree.depth, self.sampling) if self.sampling else None
+        sampler = TreeSampler(full_widths(tree), self.sampling) if self.sampling else None
         return ModelDrafter(model, tree, target.vocab_size, sampler)
 
 
@@ -138,7 +138,7 @@ class ModelDrafter:
     cache = None  # `slots` are a whole model's, whose rows do not leave
 
     def __init__(
-        self, model: Target, tree: Tree, vocabulary: int, sampler: ChainSampler | None = None
+        self, model: Target, tree: Tree, vocabulary: int, sampler: TreeSampler | None = None
     ) -> None:
         if model.is_hybrid:
             raise ValueError(

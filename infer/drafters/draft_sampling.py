@@ -1,28 +1,41 @@
-"""Speculative sampling (Leviathan et al., arXiv 2211.17192): the drafter draws a chain from its own
-distribution q; a draft token x is kept with probability min(1, p(x) / q(x)), p the target's.
+"""Speculative sampling (Leviathan et al., arXiv 2211.17192): the drafter draws from its own
+distribution q; a draft token x is kept with probability min(1, p(x) / q(x)), p the target's. Of
+several draws after the same text, the next is tried where one was rejected: with what p has more
+than q, and with q without that token, as it is drawn without replacement (arXiv 2402.14160; with
+replacement: SpecInfer, arXiv 2305.09781).
 
-Legend: B batch, K draft tokens of a chain, N = K + 1 nodes, V vocabulary.
+Legend: B batch, N nodes, M nodes that have children, F nodes of a level, k children of each, V
+vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.tree import TokenTree, Topology
+from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Accepted, Sampled, take
+
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
-class SampledChain(TokenTree):
-    """A chain whose draft tokens were drawn from known distributions."""
+class DrawnTree(TokenTree):
+    """A full tree whose draft tokens were drawn from known distributions, those after the same node
+    without replacement.
+    """
 
-    q_BKV: Tensor
+    q_BMV: Tensor
     """float32 probabilities; the vocabulary may be shorter than the target's."""
+    widths: Sequence[int]
+    """Children of each node of a level."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +45,42 @@ class SpeculativeSampling(Sampled):
     """
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
-        """Keep drafts up to the first rejection; the token after it is drawn from what p has more
-        than q, after the whole chain from p.
+        """Keep drafts up to a node whose children are all rejected; the token after it is drawn
+        from what p has more than q then, after a whole path from p.
         """
-        if not isinstance(tree, SampledChain):
+        if not isinstance(tree, DrawnTree):
             return super().__call__(logits_BNV, tree)
         p_BNV = self.probabilities(logits_BNV)
-        rest = p_BNV.shape[2] - tree.q_BKV.shape[2]
-        q_BNV = F.pad(tree.q_BKV, (0, rest, 0, 1))
-        drafts_BK1 = tree.tokens_BN[:, 1:, None]
-        p_BK, q_BK = (x[:, :-1].gather(2, drafts_BK1)[..., 0] for x in (p_BNV, q_BNV))
-        # a draw between two outcomes, as the rule's stream draws tokens
-        odds_BK2 = torch.stack([p_BK, (q_BK - p_BK).clamp(min=0)], dim=2)
-        kept_BK = self.draws.draw(odds_BK2.log()) == 0
-        last_B = kept_BK.long().cumprod(1).sum(1)
-        rows_B = torch.arange(len(last_B), device=last_B.device)
-        p_BV = p_BNV[rows_B, last_B]
-        more_BV = (p_BV - q_BNV[rows_B, last_B]).clamp(min=0)
-        is_empty_B1 = more_BV.sum(1, keepdim=True) == 0  # p = q up to rounding
-        bonus_B = self.draws.draw(torch.where(is_empty_B1, p_BV, more_BV).log())
-        return take(tree, last_B, bonus_B)
+        rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
+        last_B = torch.zeros_like(rows_B)
+        left_BV = p_BNV[:, 0]  # of the target, after the rejections so far
+        is_open_B = torch.ones_like(last_B, dtype=torch.bool)  # whether it goes on
+        starts = level_starts(tree.widths)
+        for start, end, width in zip(starts, starts[1:], tree.widths, strict=False):
+            first_B = end + (last_B - start) * width
+            q_BV = tree.q_BMV[rows_B, last_B.clamp(max=tree.q_BMV.shape[1] - 1)]
+            q_BV = F.pad(q_BV, (0, p_BNV.shape[2] - q_BV.shape[1]))
+            is_tried_B = is_open_B
+            is_open_B = torch.zeros_like(is_open_B)
+            for child in range(width):
+                node_B = (first_B + child).clamp(max=p_BNV.shape[1] - 1)
+                drafts_B1 = tree.tokens_BN[rows_B, node_B][:, None]
+                p_B1, q_B1 = left_BV.gather(1, drafts_B1), q_BV.gather(1, drafts_B1)
+                is_tried_B = is_tried_B & (q_B1[:, 0] > 0)  # else q had no more tokens
+                # a draw between two outcomes, as the rule's stream draws tokens
+                odds_B2 = torch.cat([p_B1, (q_B1 - p_B1).clamp(min=0)], dim=1)
+                is_kept_B = is_tried_B & (self.draws.draw(odds_B2.log()) == 0)
+                more_BV = (left_BV - q_BV).clamp(min=0)
+                sum_B1 = more_BV.sum(1, keepdim=True)
+                is_rejected_B1 = (is_tried_B & ~is_kept_B)[:, None] & (sum_B1 > 0)  # else p is q
+                left_BV = torch.where(is_rejected_B1, more_BV / sum_B1, left_BV)
+                left_BV = torch.where(is_kept_B[:, None], p_BNV[rows_B, node_B], left_BV)
+                last_B = torch.where(is_kept_B, node_B, last_B)
+                q_BV = q_BV.scatter(1, drafts_B1, 0.0)
+                q_BV = q_BV / q_BV.sum(1, keepdim=True).clamp(min=TINY)
+                is_tried_B = is_tried_B & ~is_kept_B
+                is_open_B = is_open_B | is_kept_B
+        return take(tree, last_B, self.draws.draw(left_BV.log()))
 
     def constants(self) -> NoReturn:
         """None: compiled steps see the drafts alone, not the probabilities they were drawn with."""
@@ -62,30 +91,61 @@ class SpeculativeSampling(Sampled):
         return torch.softmax(self.scores(logits), dim=-1)
 
 
-class ChainSampler:
-    """Draws a chain token by token; the interface is that of `DynamicTreeBuilder`."""
+def level_starts(widths: Sequence[int]) -> list[int]:
+    """The first node of each level."""
+    return [0, *accumulate([1, *accumulate(widths[:-1], mul)])]
+
+
+def full_widths(tree: Tree) -> tuple[int, ...]:
+    """Of a full expansion <k_1, k_2, ...>. Raises ValueError for other trees."""
+    if isinstance(tree, StaticTree):
+        sizes = [sum(len(path) == depth for path in tree.paths) for depth in range(tree.depth + 1)]
+        sizes[0] = 1
+        widths = tuple(now // before for before, now in pairwise(sizes))
+        if all(widths) and {*StaticTree.from_widths(widths).paths} == {*tree.paths}:
+            return widths
+    raise ValueError(
+        f"drawn drafts: expected as many children for each node of a level, got {tree}; use a tree "
+        "like 1,1,1 or 3,1"
+    )
+
+
+class TreeSampler:
+    """Draws a full tree level by level; the interface is that of `DynamicTreeBuilder`."""
 
     tokens_BF: Tensor
     parents_BF: Tensor
 
-    def __init__(self, depth: int, rule: SpeculativeSampling) -> None:
-        self.depth = depth
+    def __init__(self, widths: Sequence[int], rule: SpeculativeSampling) -> None:
+        self.widths = widths
         self.rule = rule
+        starts = level_starts(widths)
+        self.parents = [-1]
+        for start, end, width in zip(starts, starts[1:], widths, strict=False):
+            self.parents += [node for node in range(start, end) for _ in range(width)]
         self.start()
 
     def start(self) -> None:
-        self.tokens: list[Tensor] = []  # (B, 1) for each level
-        self.q: list[Tensor] = []  # (B, 1, V)
+        self.tokens: list[Tensor] = []  # (B, F) for each level
+        self.q: list[Tensor] = []  # (B, F, V), of the levels before
 
-    def add(self, logits_B1V: Tensor) -> bool:
-        q_B1V = self.rule.probabilities(logits_B1V)
-        self.tokens_BF = self.rule.draws.draw(q_B1V.log())
-        self.parents_BF = torch.zeros_like(self.tokens_BF)
-        self.q.append(q_B1V)
+    def add(self, logits_BFV: Tensor) -> bool:
+        q_BFV = self.rule.probabilities(logits_BFV)
+        width = self.widths[len(self.tokens)]
+        left_BFV = q_BFV.log()
+        children = []
+        for _ in range(width):
+            children.append(self.rule.draws.draw(left_BFV))
+            left_BFV = left_BFV.scatter(2, children[-1][:, :, None], -torch.inf)
+        self.tokens_BF = torch.stack(children, dim=2).flatten(1)
+        nodes = torch.arange(q_BFV.shape[1], device=q_BFV.device).repeat_interleave(width)
+        self.parents_BF = nodes.expand_as(self.tokens_BF)
+        self.q.append(q_BFV)
         self.tokens.append(self.tokens_BF)
-        return len(self.tokens) < self.depth
+        return len(self.tokens) < len(self.widths)
 
-    def tree(self, roots_B: Tensor) -> SampledChain:
+    def tree(self, roots_B: Tensor) -> DrawnTree:
         tokens_BN = torch.cat([roots_B[:, None], *self.tokens], dim=1)
-        parents_1N = torch.arange(-1, len(self.tokens), device=roots_B.device)[None]
-        return SampledChain(tokens_BN, Topology(parents_1N, self.depth), torch.cat(self.q, dim=1))
+        parents_1N = torch.tensor([self.parents], device=roots_B.device)
+        topology = Topology(parents_1N, len(self.widths))
+        return DrawnTree(tokens_BN, topology, torch.cat(self.q, dim=1), self.widths)

@@ -80,7 +80,9 @@ def test_a_draft_model_draws_chains_where_that_is_asked_for(run, target, monkeyp
         "expected sampling, as with --temperature 1, and not --typ",
     )
     failed(run(*chat, "--drawn"), "got --temperature 0; change that")
-    failed(run(*chat, "--drawn", "--temperature", 1, "--tree", "2,1"), "expected a chain")
+    failed(
+        run(*chat, "--drawn", "--temperature", 1, "--tree", "[[0],[1],[0,0]]"), "as many children"
+    )
     failed(run(*chat, "--lenient", "top=2", "--typical"), "expected greedy decoding by one rule")
     failed(run(*chat, "--lenient", "top=2", "--temperature", 1), "got it with --temperature")
     for value in ("none=1", "top", "gap=x", "2"):

@@ -21,10 +21,14 @@ from tiny_targets import (
 )
 
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
-from draftheads.infer.drafters.draft_sampling import SampledChain, SpeculativeSampling
+from draftheads.infer.drafters.draft_sampling import (
+    SpeculativeSampling,
+    TreeSampler,
+    full_widths,
+)
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.rows import stacked
@@ -321,32 +325,61 @@ def test_padding_leaves_the_law_of_sampling_as_it_is():
     assert statistic < surely_below(freedom)
 
 
-def sampled_step(rule: SpeculativeSampling, vocabulary: int = WORDS) -> Counter:
-    """How often a step from one root writes each first token; the draft's law is another."""
+def sampled_step(
+    rule: SpeculativeSampling, vocabulary: int = WORDS, widths: tuple[int, ...] = (1,)
+) -> Counter:
+    """How often a step from one root writes each first two tokens; the draft's law is another."""
     target, drafter, root = MarkovTarget(0), MarkovTarget(1), 2
     rule.seed(3)
-    q_VV = rule.probabilities(drafter.logits_VV)[:, :vocabulary]
-    q_VV = q_VV / q_VV.sum(1, keepdim=True)
-    q_BKV = q_VV[root].expand(4 * RUNS, 1, -1)
-    drafts_BK = torch.multinomial(q_BKV[:, 0], 1, generator=torch.Generator().manual_seed(5))
-    tokens_BN = torch.cat([torch.full_like(drafts_BK, root), drafts_BK], dim=1)
-    chain = SampledChain(tokens_BN, Topology(torch.tensor([[-1, 0]])), q_BKV)
-    accepted = rule(target.logits_VV[tokens_BN], chain)
-    kept = [count > 1 for count in accepted.count_B.tolist()]
-    assert 0.1 < sum(kept) / len(kept) < 1
-    return Counter(
-        int(drafts_BK[row, 0]) if is_kept else int(accepted.bonus_B[row])
-        for row, is_kept in enumerate(kept)
-    )
+    sampler = TreeSampler(widths, rule)
+    tokens_BF, is_open = torch.full((4 * RUNS, 1), root), True
+    while is_open:
+        is_open = sampler.add(drafter.logits_VV[tokens_BF][:, :, :vocabulary])
+        tokens_BF = sampler.tokens_BF
+    tree = sampler.tree(torch.full((4 * RUNS,), root))
+    accepted = rule(target.logits_VV[tree.tokens_BN], tree)
+    counts = accepted.count_B.tolist()
+    kept = sum(count > 1 for count in counts) / len(counts)
+    assert 0.1 < kept < 1 or widths[0] >= vocabulary, "all words are drawn"
+    after_B = rule.draws.draw(rule.scores(target.logits_VV[accepted.bonus_B]))
+    observed: Counter = Counter()
+    for row, count in enumerate(counts):
+        written = tree.tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
+        observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
+    return observed
 
 
 @pytest.mark.parametrize("vocabulary", [WORDS, WORDS - 1])
 @pytest.mark.parametrize("filters", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
-def test_speculative_sampling_has_the_targets_law(filters, vocabulary):
+@pytest.mark.parametrize("widths", [(1,), (1, 1), (3,), (2, 1), (2, 3), (7, 2)])
+def test_speculative_sampling_has_the_targets_law(filters, vocabulary, widths):
+    """Of chains, and of several draws after each node, also where these are more than the words."""
     rule = SpeculativeSampling(*filters)
-    p_V = rule.probabilities(MarkovTarget(0).logits_VV)[2].tolist()
-    statistic, freedom = chi_square(sampled_step(rule, vocabulary), dict(enumerate(p_V)))
+    law = MarkovTarget(0).two_token_law(2, *filters)
+    statistic, freedom = chi_square(sampled_step(rule, vocabulary, widths), law)
     assert rule.lossless and statistic < surely_below(freedom)
+
+
+def test_more_draws_are_kept_more_often():
+    kept = []
+    for width in (1, 2, 4):
+        rule = SpeculativeSampling()
+        rule.seed(1)
+        target, drafts_VV = MarkovTarget(0).logits_VV, MarkovTarget(1).logits_VV
+        sampler = TreeSampler((width,), rule)
+        roots_B = torch.full((RUNS,), 2)
+        sampler.add(drafts_VV[roots_B][:, None])
+        tree = sampler.tree(roots_B)
+        kept.append(rule(target[tree.tokens_BN], tree).count_B.float().mean().item() - 1)
+    assert kept[0] + 0.1 < kept[1] and kept[1] + 0.05 < kept[2], kept
+
+
+def test_the_widths_of_full_trees():
+    for widths in [(1,), (1, 1, 1), (3,), (2, 1, 4)]:
+        assert full_widths(StaticTree.from_widths(widths)) == widths
+    for tree in (StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SHORT.tree):
+        with pytest.raises(ValueError, match="as many children for each node of a level"):
+            full_widths(tree)
 
 
 def six_words(name: str) -> Target:
@@ -356,11 +389,12 @@ def six_words(name: str) -> Target:
 
 
 @pytest.mark.slow
-def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine():
+@pytest.mark.parametrize("widths", [(1, 1), (2, 2)])
+def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine(widths):
     target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
     rule = SpeculativeSampling(temperature=4.0, top_k=4)
     rule.seed(2)
-    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths((1, 1)), rule)
+    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths(widths), rule)
     rows, statistics = decode(
         target, drafts, [prompt] * (RUNS // 2), sampling=rule, max_new_tokens=4
     )

@@ -160,14 +160,14 @@ def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
     engine = Speculator(target, random_head("medusa", target), compile=True)
     scheduler = schedulers(engine)
     scheduler.warm_up([Greedy()])
-    [step] = engine._compiled.values()
+    [step] = engine.maker._compiled.values()
     [prompt] = some_prompts(9)
     for rule in (Greedy(), Sampled(0.5)):
         asked = Asked(prompt, rule)
         scheduler.submit(asked.job)
         answer = asked.answer()
         assert isinstance(rule, Sampled) or answer == greedy(target, prompt, NEW)
-    assert list(engine._compiled.values()) == [step]
+    assert list(engine.maker._compiled.values()) == [step]
 
 
 def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
