@@ -18,7 +18,7 @@ from draftheads.infer.rows import Decoding, Row
 
 REFILL = 8
 """Finished rows wait until they are one in so many, because reading prompts costs a forward pass.
-At the end, as many are dropped together.
+At the end, when no prompts are left, as many are dropped together: to drop some copies the caches.
 """
 RESERVED = 256
 """Slots reserved for the answers of the first rows; the cache grows."""
@@ -71,6 +71,7 @@ class ContinuousBatch:
         self.accept = accept
         self._limit = self._ceiling = rows
         self._waiting: deque[Request] = deque()  # taken, but not decoded
+        self._is_dry = False  # nothing was left to take the last time
         self._decoding: Decoding | None = None
         self._active: dict[Row, Request] = {}
 
@@ -122,7 +123,7 @@ class ContinuousBatch:
             if row.finish == "failed":
                 fault = RuntimeError("the target's logits are not finite")
             yield self._active.pop(row), row.text[row.prompt :], fault
-        if self._decoding is not None:
+        if self._decoding is not None and self._is_dry:  # else their places are taken
             free = len(self._decoding.rows) - len(self._active)
             if free > self._few():
                 self._decoding.drop_finished()
@@ -147,6 +148,7 @@ class ContinuousBatch:
             return new
         while len(new) < free:
             request = self._waiting.popleft() if self._waiting else take()
+            self._is_dry = request is None
             if request is None:
                 break
             new.append(request)

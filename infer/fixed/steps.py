@@ -51,7 +51,7 @@ def compiled() -> Advance:
 
 
 def why_not(target: Target) -> str | None:
-    """Why steps of this target cannot be compiled, as far as can be told before."""
+    """Why steps of this target can be neither compiled nor recorded, as far as is known before."""
     if target.has_long_rope:
         return "its RoPE factors change with the length of the text"
     if target.mixes_by_level:

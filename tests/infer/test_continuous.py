@@ -11,7 +11,7 @@ import torch
 from tiny_heads import EACH, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 
-from draftheads.heads.cache import SlotLayer
+from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.continuous import ContinuousBatch, Request, seeded
@@ -142,6 +142,22 @@ def test_most_places_decode_a_token():
     noted(engine, rows)
     run(ContinuousBatch(engine, rule(), 8), requests(copies=12))
     assert sum(rows) >= 0.9 * 8 * len(rows)
+
+
+def test_places_are_kept_for_the_prompts_that_wait(monkeypatch):
+    """To drop finished rows copies the caches, and to add rows again, too."""
+    waiting, left = requests(copies=12), list[int]()
+    select = SlotCache.select
+
+    def noted_select(cache: SlotCache, rows: Any) -> None:
+        left.append(len(waiting))
+        select(cache, rows)
+
+    monkeypatch.setattr(SlotCache, "select", noted_select)
+    batch = ContinuousBatch(Speculator(tiny_target()), rule(), 8)
+    answered = list(batch.run(lambda: waiting.pop() if waiting else None))
+    assert len(answered) == len(requests(copies=12))
+    assert left and not any(left), "rows are dropped at the end alone"
 
 
 @pytest.fixture(params=["prompts", "steps"])
