@@ -98,7 +98,9 @@ class Lenient(Acceptance):
         best_BN = logp_BNV.amax(-1)
         least_BN = torch.minimum((best_BN - self.gap).clamp(min=-self.surprise), best_BN)
         if self.top:
-            least_BN = least_BN.maximum(logp_BNV.topk(self.top).values[..., -1])
+            least_BN = least_BN.maximum(
+                logp_BNV.topk(min(self.top, logp_BNV.shape[-1])).values[..., -1]
+            )
         at = _asked(tree)
         scores_BN = logp_BNV[at]
         last_B = _longest(tree, scores_BN >= least_BN[at[:2]], scores_BN)

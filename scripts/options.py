@@ -5,7 +5,6 @@ their values. Heavy imports wait until a command runs, so that --help is instant
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import sys
@@ -251,10 +250,12 @@ class Sampling:
 
         rule: Acceptance = Greedy()
         if drawn:
-            if typical or not self.temperature:
+            others = {"--typical": typical, "--lenient": lenient, "--temperature 0": True}
+            if typical or lenient or not self.temperature:
                 raise ValueError(
-                    "--drawn: expected sampling, as with --temperature 1, and not --typical, "
-                    f"got {'--typical' if typical else '--temperature 0'}; change that"
+                    "--drawn: expected sampling, as with --temperature 1, and not --typical or "
+                    "--lenient, got "
+                    f"{next(name for name, given in others.items() if given)}; change that"
                 )
             rule = SpeculativeSampling(**vars(self))
         elif lenient:
@@ -276,18 +277,18 @@ def parsed_lenient(text: str) -> Acceptance:
     """The value of --lenient. Raises ValueError as `Lenient`, and for other names."""
     from draftheads.infer.lossy import Lenient
 
-    values = {"top": 0.0, "gap": math.inf, "surprise": math.inf}
+    kinds: dict[str, type] = {"top": int, "gap": float, "surprise": float}
+    values: dict[str, Any] = {}
     for part in text.split(","):
-        name, _, value = part.partition("=")
+        name, _, value = part.strip().partition("=")
         try:
-            values[name.strip()] = float(value)
-        except ValueError:
-            name = ""
-        if name.strip() not in ("top", "gap", "surprise"):
+            values[name] = kinds[name](value)
+        except (KeyError, ValueError):
             raise ValueError(
-                f"--lenient: expected top, gap and surprise, got {part!r}; as in top=3,gap=1"
-            )
-    return Lenient(int(values["top"]), values["gap"], values["surprise"])
+                f"--lenient: expected top (a whole number), gap and surprise, got {part!r}; as in "
+                "top=3,gap=1"
+            ) from None
+    return Lenient(**values)
 
 
 @dataclass(frozen=True)

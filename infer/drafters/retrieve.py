@@ -11,6 +11,8 @@ from draftheads.infer.drafters.ngram import NGramIndex
 
 MOST = 2_000_000
 """Tokens that are read, at most."""
+MOST_CHARACTERS = 8 * MOST
+"""Of one file, which may be a log of gigabytes."""
 
 
 def read_files(path: Path, target: Target) -> NGramIndex:
@@ -44,6 +46,7 @@ def _texts(path: Path) -> Iterator[str]:
         if is_hidden or not file.is_file():
             continue
         try:
-            yield file.read_text("utf-8")
+            with file.open(encoding="utf-8") as content:
+                yield content.read(MOST_CHARACTERS)
         except UnicodeDecodeError:
             continue

@@ -85,8 +85,12 @@ def test_a_draft_model_draws_chains_where_that_is_asked_for(run, target, monkeyp
     )
     failed(run(*chat, "--lenient", "top=2", "--typical"), "expected greedy decoding by one rule")
     failed(run(*chat, "--lenient", "top=2", "--temperature", 1), "got it with --temperature")
-    for value in ("none=1", "top", "gap=x", "2"):
-        failed(run(*chat, "--lenient", value), f"top, gap and surprise, got '{value}'")
+    for value in ("none=1", "top", "gap=x", "2", "top=1.5", "top=inf"):
+        failed(run(*chat, "--lenient", value), f"gap and surprise, got '{value}'")
+    drawn = ["--drawn", "--temperature", 1]
+    failed(
+        run(*chat, *drawn, "--lenient", "top=2"), "and not --typical or --lenient, got --lenient"
+    )
     failed(run(*chat, "--lenient", "top=0"), "lenient: expected top of 1 or more")
 
 

@@ -175,6 +175,7 @@ TABLE = torch.tensor([0.45, 0.30, 0.20, 0.05]).log()
         (Lenient(surprise=1.7), [True, True, True, False]),
         (Lenient(surprise=0.1), [True, False, False, False]),  # the target's choice always counts
         (Lenient(gap=0.0), [True, False, False, False]),
+        (Lenient(top=99), [True, True, True, True]),  # more than there are words
     ],
     ids=repr,
 )

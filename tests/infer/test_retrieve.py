@@ -58,6 +58,12 @@ def test_of_many_files_the_first_are_read(tmp_path, monkeypatch):
     assert len(index._tokens) == 20 + 1
 
 
+def test_of_a_file_without_end_the_beginning_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieve, "MOST_CHARACTERS", 40)
+    (tmp_path / "log").write_text("a b " * 1000)
+    assert 1 < len(read_files(tmp_path, llama())._tokens) < 100
+
+
 def test_learning_leaves_texts_that_were_named(tmp_path):
     texts, memory = NGramIndex(), NGramIndex()
     assert with_memory(NGram(memory=texts), memory).memory is texts
