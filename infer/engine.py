@@ -381,7 +381,7 @@ class Speculator:
         old = session.caches
         if old is not None and old.is_free(self.cache_key, len(rows)):  # in the same recordings
             if self.maker.on_host:
-                old = replace(old, drafter=self._drafter())
+                old = replace(old, drafter=self._drafter(), pending={})
             old.clear()
             return replace(old, generation=session.generations, text=rows[0].text)
         longest = max(len(row.text) for row in rows)

@@ -261,8 +261,10 @@ class Caches:
     cache: SlotCache
     drafter: Drafter
     recordings: Recordings
-    pending: dict[int, int] = field(default_factory=dict, compare=False)
-    """Nodes in a drafter's cache after a tree, by its id."""
+    pending: dict[int, tuple[Drafter, int]] = field(default_factory=dict, compare=False)
+    """Drafters by their id, which is theirs as long as they are here, and the nodes in their cache
+    after a tree.
+    """
 
     def is_free(self, key: CacheKey, rows: int) -> bool:
         """Whether other texts of so many rows may be decoded by what was recorded here."""
@@ -357,7 +359,7 @@ class Decoding:
         """Note how much the drafter's newest tree has in its cache."""
         drafts = self.drafter.cache
         pending = 0 if drafts is None else drafts.cache.table.pending
-        self.caches.pending[id(self.drafter)] = pending
+        self.caches.pending[id(self.drafter)] = self.drafter, pending
 
     def running(self) -> list[bool]:
         """Which rows are not finished."""

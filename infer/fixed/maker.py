@@ -40,9 +40,9 @@ class StepMaker:
         if not (self.compiles or self.recorder) or decoding.fixed is not None:
             return
         drafter = decoding.drafter
-        pending = decoding.caches.pending.get(id(drafter))
+        known = decoding.caches.pending.get(id(drafter))
         width = decoding.committed.tokens_BC.shape[1]
-        if pending is None or width > decoding.tree.depth + 1:
+        if known is None or width > decoding.tree.depth + 1:
             return
         # each tree would be compiled
         compiles = self.compiles and drafter is decoding.caches.drafter
@@ -55,7 +55,7 @@ class StepMaker:
                 decoding.tree,
                 decoding.cache,
                 decoding.accept,
-                pending=pending,
+                pending=known[1],
                 on_host=self.on_host,
                 recordings=decoding.caches.recordings if self.recorder else None,
             )
