@@ -8,8 +8,8 @@
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
 what is kept: `Greedy`, `Sampled`, the lossy `Typical` and `Lenient`, or your own `Acceptance`.
-Other drafters: `NGram`, `DraftModel`, `EarlyExit`, `Merged`. `speculative` is for transformers' own
-`generate`, `bench` measures.
+Other drafters: `NGram`, `Lookahead`, `DraftModel`, `EarlyExit`, `Merged`. `speculative` is for
+transformers' own `generate`, `bench` measures.
 
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """
@@ -29,6 +29,7 @@ __all__ = [
     "EarlyExit",
     "Greedy",
     "Lenient",
+    "Lookahead",
     "Merged",
     "NGram",
     "Sampled",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from draftheads.infer.costs import Costs
     from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
     from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
+    from draftheads.infer.drafters.lookahead import Lookahead
     from draftheads.infer.drafters.merged import Merged
     from draftheads.infer.drafters.ngram import NGram
     from draftheads.infer.engine import Speculator

@@ -13,10 +13,10 @@ import torch
 
 from draftheads.heads.base import DraftHead, TreeDrafter
 from draftheads.heads.cache import ROOM, SlotCache
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache, Drafter, Observer
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, Greedy, commit
+from draftheads.infer.accept import Acceptance, Greedy, commit, most_probable
 from draftheads.infer.fixed.maker import StepMaker
 from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread
@@ -336,6 +336,8 @@ class Speculator:
         decoding.prepare()
         accepted = decoding.accept(out.logits_BNV, tree)
         chosen, in_place = accepted.read()
+        if isinstance(decoding.drafter, Observer):
+            decoding.drafter.observe(most_probable(out.logits_BNV).tolist())
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
         # computes it again
         counts = [

@@ -9,6 +9,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
 from draftheads.infer.engine import DrafterSource, NoDraft
 
@@ -19,7 +20,7 @@ class Merged(DrafterSource):
     once. With fewer nodes than they propose, the parts take turns.
 
     parts: heads and other sources of drafters; heads are moved to the end. Raises TypeError for
-    others, and for none.
+    others, and for none, ValueError for lookahead.
     """
 
     parts: Sequence[DrafterSource]
@@ -32,6 +33,11 @@ class Merged(DrafterSource):
             raise TypeError(
                 f"expected draft heads and other sources of drafters, got {self.parts!r:.80}; "
                 "load_head and load_pair load heads by name"
+            )
+        if any(isinstance(part, Lookahead) for part in self.parts):
+            raise ValueError(
+                "lookahead: expected it alone, as it needs all of its nodes, got other drafters, "
+                "too; it looks up n-grams itself"
             )
 
     @property

@@ -13,6 +13,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.retrieve import read_files
@@ -73,6 +74,8 @@ def _part(text: str) -> NamedDrafts:
     kind, colon, value = text.partition(":")
     if text == "ngram":
         return NamedDrafts(text, [], lambda _: NGram())
+    if text == "lookahead":
+        return NamedDrafts(text, [], lambda _: Lookahead())
     if kind == "retrieve":
         path = Path(value).expanduser()
         if not (value and path.exists()):

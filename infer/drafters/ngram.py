@@ -63,7 +63,11 @@ class NGram(DrafterSource):
         """A new drafter, for one generation."""
         limits = self.tree if tree is None else tree
         assert isinstance(limits, DynamicTree)
-        return NGramDrafter(limits, range(self.shortest, self.longest + 1), self.memory)
+        return self.drafter_of(limits)
+
+    def drafter_of(self, limits: DynamicTree) -> NGramDrafter:
+        """A new drafter with these limits."""
+        return NGramDrafter(self, limits)
 
 
 class NGramIndex:
@@ -167,30 +171,28 @@ class NGramDrafter:
     feature_layers: tuple[int, ...] = ()
     cache = None
 
-    def __init__(self, limits: DynamicTree, lengths: range, memory: NGramIndex | None) -> None:
+    def __init__(self, source: NGram, limits: DynamicTree) -> None:
         self.limits = limits
-        self.lengths = lengths
-        self.memory = memory
-        self.texts: list[_Text] = []
+        self.lengths = range(source.shortest, source.longest + 1)
+        self.memory = source.memory
+        self.texts: list[Text] = []
 
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:
-            self.texts = [_Text(self.lengths, self.limits.top_k) for _ in committed.counts]
+            self.texts = [self.new_text() for _ in committed.counts]
         news = committed.tokens_BC.tolist()
         rows: list[list[TokenPath]] = []
         for text, new, count in zip(self.texts, news, committed.counts, strict=True):
             text.append(new[:count])
-            copies = self._copies(text) if count else []
-            # the nodes that most copies pass through; of equals the shallower ones, then those of
-            # earlier copies
-            shared = Counter(copy[:depth] for copy in copies for depth in range(1, len(copy) + 1))
-            order = sorted(shared, key=lambda path: (-shared[path], len(path)))
-            best = set(order[: self.limits.draft_nodes])
-            rows.append([path for path in shared if path in best])
+            rows.append(self.paths(text) if count else [])
         roots = [text.tokens[-1] for text in self.texts]
         return stacked(roots, rows, committed.tokens_BC.device)
 
-    def _copies(self, text: _Text) -> list[TokenPath]:
+    def paths(self, text: Text) -> list[TokenPath]:
+        """The tree of a row, a path for each node."""
+        return most_shared(self.copies(text), self.limits.draft_nodes)
+
+    def copies(self, text: Text) -> list[TokenPath]:
         """What followed the end of a text, in itself or in the memory: where more tokens before
         agree, and of equals in itself. A long agreement says more than that a place is near: on 300
         conversations, to ask the memory only where the text has no place kept fewer tokens.
@@ -203,13 +205,27 @@ class NGramDrafter:
                 return copies
         return text.copies(places, self.limits.depth)
 
+    def new_text(self) -> Text:
+        """That of a new row."""
+        return Text(self.lengths, self.limits.top_k)
+
     def rewind(self, length: int) -> None:
-        text = _Text(self.lengths, self.limits.top_k)
+        text = self.new_text()
         text.append(self.texts[0].tokens[:length])
         self.texts = [text]
 
 
-class _Text:
+def most_shared(copies: Sequence[TokenPath], count: int) -> list[TokenPath]:
+    """The nodes that most copies pass through; of equals the shallower ones, then those of earlier
+    copies.
+    """
+    shared = Counter(copy[:depth] for copy in copies for depth in range(1, len(copy) + 1))
+    order = sorted(shared, key=lambda path: (-shared[path], len(path)))
+    best = set(order[:count])
+    return [path for path in shared if path in best]
+
+
+class Text:
     """The text of one row, and the newest places after each of its n-grams."""
 
     def __init__(self, lengths: range, places: int) -> None:

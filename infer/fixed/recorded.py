@@ -62,8 +62,8 @@ class Recording:
     """One step in the same memory each time.
 
     committed: tokens, features and numbers before it. drafts: what it reads: a tree of the host, or
-    the same `committed`. running: the rows. sources: those of the rule after such a step. keeps:
-    objects whose tensors it uses.
+    the same `committed`. told: columns of what it tells the host. running: the rows. sources: those
+    of the rule after such a step. keeps: objects whose tensors it uses.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Recording:
         step: Callable[..., Outputs],
         committed: Sequence[Tensor],
         drafts: Sequence[Tensor],
+        told: int,
         running: list[bool],
         sources: Sequence[Source],
         keeps: Any,
@@ -79,7 +80,7 @@ class Recording:
         self.leads = drafts is committed
         self.committed = [tensor.clone() for tensor in committed]
         self.drafts = [tensor.clone() for tensor in drafts]
-        self.told_BC = torch.cat([self.committed[0], self.committed[2][:, None]], dim=1)
+        self.told_BC = torch.zeros_like(self.committed[2][:, None]).repeat(1, told)
         self.running = running
         self.running_B = torch.tensor(running, device=self.told_BC.device)
         self.numbers = [draws.numbers for draws, _ in sources]

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.drafting import Committed, Drafter, Observer
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, commit
+from draftheads.infer.accept import Acceptance, commit, most_probable
 from draftheads.infer.fixed.recorded import BUCKET, Outputs, Recording, Recordings
 
 BACKEND: Any = "inductor"
@@ -86,6 +86,7 @@ class FixedSteps:
         self.is_compiled = function is not advance
         self.target = target
         self.drafter = drafter
+        self.observer = drafter if isinstance(drafter, Observer) else None
         self.cache = cache
         self.accept = accept
         self.nodes = tree.nodes
@@ -115,6 +116,8 @@ class FixedSteps:
         # one copy to the host, so one wait for the device
         tokens: list[list[int]] = told_BC.tolist()
         counts = [row.pop() for row in tokens]
+        if self.observer:
+            self.observer.observe([row[self.width :] for row in tokens])
         # the drafter has what was committed before this step
         for (cache, _), new in zip(self.slots, (counts, earlier), strict=False):
             cache.note(new)
@@ -138,6 +141,7 @@ class FixedSteps:
         drafts = self._padded_tree(tree) if tree else before
         nodes = drafts[0].shape[1] if tree else self.nodes
         sources = self.accept.sources(len(running), nodes)
+        told = self.width + 1 + (nodes if self.observer else 0)
         step = partial(self.function, self)
         key = (*self.key, len(running), *(_places(cache) for cache, _ in self.slots))
         recording = self.recordings.known(key)
@@ -148,7 +152,7 @@ class FixedSteps:
             for draws, shape in sources:
                 numbers.enter_context(draws.filled(shape, self.width))
             recording = recording or self.recordings.next(
-                key, step, before, drafts, running, sources, (self.drafter, self.accept)
+                key, step, before, drafts, told, running, sources, (self.drafter, self.accept)
             )
             if recording:
                 outputs = recording(drafts, running)
@@ -208,7 +212,10 @@ def advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
     new_B = accepted.count_B * running_B
     cache.keep(path_BC, new_B)
     tokens_BC, features_BCD = commit(tree, out, accepted, path_BC)
-    return tokens_BC, features_BCD, new_B, torch.cat([tokens_BC, new_B[:, None]], dim=1)
+    told = [tokens_BC, new_B[:, None]]
+    if steps.observer:
+        told.insert(1, most_probable(out.logits_BNV))
+    return tokens_BC, features_BCD, new_B, torch.cat(told, dim=1)
 
 
 def _fix(cache: SlotCache, room: int, bucket: int) -> None:

@@ -28,6 +28,7 @@ from draftheads.infer import NGram
 from draftheads.infer.accept import Greedy
 from draftheads.infer.continuous import ContinuousBatch, Request
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
@@ -235,12 +236,13 @@ def test_drafting_nothing_can_be_compiled(monkeypatch):
     assert decode.compile
 
 
-@pytest.mark.parametrize("drafts", ["ngram", "model", "merged"])
+@pytest.mark.parametrize("drafts", ["ngram", "lookahead", "model", "merged"])
 def test_other_drafters_draft_for_it(drafts):
     target = hybrid("qwen3.5")
     head = random_head("medusa", target, depth=3)
     source = {
         "ngram": NGram(),
+        "lookahead": Lookahead(),
         "model": DraftModel(tiny_target("llama")),
         "merged": Merged((head, NGram())),
     }[drafts]

@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 from tiny_heads import decode, random_head
+from tiny_targets import random_model
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
@@ -49,6 +50,12 @@ class MarkovTarget:
     def two_token_law(self, root: int, temperature: float, top_p: float, top_k: int) -> dict:
         p = torch.softmax(filtered_logits(self.logits_VV, temperature, top_p, top_k), -1)
         return {(a, b): float(p[root, a] * p[a, b]) for a, b in product(range(WORDS), repeat=2)}
+
+
+def six_words(name: str) -> Target:
+    model = random_model(name)
+    model.resize_token_embeddings(WORDS, mean_resizing=False)
+    return Target(model, name=f"six-words-{name}")
 
 
 def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dict:

@@ -8,7 +8,15 @@ from itertools import accumulate
 
 import pytest
 import torch
-from exact_laws import RUNS, WORDS, MarkovTarget, chi_square, surely_below, whole_law
+from exact_laws import (
+    RUNS,
+    WORDS,
+    MarkovTarget,
+    chi_square,
+    six_words,
+    surely_below,
+    whole_law,
+)
 from tiny_chat import byte_tokenizer
 from tiny_heads import committed, decode, random_head
 from tiny_targets import (
@@ -29,6 +37,7 @@ from draftheads.infer.drafters.draft_sampling import (
     TreeSampler,
     full_widths,
 )
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.rows import stacked
@@ -51,6 +60,8 @@ def other_model() -> Target:
 
 DRAFTS = {
     "ngram": lambda _: SHORT,
+    "lookahead": lambda _: Lookahead(shortest=1),
+    "jacobi": lambda _: Lookahead(length=2),
     "model": lambda _: DraftModel(other_model()),
     "model-fixed": lambda target: DraftModel(target, WIDE),
     "early-exit": lambda _: EarlyExit(2),
@@ -382,12 +393,6 @@ def test_the_widths_of_full_trees():
             full_widths(tree)
 
 
-def six_words(name: str) -> Target:
-    model = random_model(name)
-    model.resize_token_embeddings(WORDS, mean_resizing=False)
-    return Target(model, name=f"six-words-{name}")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(1, 1), (2, 2)])
 def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine(widths):
@@ -424,6 +429,8 @@ def with_tokenizer(swapped: bool = False) -> Target:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
+        (lambda: Lookahead(length=1), "expected n-grams of 2 tokens or more, got 1"),
+        (lambda: Merged([SHORT, Lookahead()]), "lookahead: expected it alone"),
         (lambda: NGram(longest=1), "expected 1 <= shortest <= longest, got 2 and 1"),
         (lambda: Speculator(tiny_target(), NGram(), tree=CHAIN), "got a fixed tree; use one like"),
         (lambda: Speculator(tiny_target(), Merged([SHORT]), tree=CHAIN), "got a fixed tree"),

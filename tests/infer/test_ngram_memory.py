@@ -86,9 +86,9 @@ def test_a_text_that_agrees_as_far_is_copied_from_itself():
     drafter = NGram(LIMITS, memory=memory).drafter(tiny_target())
 
     def drafts(text: list[int]) -> list[int]:
-        row = ngram._Text(range(2, 4), LIMITS.top_k)
+        row = ngram.Text(range(2, 4), LIMITS.top_k)
         row.append(text)
-        return [copy[0] for copy in drafter._copies(row)]
+        return [copy[0] for copy in drafter.copies(row)]
 
     assert drafts([9, 3, 4, 60, 8, 3, 4]) == [60]
     assert drafts([9, 3, 4, 60, 2, 3, 4]) == [50]

@@ -1,0 +1,120 @@
+"""The promise: what the target answers to guesses beside the text is drafted where the text comes
+to it, alike in steps that are run, compiled and recorded, and changes no law.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from exact_laws import RUNS, chi_square, six_words, surely_below, whole_law
+from recorder import recorded
+from tiny_heads import committed, decode
+from tiny_targets import greedy, some_prompts, tiny_target
+
+from draftheads.heads.tree import DynamicTree
+from draftheads.infer.accept import Sampled
+from draftheads.infer.drafters.lookahead import Lookahead
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.drafters.rows import row_paths
+from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed import steps as fixed
+from draftheads.infer.fixed.recorded import RECORDERS
+
+NEW = 40
+CYCLE = 97
+LIMITS = DynamicTree(16, 6, 4)
+
+
+def after(token: int) -> int:
+    """The answer of a target that reads one token."""
+    return (token * 7 + 3) % CYCLE
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_guesses_become_ngrams_of_the_target(length):
+    """The answers at the ends of the branches complete what the target says after their starts."""
+    drafter = Lookahead(LIMITS, length=length).drafter(tiny_target())
+    draw = random.Random(0)
+    for step in range(12):
+        news = [draw.choices(range(CYCLE), k=1 if step % 5 else 3) for _ in range(2)]
+        tree = drafter.propose(committed(news))
+        assert tree.tokens_BN.shape[1] <= LIMITS.nodes
+        assert tree.topology.height <= LIMITS.depth
+        for text in drafter.texts:
+            if step < length:
+                text.grams.clear()  # of random guesses
+        drafter.observe([[after(token) for token in row] for row in tree.tokens_BN.tolist()])
+    for text in drafter.texts:
+        grams = [(start, *rest) for start, known in text.grams.items() for rest in known]
+        assert len(grams) >= 12 and {len(gram) for gram in grams} == {length}
+        # only those of columns that joined the window when several tokens were committed are not
+        right = [gram for gram in grams if gram[1:] == tuple(map(after, gram[:-1]))]
+        assert len(right) > len(grams) / 2
+
+
+def test_a_guessed_ngram_is_drafted_after_its_first_token():
+    drafter = Lookahead(LIMITS, length=4).drafter(tiny_target())
+    drafter.propose(committed([[5]]))
+    [text] = drafter.texts
+    text.grams[7].append((8, 9, 4))
+    tree = drafter.propose(committed([[7]]))
+    assert {(8,), (8, 9), (8, 9, 4)} <= set(row_paths(tree)[0])
+    assert all(path in row_paths(tree)[0] for path in text.window())
+
+
+def test_it_has_the_ngrams_of_the_text_too():
+    text = [[1, 2, 3, 4, 5, 6, 1, 2, 3]]
+    plain = NGram(DynamicTree(8, 4, 4)).drafter(tiny_target()).propose(committed(text))
+    drafter = Lookahead(DynamicTree(16, 4, 4)).drafter(tiny_target())
+    assert set(row_paths(plain)[0]) <= set(row_paths(drafter.propose(committed(text)))[0])
+
+
+@pytest.mark.parametrize("way", ["compiled", "recorded"])
+def test_it_reads_the_same_answers_in_all_steps(way, monkeypatch):
+    target, prompts = tiny_target(), some_prompts(13, 6)
+    source = Lookahead(DynamicTree(20, 8, 4), shortest=1)
+    plain = Speculator(target, source)
+    if way == "recorded":
+        monkeypatch.setitem(RECORDERS, "cpu", recorded)
+        monkeypatch.setattr(fixed, "BUCKET", 64)
+    monkeypatch.setattr(fixed, "BACKEND", "eager")
+    engine = Speculator(target, source, compile=way == "compiled")
+    seen = []
+    for each in (plain, engine):
+        rows = [[], []]
+        for steps in each.generate_batch(prompts, max_new_tokens=NEW):
+            for row, step in zip(rows, steps, strict=True):
+                row += [step.tokens] if step else []
+        seen.append(rows)
+    assert seen[0] == seen[1]
+    tokens = [[token for step in row for token in step] for row in seen[1]]
+    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
+    assert min(map(len, seen[0])) < NEW, "something was kept"
+
+
+def test_a_text_taken_back_guesses_anew():
+    target, [prompt] = tiny_target(), some_prompts(9)
+    drafter = Lookahead(LIMITS).drafter(target)
+    first = drafter.propose(committed([prompt]))
+    drafter.observe([[1] * first.tokens_BN.shape[1]])
+    drafter.propose(committed([[1]]))
+    drafter.rewind(len(prompt) - 1)
+    drafter.propose(committed([prompt[-1:]]))
+    assert drafter.texts[0].tokens == prompt
+    assert not drafter.texts[0].grams[prompt[-1]]
+
+
+@pytest.mark.slow
+def test_it_leaves_the_law_of_the_whole_engine():
+    target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
+    rule = Sampled(temperature=4.0, top_k=4)
+    rule.seed(2)
+    source = Lookahead(DynamicTree(12, 4, 4))
+    choices = {"sampling": rule, "max_new_tokens": 4}
+    rows, statistics = decode(target, source, [prompt] * (RUNS // 2), **choices)
+    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are kept and refused"
+    law = whole_law(target, prompt, 4, rule)
+    statistic, freedom = chi_square(Counter(map(tuple, rows)), law)
+    assert statistic < surely_below(freedom)
