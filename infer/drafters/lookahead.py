@@ -46,7 +46,7 @@ class LookaheadDrafter(NGramDrafter):
         super().__init__(source, limits)
         self.levels = source.length - 1
         longest = limits.depth + 1 - self.levels
-        self.columns = max(1, min(longest, limits.draft_nodes // (2 * self.levels)))
+        self.columns = max(0, min(longest, limits.draft_nodes // (2 * self.levels)))
 
     def new_text(self) -> GuessedText:
         """With a window of random guesses."""

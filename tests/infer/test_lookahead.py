@@ -64,6 +64,16 @@ def test_a_guessed_ngram_is_drafted_after_its_first_token():
     assert all(path in row_paths(tree)[0] for path in text.window())
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 9])
+def test_few_nodes_are_never_exceeded(nodes):
+    target, [prompt] = tiny_target(), some_prompts(9)
+    for length in (2, 4):
+        source = Lookahead(DynamicTree(nodes, 3, 4), length=length, shortest=1)
+        steps = list(Speculator(target, source).generate(prompt, max_new_tokens=NEW))
+        assert [token for step in steps for token in step.tokens] == greedy(target, prompt, NEW)
+        assert max(step.drafted for step in steps) <= nodes
+
+
 def test_it_has_the_ngrams_of_the_text_too():
     text = [[1, 2, 3, 4, 5, 6, 1, 2, 3]]
     plain = NGram(DynamicTree(8, 4, 4)).drafter(tiny_target()).propose(committed(text))
