@@ -152,9 +152,18 @@ class ModelDrafter:
         self.masks = Masks(model.model)
         self.no_draft = NoDraft()
         self.slots: SlotCache | None = None
+        self.unread: list[list[int]] = []  # of each row, what was committed without a draft
         self.is_full = False
 
+    def skip(self, committed: Committed) -> None:
+        """Read these tokens when something is drafted again: of a few together, the model has one
+        pass instead of many.
+        """
+        self.unread = self._texts(committed)
+
     def propose(self, committed: Committed) -> TokenTree:
+        if any(self.unread):
+            committed = self._with_unread(committed)
         longest = self.slots.table.longest if self.slots else 0
         self.is_full |= longest + max(committed.counts) + self.depth > self.model.context
         if self.is_full:
@@ -163,9 +172,27 @@ class ModelDrafter:
         return grow(self.builder, committed.last_tokens_B(), logits_B1V, self._pass)
 
     def rewind(self, length: int) -> None:
+        known = self.slots.table.longest if self.slots else 0
+        self.unread = [text[: max(length - known, 0)] for text in self.unread]
         if self.slots is not None and self.slots.table.longest >= length:
             self.slots.table.free([length])
             self.is_full = False
+
+    def _texts(self, committed: Committed) -> list[list[int]]:
+        """The unread tokens of each row, these included."""
+        new = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
+        unread = self.unread or [[] for _ in committed.counts]
+        return [[*text, *row[:count]] for text, (row, count) in zip(unread, new, strict=True)]
+
+    def _with_unread(self, committed: Committed) -> Committed:
+        texts = self._texts(committed)
+        self.unread = []
+        counts = [len(text) for text in texts]
+        width = max(counts)
+        padded = [text + [0] * (width - len(text)) for text in texts]
+        tokens_BC = torch.tensor(padded, device=committed.tokens_BC.device)
+        count_B = torch.tensor(counts, device=tokens_BC.device)
+        return replace(committed, tokens_BC=tokens_BC, count_B=count_B, counts=counts)
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""

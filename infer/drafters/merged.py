@@ -9,7 +9,9 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
+from draftheads.infer.drafters.draft_model import ModelDrafter
 from draftheads.infer.drafters.lookahead import Lookahead
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
 from draftheads.infer.engine import DrafterSource, NoDraft
 
@@ -19,15 +21,17 @@ class Merged(DrafterSource):
     """One tree out of several drafters' trees (SpecInfer, arXiv 2305.09781, section 3): each path
     once. With fewer nodes than they propose, the parts take turns.
 
-    parts: heads and other sources of drafters; heads are moved to the end. Raises TypeError for
-    others, and for none, ValueError for lookahead.
+    parts: heads and other sources of drafters; n-grams are moved to the beginning, heads to the
+    end. Raises TypeError for others, and for none, ValueError for lookahead.
     """
 
     parts: Sequence[DrafterSource]
 
     def __post_init__(self) -> None:
-        parts = sorted(self.parts, key=lambda part: isinstance(part, DraftHead))
-        object.__setattr__(self, "parts", tuple(parts))
+        by_cost = sorted(
+            self.parts, key=lambda part: (isinstance(part, DraftHead), not isinstance(part, NGram))
+        )
+        object.__setattr__(self, "parts", tuple(by_cost))
         wrong = [part for part in self.parts if isinstance(part, type)]
         if wrong or not self.parts:
             raise TypeError(
@@ -60,8 +64,8 @@ class Merged(DrafterSource):
 
 class MergedDrafter:
     """Merges what its parts propose. In each row, parts that were right lately have more of the
-    nodes. Where a part that is no head was right most, and proposes again, heads do not draft: what
-    a text repeats is drafted for nothing.
+    nodes. Where an earlier part that is no head was right most, and proposes again, models and
+    heads do not draft: what a text repeats is drafted for nothing.
 
     parts: heads, the only ones that read features, come last.
     """
@@ -90,8 +94,12 @@ class MergedDrafter:
         for part in self.parts:
             start = end
             end += width * len(part.feature_layers)
-            if part.feature_layers and self._are_led(proposed, committed.counts):
-                part = NoDraft(part)
+            if self._are_led(proposed, committed.counts):
+                if isinstance(part, ModelDrafter):
+                    part.skip(committed)
+                    part = NoDraft()
+                elif part.feature_layers:
+                    part = NoDraft(part)
             tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
             proposed.append(row_paths(tree))
         self.rows = list(zip(*proposed, strict=True))
@@ -104,12 +112,13 @@ class MergedDrafter:
 
     def _are_led(self, proposed: Sequence[list[list[TokenPath]]], counts: list[int]) -> bool:
         """Whether the part of most weight in each row, the first of equals, is no head and has
-        proposed.
+        proposed already.
         """
         for row, weights in enumerate(self.weights):
             leader = weights.index(max(weights))
             is_head = self.parts[leader].feature_layers
-            if counts[row] and (is_head or not proposed[leader][row]):
+            is_late = is_head or leader >= len(proposed)
+            if counts[row] and (is_late or not proposed[leader][row]):
                 return False
         return True
 

@@ -5,7 +5,7 @@ The student is the target's first layers as a model of its own. TRL's Distillati
 write on its own and compares it with the target, by reverse KL (beta 1), forward KL (0) or between.
 
     pip install trl
-    python draft_model.py --target demo-target --prompts demo-prompts --heldout demo-heldout --out DIR
+    python draft_model.py --target demo-target --prompts demo-prompts --out DIR
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def main() -> None:
         trainer.save_model(str(folder))
         target.tokenizer.save_pretrained(folder)
         tau, same = tokens_per_step(target, folder, prompts, options.tree)
-        print(json.dumps({"beta": beta, "tau": tau, "lossless": same, "cpu_s": seconds}), flush=True)
+        print(
+            json.dumps({"beta": beta, "tau": tau, "lossless": same, "cpu_s": seconds}), flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -304,6 +304,39 @@ def test_heads_do_not_draft_while_another_part_is_right(kind):
     assert asked[-1]
 
 
+def test_draft_models_do_not_draft_while_an_earlier_part_is_right():
+    target = tiny_target()
+    repeated = Fixed(stacked([5], [[(6,), (6, 7)]], torch.device("cpu")))
+    drafter = Merged([repeated, DraftModel(other_model(), CHAIN)]).drafter(target)
+    asked = []
+    for written in ([1, 2, 5], [6, 7, 5], [6, 5], [9, 5], [8, 5], [9, 9, 5]):
+        paths = all_paths(drafter.propose(committed([written])), 0)
+        asked.append(set(paths) != {(6,), (6, 7)})
+    assert asked[:3] == [False] * 3
+    assert asked[-1]
+
+
+def test_what_a_draft_model_skipped_is_read_before_its_next_draft():
+    """Also of rows that have ended, and of a text that was taken back meanwhile."""
+    target, source = tiny_target(), DraftModel(other_model(), CHAIN)
+    drafter, alone = (source.drafter(target) for _ in range(2))
+    for skipped in ([[1, 2, 3], [4], [5, 6]], [[7, 8], [], [9]], [[1], [], [2, 3, 4]]):
+        drafter.skip(committed(skipped))
+        alone.propose(committed(skipped))
+    both = [each.propose(committed([[3], [], [5, 5]])) for each in (drafter, alone)]
+    for row in (0, 2):
+        assert all_paths(both[0], row) == all_paths(both[1], row)
+    one, other = (source.drafter(target) for _ in range(2))
+    one.propose(committed([[1, 2, 3]]))
+    for length in (5, 4, 2):
+        one.skip(committed([[4, 5, 6]]))
+        one.rewind(length)
+    text = [1, 2, 7]
+    other.propose(committed([text[:-1]]))
+    expected = other.propose(committed([text[-1:]]))
+    assert all_paths(one.propose(committed([[7]])), 0) == all_paths(expected, 0)
+
+
 def test_each_part_of_a_merged_drafter_sees_its_own_features():
     draw, width = random.Random(0), 4
     parts = [Fixed(random_tree(draw, 1), layers) for layers in ((), (0, 2), (1,))]
