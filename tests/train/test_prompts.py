@@ -221,7 +221,7 @@ def test_a_category_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ({"query": "hi"}, r"one of the keys messages, .*, got keys query; rename"),
+        ({"ask": "hi"}, r"one of the keys messages, .*, got keys ask; rename"),
         (["hi"], r"expected an object .* got list"),
         ({"messages": [{"speaker": "a"}]}, r'turn 1: expected \{"role", .* got keys speaker'),
         ({"messages": [{"role": "alien", "content": "a"}]}, r"turn 1: .* got 'alien'"),
@@ -324,9 +324,9 @@ def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"p\.csv: expected a file ending in \.json, .*; convert"):
-        read_prompts(tmp_path / "p.csv")
+    (tmp_path / "p.xls").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"p\.xls: expected a file ending in \.json, .*; convert"):
+        read_prompts(tmp_path / "p.xls")
     with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
         read_prompts(tmp_path)
 
@@ -432,7 +432,7 @@ def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) 
     path = lines(tmp_path / "p.jsonl", talk, llava, {"prompt": "hi", "image": None})
     assert len(read_prompts(path)) == 3
     (said,) = caplog.messages
-    assert said == "only text is kept; left out: 2 image_url, 1 input_audio, 1 image"
+    assert said == "left out: 2 image_url, 1 input_audio, 1 image"
     caplog.clear()
     read_prompts(lines(path, {"prompt": "hi"}))
     assert not caplog.messages
