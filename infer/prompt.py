@@ -206,10 +206,8 @@ class PromptRenderer:
                 continue
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
-            is_list = (
-                "'text'" in between
-            )  # parts that the template does not know, as Python shows them
-            if answer and closing and not is_list:
+            is_listing = "type" in between  # of parts that the template does not know
+            if answer and closing and not is_listing:
                 if "tool_calls" in example:
                     closing = closing[:1]  # the rest is the call's
                 opening = _behind(before, asked) or _behind(before, header)
