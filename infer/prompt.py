@@ -170,15 +170,18 @@ class PromptRenderer:
         other.template_args = {**self.template_args, **variables}
         return other
 
-    def text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True) -> str:
-        """The text of a conversation. ask: append the generation prompt.
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True, as_given: bool = False
+    ) -> str:
+        """The text of a conversation. ask: append the generation prompt. as_given: the messages
+        are already what `template_message` makes of them.
 
         Raises TemplateError for messages that the template refuses.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in messages)
         try:
-            given = [self.template_message(message) for message in messages]
+            given = messages if as_given else [self.template_message(each) for each in messages]
             with template_limits():
                 rendered: str = self.tokenizer.apply_chat_template(
                     given, tokenize=False, add_generation_prompt=ask, **self.template_args
@@ -200,10 +203,14 @@ class PromptRenderer:
         for message, example in EXAMPLES if has_template else ():
             try:
                 asked = self.text([QUESTION])
-                header = self.text([QUESTION, plain], ask=False).partition(ANSWER)[0]
-                before, _, after = self.text([QUESTION, example], ask=False).partition(THOUGHT)
+                shown = [
+                    self.text([QUESTION, each], ask=False, as_given=True)
+                    for each in (plain, example)
+                ]
             except TemplateError:
                 continue
+            header = shown[0].partition(ANSWER)[0]
+            before, _, after = shown[1].partition(THOUGHT)
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
             is_listing = "type" in between  # of parts that the template does not know
@@ -221,10 +228,10 @@ class PromptRenderer:
                     tuple(closing[1:]): "",
                     tuple(self.encode(_behind(header, asked))): "",
                 }
-                shown = {ids: text for ids, text in marks.items() if self._has_special(ids)}
+                special = {ids: text for ids, text in marks.items() if self._has_special(ids)}
                 is_text = between.lstrip().startswith(CLOSE)
                 end = CLOSE if is_text else self.tokenizer.decode(closing[:1])
-                return Reasoning(shown | tags, message, before == asked, opening, end)
+                return Reasoning(special | tags, message, before == asked, opening, end)
         return Reasoning(tags) if tags else None
 
     def _has_special(self, ids: Sequence[int]) -> bool:
