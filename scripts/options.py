@@ -304,14 +304,14 @@ class PromptSet:
     split: Annotated[
         str | None, Option(help="of a Hub data set; default: the set's own, else train")
     ] = None
-    tools: Annotated[str, Option(metavar="keep|drop|FILE", help=TOOLS)] = "drop"
+    tools: Annotated[
+        str, Option(callback=early(read_tools), metavar="keep|drop|FILE", help=TOOLS)
+    ] = "drop"
 
     def template_args(self, text: str) -> dict[str, Any]:
         """The variables of --template-args, with the tools of a file."""
-        variables = parsed_template_args(text)
-        if self.tools not in ("keep", "drop"):
-            variables["tools"] = read_tools(self.tools)
-        return variables
+        tools = read_tools(self.tools)
+        return parsed_template_args(text) | ({"tools": tools} if tools else {})
 
 
 @dataclass(frozen=True)

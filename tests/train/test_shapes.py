@@ -177,7 +177,7 @@ def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> 
     assert read_manifest(tmp_path / "out")["sampling"]["template_args"] == kept
     assert DistillOptions(out=tmp_path, template_args=kept).template_args == kept
     for wrong, got in (
-        ("kepe", "a JSON file of definitions, got kepe"),
+        ("kepe", "a JSON file of definitions, got 'kepe'"),
         (str(path), "got keys me"),
     ):
         with pytest.raises(ValueError, match=got):

@@ -462,11 +462,15 @@ def _loaded(value: Any) -> Any:
         return value
 
 
-def read_tools(path: str) -> list[Message]:
-    """The definitions of tools in a JSON file. Raises ValueError."""
-    if not os.path.isfile(path):
-        raise ValueError(f"--tools: expected keep, drop or a JSON file of definitions, got {path}")
-    return tool_definitions(path, Path(path).read_text(encoding="utf-8"))
+def read_tools(tools: str) -> list[Message]:
+    """The definitions of tools in a JSON file; none for "keep" and "drop". Raises ValueError."""
+    if tools in ("keep", "drop"):
+        return []
+    if not os.path.isfile(tools):
+        raise ValueError(
+            f"--tools: expected keep, drop or a JSON file of definitions, got {tools!r}"
+        )
+    return tool_definitions(tools, Path(tools).read_text(encoding="utf-8"))
 
 
 def tool_definitions(where: str, value: Any) -> list[Message]:
