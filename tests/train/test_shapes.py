@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_chat import END, TEMPLATE, byte_tokenizer
+from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options
 
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.scripts.data import import_answers
 from draftheads.scripts.options import PromptSet
-from draftheads.train.data.answers import read_manifest
+from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import NOTHING, check_tools
-from draftheads.train.data.distill import DistillOptions, _identify
+from draftheads.train.data.distill import _identify, distill
 from draftheads.train.data.imports import replay
 from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
 from draftheads.train.data.shards import documents_of
@@ -90,7 +90,12 @@ def said(*turns: str) -> list[dict[str, Any]]:
             {"question": "q", "choices": {"text": ["x", "y"], "label": [*"AB"]}, "answerKey": "A"},
             "U:q\n\nA. x\nB. y|A:[[A|]]",
         ),
+        ({"question": "q", "options": {"A": "x"}, "answer": "A"}, "U:q\n\nA. x|A:[[A|]]"),
         ({"question": "q", "answer": 0}, "U:q|A:[[0|]]"),
+        (
+            {"prompt": "q", "history": said("U:p", "A:b"), "output": "a"},
+            "U:p|A:[[b|]]\nU:q|A:[[a|]]",
+        ),
         ({"query": "q", "response": "a"}, "U:q|A:[[a|]]"),
         ({"problem": "q", "solution": "a"}, "U:q|A:[[a|]]"),
         ({"messages": said("U:q", "A: a\n")}, "U:q|A:[[ a\n|]]"),
@@ -158,6 +163,14 @@ def test_a_column_of_tools_reaches_the_template(tmp_path: Path, wrap: Any) -> No
     assert _identify([prompt])[0] != _identify([other])[0], "other tools, another prompt"
 
 
+def test_a_target_is_asked_with_the_tools_of_the_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"tools": [{"name": "f"}], "prompt": "q"}, {"prompt": "q"})
+    distill(llama(template=TOOLED), read_prompts(path, tools="keep"), options(tmp_path / "o"))
+    starts = ["Tf\n<|im_start|>user\nq", "<|im_start|>user\nq"]
+    texts = [byte_tokenizer().decode(answer.tokens) for answer in read_answers(tmp_path / "o")]
+    assert [text.startswith(start) for text, start in zip(texts, starts, strict=True)] == [True] * 2
+
+
 def test_tools_that_a_template_does_not_show_are_said(caplog: Any) -> None:
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     for template, lines in ((TOOLED, 0), (TEMPLATE, 1)):
@@ -175,7 +188,6 @@ def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> 
     )
     kept = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     assert read_manifest(tmp_path / "out")["sampling"]["template_args"] == kept
-    assert DistillOptions(out=tmp_path, template_args=kept).template_args == kept
     for wrong, got in (
         ("kepe", "a JSON file of definitions, got 'kepe'"),
         (str(path), "got keys me"),

@@ -427,16 +427,24 @@ def _question_and_answer(where: str, question: Any, left: Message, parts: _Parts
     texts beside it, or have turns itself.
     """
     turns: list[Any] = []
-    for asked, said in _take("history", left):
-        turns += [asked, {"role": "assistant", "content": said}]
+    for pair in _take("history", left):
+        roles = zip(("user", "assistant"), pair, strict=False)
+        messages = [{"role": role, "content": content} for role, content in roles]
+        turns += messages if isinstance(pair, list) else [pair]
     choices = _take("choices", left)
     if isinstance(question, str):
         context = _text(f"{where}, input", _take("context", left), parts)
-        texts = choices["text"] if isinstance(choices, dict) else choices  # ARC has labels, too
-        lines = (f"{label}. {text}" for label, text in zip(ascii_uppercase, texts, strict=False))
-        question = ["\n\n".join(filter(str.strip, [question, context, "\n".join(lines)]))]
+        question = ["\n\n".join(filter(str.strip, [question, context, _choice_lines(choices)]))]
     turns += question
     return turns + _answers(_take("answer", left), bool(choices)) if parts.answers else turns
+
+
+def _choice_lines(choices: Any) -> str:
+    """Choices as lines with letters. ARC has them in an object with labels, MedQA by letter."""
+    if isinstance(choices, str):
+        return choices
+    texts = choices.get("text", choices.values()) if isinstance(choices, dict) else choices
+    return "\n".join(map("{}. {}".format, ascii_uppercase, texts))
 
 
 def _answers(value: Any, has_choices: bool) -> list[Any]:
