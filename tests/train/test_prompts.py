@@ -227,12 +227,14 @@ def test_a_category_is_text(tmp_path: Path) -> None:
         ({"messages": [{"role": "alien", "content": "a"}]}, r"turn 1: .* got 'alien'"),
         ({"messages": [{"role": "user", "content": 3}]}, r"turn 1: expected a string, got int '3'"),
         ({"turns": "hi"}, r"turns: expected a list of turns, got str 'hi'"),
+        ({"prompt": {"a": 1}}, r"prompt: expected a list of turns, got keys a"),
+        ({"prompt": "hi", "tools": "f"}, r"tools: expected definitions of tools, .* got str 'f'"),
     ],
 )
 def test_bad_record_is_named(tmp_path: Path, record: Any, complaint: str) -> None:
     path = lines(tmp_path / "p.jsonl", {"text": "fine"}, record)
     with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 2.*{complaint}"):
-        read_prompts(path)
+        read_prompts(path, tools="keep")
 
 
 def test_empty_records_are_left_out_and_counted(tmp_path: Path, caplog: Any) -> None:

@@ -91,6 +91,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
             "U:q\n\nA. x\nB. y|A:[[A|]]",
         ),
         ({"question": "q", "options": {"A": "x"}, "answer": "A"}, "U:q\n\nA. x|A:[[A|]]"),
+        ({"question": "q", "choices": ["x"], "answer": 42}, "U:q\n\nA. x|A:[[42|]]"),
         ({"question": "q", "answer": 0}, "U:q|A:[[0|]]"),
         (
             {"prompt": "q", "history": said("U:p", "A:b"), "output": "a"},
@@ -114,10 +115,10 @@ def test_of_the_same_shapes_prompts_are_read_without_answers(tmp_path: Path) -> 
 
 
 def test_known_keys_that_are_not_read_are_said(tmp_path: Path, caplog: Any) -> None:
-    talk = {"messages": said("S:s", "U:q", "A:a"), "prompt": "q", "system": "t", "solution": ""}
+    talk = {"messages": said("S:s", "U:q", "A:a"), "input": "q", "system": "t", "solution": ""}
     path = write(tmp_path / "p.jsonl", talk, talk, {"prompt": "q", "answer": "a", "output": "b"})
     read_conversations(path)
-    beside = "2 prompt beside messages, 2 system beside messages, 1 answer beside prompt"
+    beside = "2 input beside messages, 2 system beside messages, 1 answer beside prompt"
     assert caplog.messages == [f"left out: {beside}"]
     caplog.clear()
     read_prompts(write(path, {"prompt": "q", "answer": "a", "tools": [{"name": "f"}]}))

@@ -111,7 +111,8 @@ def replay(
         try:
             before = renderer.answer_text(conversation.tokens[-16:])
             if reasoning == "drop" and before.rstrip().endswith(CLOSE):
-                answer = _without_reasoning(answer)
+                text = REASONING.sub("", answer["content"])
+                answer = {**answer, "content": text, THOUGHT_KEY: ""}  # there is no place for it
             written = rendering(renderer, turns[: place + 1], conversation.answers, answer)
             lead_ids = conversation.retokenize(written.lead)
             ids = conversation.retokenize(written.text, lead_ids or ())
@@ -143,12 +144,6 @@ def _parts(messages: Messages) -> tuple[list[Turn], list[Message]]:
     return turns[:-1], answers
 
 
-def _without_reasoning(answer: Message) -> Message:
-    """An answer whose reasoning the prompt has ended."""
-    rest = {key: value for key, value in answer.items() if key != THOUGHT_KEY}
-    return {**rest, "content": REASONING.sub("", answer["content"])}
-
-
 @dataclass(frozen=True)
 class Rendering:
     """An answer as the template renders it after the generation prompt.
@@ -171,7 +166,6 @@ def rendering(
     """
     ends = {renderer.tokenizer.decode([token]): token for token in renderer.eos_ids}
     prompt = render(renderer, turns, answers)
-    answer = {key: value for key, value in answer.items() if key != "learn"}
     shown = renderer.template_message(answer)
     how = renderer.reasoning or Reasoning({})
     # a text whose marks are no special tokens is just what the target wrote

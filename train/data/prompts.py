@@ -417,9 +417,10 @@ def _take(kind: str, left: Message) -> Any:
 
 def _count_left(main: str, left: Message, parts: _Parts) -> None:
     """Count what is left of a record and was not meant to be: known keys, and what is no text."""
-    known = [key for kind in KEYS if parts.answers or kind != "answer" for key in KEYS[kind]]
+    kinds = [kind for kind in KEYS if parts.answers or kind != "answer"]
+    known = {key for kind in kinds for key in KEYS[kind]}
     parts.left_out.update(key for key in MEDIA if key in left)
-    parts.left_out.update(f"{key} beside {main}" for key in known if key in left)
+    parts.left_out.update(f"{key} beside {main}" for key in left if key in known)
 
 
 def _question_and_answer(where: str, question: Any, left: Message, parts: _Parts) -> Any:
@@ -435,6 +436,8 @@ def _question_and_answer(where: str, question: Any, left: Message, parts: _Parts
     if isinstance(question, str):
         context = _text(f"{where}, input", _take("context", left), parts)
         question = ["\n\n".join(filter(str.strip, [question, context, _choice_lines(choices)]))]
+    if not isinstance(question, list):
+        return question
     turns += question
     return turns + _answers(_take("answer", left), bool(choices)) if parts.answers else turns
 
@@ -458,7 +461,8 @@ def _answers(value: Any, has_choices: bool) -> list[Any]:
     if isinstance(value, list):
         value = value[0]
     if isinstance(value, int | float):
-        value = ascii_uppercase[int(value)] if has_choices else str(value)
+        is_index = has_choices and value in range(len(ascii_uppercase))
+        value = ascii_uppercase[int(value)] if is_index else str(value)
     return [{"role": "assistant", "content": value}]
 
 
@@ -522,19 +526,19 @@ def _read_turns(where: str, turns: Any, parts: _Parts) -> Messages:
 
 def _link(messages: list[Message]) -> None:
     """Give ids to calls that have none, and to results the ids and names of their calls."""
-    calls = 0
-    unanswered: list[Message] = []
+    names: dict[str, str] = {}  # of calls, by their ids
+    waiting: list[str] = []  # ids without a result
     for message in messages:
-        if message["role"] == "tool" and unanswered:
-            named = [call["id"] == message.get("tool_call_id") for call in unanswered]
-            call = unanswered.pop(named.index(True) if any(named) else 0)
-            origin = {"name": call["function"]["name"], "tool_call_id": call["id"]}
-            message.update(origin | message)
-        elif message["role"] != "tool":
-            unanswered = list(message.get("tool_calls", ()))
+        if message["role"] != "tool":
+            waiting = []
+        elif waiting:
+            number = message.setdefault("tool_call_id", waiting[0])
+            message.setdefault("name", names.get(number, names[waiting[0]]))
+            waiting = [each for each in waiting if each != number]
         for call in message.get("tool_calls", ()):
-            call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral requires
-            calls += 1
+            call["id"] = call["id"] or f"call{len(names):05d}"  # nine letters, as Mistral requires
+            names[call["id"]] = call["function"]["name"]
+            waiting.append(call["id"])
 
 
 def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
