@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -15,11 +17,14 @@ import psutil
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.target.load import template_variables
-from draftheads.infer.text import Marks, TextStream
+from draftheads.infer.text import THOUGHTS, Marks, TextStream
 
 Message = dict[str, Any]
 OPEN, CLOSE = "<think>", "</think>"
 """In texts, reasoning stands between them, whatever special tokens a target writes."""
+RESULT_MARK = "<tool_response>"
+RESULT = re.compile(rf"^\s*{RESULT_MARK}\n?(.*?)\n?</tool_response>\s*$", re.DOTALL)
+"""A tool's result as Hermes marks it."""
 QUESTION = {"role": "user", "content": "Hello"}
 THOUGHT, ANSWER = "DRAFTHEADS-THOUGHT", "DRAFTHEADS-ANSWER"
 """Texts that are searched for in a rendered conversation."""
@@ -98,21 +103,23 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True)
 class Reasoning:
-    """How a chat template marks the reasoning of answers, if with special tokens: decoded texts do
-    not show these, and reasoning would run into the answer.
+    """Where a chat template puts the reasoning of answers.
 
-    message: makes an answer of reasoning and text, as the template takes it; None: as texts have
-    it. is_opened: by the generation prompt.
+    marks: tokens that stand for OPEN and CLOSE; decoded texts do not show special ones, and
+    reasoning would run into the answer. message: makes an answer of reasoning and text, as the
+    template takes it; None: as texts have it. is_opened: by the generation prompt. opening,
+    closing: what stands around reasoning, as the template writes it.
     """
 
     marks: Marks
     message: Callable[[str, str], Message] | None = None
     is_opened: bool = False
+    opening: str = OPEN
+    closing: str = CLOSE
 
 
 def _keyed(thought: str, answer: str) -> Message:
-    keys = ("reasoning_content", "reasoning", "thinking")
-    return {"role": "assistant", "content": answer, **dict.fromkeys(keys, thought)}
+    return {"role": "assistant", "content": answer, **dict.fromkeys(THOUGHTS, thought)}
 
 
 def _in_parts(thought: str, answer: str) -> Message:
@@ -153,15 +160,28 @@ class PromptRenderer:
         self.eos_ids = side.eos_ids
         self.template_args = dict(template_args)
 
-    def text(self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True) -> str:
-        """The text of a conversation. ask: append the generation prompt.
+    def given(self, variables: Mapping[str, Any]) -> PromptRenderer:
+        """The same with further variables of the template, such as tools. Where reasoning stands is
+        looked for once.
+        """
+        if not variables:
+            return self
+        other = copy(self)
+        other.template_args = {**self.template_args, **variables}
+        return other
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True, as_given: bool = False
+    ) -> str:
+        """The text of a conversation. ask: append the generation prompt. as_given: the messages
+        are already what `template_message` makes of them.
 
         Raises TemplateError for messages that the template refuses.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in messages)
         try:
-            given = [self.template_message(message) for message in messages]
+            given = messages if as_given else [self.template_message(each) for each in messages]
             with template_limits():
                 rendered: str = self.tokenizer.apply_chat_template(
                     given, tokenize=False, add_generation_prompt=ask, **self.template_args
@@ -172,27 +192,34 @@ class PromptRenderer:
 
     @cached_property
     def reasoning(self) -> Reasoning | None:
-        """Found by rendering answers; None if texts show all marks, or there are none."""
+        """Found by rendering answers; None if the template takes reasoning as texts have it, and
+        these show all marks.
+        """
         tags = {tuple(self.encode(tag)): tag for tag in (OPEN, CLOSE)}
-        if all(len(ids) == 1 and self._has_special(ids) for ids in tags):
-            return Reasoning(tags)
+        if not all(len(ids) == 1 and self._has_special(ids) for ids in tags):
+            tags = {}
         has_template = getattr(self.tokenizer, "chat_template", None)
         plain = {"role": "assistant", "content": ANSWER}
         for message, example in EXAMPLES if has_template else ():
             try:
                 asked = self.text([QUESTION])
-                header = self.text([QUESTION, plain], ask=False).partition(ANSWER)[0]
-                before, _, after = self.text([QUESTION, example], ask=False).partition(THOUGHT)
+                shown = [
+                    self.text([QUESTION, each], ask=False, as_given=True)
+                    for each in (plain, example)
+                ]
             except TemplateError:
                 continue
+            header = shown[0].partition(ANSWER)[0]
+            before, _, after = shown[1].partition(THOUGHT)
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
-            if answer and self._has_special(closing[:1]):
+            is_listing = "type" in between  # of parts that the template does not know
+            if answer and closing and not is_listing:
                 if "tool_calls" in example:
                     closing = closing[:1]  # the rest is the call's
                 opening = _behind(before, asked) or _behind(before, header)
                 ids = self.encode(opening)
-                if not ids:
+                if not ids and self._has_special(closing[:1]):
                     ids = [each for each in self.encode(before) if self._has_special([each])][-1:]
                 marks = {
                     tuple(ids): OPEN,
@@ -201,9 +228,11 @@ class PromptRenderer:
                     tuple(closing[1:]): "",
                     tuple(self.encode(_behind(header, asked))): "",
                 }
-                shown = {ids: text for ids, text in marks.items() if self._has_special(ids)}
-                return Reasoning(shown, message, before == asked)
-        return None
+                special = {ids: text for ids, text in marks.items() if self._has_special(ids)}
+                is_text = between.lstrip().startswith(CLOSE)
+                end = CLOSE if is_text else self.tokenizer.decode(closing[:1])
+                return Reasoning(special | tags, message, before == asked, opening, end)
+        return Reasoning(tags) if tags else None
 
     def _has_special(self, ids: Sequence[int]) -> bool:
         """Whether decoded texts leave some of these out."""
@@ -211,14 +240,25 @@ class PromptRenderer:
         return any(decode([each], skip_special_tokens=True) != decode([each]) for each in ids)
 
     def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message as the template takes it, which marks reasoning with special tokens, and
-        often leaves out what has OpenAI's newer name of the system's role.
+        """The message as the template takes it: reasoning in its keys, or in the text; results of
+        tools without the marks that it writes itself; and OpenAI's newer name of the system's role,
+        which most templates leave out, as the older one.
         """
-        content = message.get("content")
-        if message.get("role") == "developer":
+        role = message.get("role")
+        content = message.get("content") or ""
+        if role == "developer":
             return {**message, "role": "system"}
-        if message.get("role") != "assistant" or not isinstance(content, str):
+        if not isinstance(content, str):
             return message
+        if role == "tool" and RESULT_MARK in str(self.tokenizer.chat_template):
+            return {**message, "content": RESULT.sub(r"\1", content)}
+        if role != "assistant":
+            return message
+        thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
+        if thought:
+            content = f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"
+            message = {key: message[key] for key in message if key not in THOUGHTS}
+            message["content"] = content
         thought, closed, answer = content.partition(CLOSE)
         has_open = thought.lstrip().startswith(OPEN)
         how = self.reasoning if has_open or closed else None

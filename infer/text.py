@@ -7,6 +7,9 @@ from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write it for a character whose bytes are incomplete."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys in which messages have the reasoning of an answer."""
+THOUGHT_KEY = THOUGHTS[0]
 Marks = Mapping[tuple[int, ...], str]
 """Token ids, and the text that stands for them."""
 CONTEXT = 8

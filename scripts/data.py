@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Context, Exit, Option
 
@@ -30,7 +30,6 @@ from draftheads.scripts.options import (
     TemplateArgs,
     check_places,
     names,
-    parsed_template_args,
     prepared,
     say_next,
     target_options,
@@ -158,7 +157,7 @@ def distill(
     options = distillation.DistillOptions(
         out=out,
         source=prompts,
-        template_args=parsed_template_args(template_args),
+        template_args=questions.template_args(template_args),
         **vars(sampling),
         **vars(answers),
     )
@@ -222,21 +221,25 @@ def import_answers(
     out: Annotated[Path, Option(help="new folder to write")],
     subset: PromptSet = PromptSet(tools="keep"),
     reasoning: Reasoning = "keep",
+    learn: Annotated[Literal["all", "last"], Option(help="answers of each conversation")] = "all",
     template_args: TemplateArgs = "{}",
 ) -> None:
     """Make a training set from conversations that the target wrote earlier.
 
     Heads learn the assistant's turns with their end tokens; reasoning and tool calls, too, unless
-    dropped. Loads a tokenizer, no weights, so it is not checked that the target wrote them.
+    dropped, and no message with weight 0 or train false. Loads a tokenizer, no weights, so it is
+    not checked that the target wrote them.
     """
     from draftheads.train.data.imports import import_answers as run
     from draftheads.train.data.prompts import read_conversations
     from draftheads.train.data.text_side import TextSide
 
     side = TextSide.load(target)
-    arguments = parsed_template_args(template_args)
-    talks = read_conversations(conversations, reasoning=reasoning, **vars(subset))
-    counts = run(side, talks, out, template_args=arguments, source=conversations)
+    arguments = subset.template_args(template_args)
+    talks = read_conversations(conversations, learn=learn, **vars(subset))
+    counts = run(
+        side, talks, out, template_args=arguments, source=conversations, reasoning=reasoning
+    )
     say(f"{out}; not checked: that {target} wrote it")
     for line in counts.lines():
         say(line)

@@ -28,7 +28,7 @@ from draftheads.arguments import (
 )
 from draftheads.infer.pipeline.loading import Place
 from draftheads.recipes import find_recipe, head_path
-from draftheads.train.data.prompts import KeepOrDrop, check_source
+from draftheads.train.data.prompts import check_source, read_tools
 from draftheads.train.entry import say
 
 if TYPE_CHECKING:
@@ -167,7 +167,10 @@ ngram, lookahead, retrieve:FILES, model:PATH, early-exit:K; or several of these 
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""
 Prompts = Annotated[str, Option(callback=PROMPT_CHECK, help=PROMPTS)]
-Reasoning = Annotated[KeepOrDrop, Option(help="<think> ... </think> of the answers")]
+REASONING = "of the answers: keep learns it, drop has it as context, only learns nothing else"
+Reasoning = Annotated[Literal["keep", "drop", "only"], Option(help=REASONING)]
+TOOLS = """tool calls and results in conversations, and the column of tools; FILE.json: keep, and
+these tools for all"""
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 MaybeTemplateArgs = Annotated[
     str | None,
@@ -301,7 +304,14 @@ class PromptSet:
     split: Annotated[
         str | None, Option(help="of a Hub data set; default: the set's own, else train")
     ] = None
-    tools: Annotated[KeepOrDrop, Option(help="tool calls and results in conversations")] = "drop"
+    tools: Annotated[
+        str, Option(callback=early(read_tools), metavar="keep|drop|FILE", help=TOOLS)
+    ] = "drop"
+
+    def template_args(self, text: str) -> dict[str, Any]:
+        """The variables of --template-args, with the tools of a file."""
+        tools = read_tools(self.tools)
+        return parsed_template_args(text) | ({"tools": tools} if tools else {})
 
 
 @dataclass(frozen=True)

@@ -112,9 +112,11 @@ def test_template_that_cannot_show_tool_calls(run, target, tmp_path):
     distill = ["distill", "--target", target, "--prompts", source, "--max-new-tokens", 4,
                "--out", tmp_path / "data"]  # fmt: skip
     failed(run(*distill, "--tools", "keep"), "drops them", "leave them out with --tools drop")
-    failed(run(*distill, "--tools", "some"), "--tools: expected keep or drop, got 'some'")
+    failed(run(*distill, "--tools", "some"), "--tools: expected keep, drop or a JSON file")
     assert not (tmp_path / "data").exists()
-    failed(run(*distill, "--reasoning", "some"), "--reasoning: expected keep or drop, got 'some'")
+    failed(
+        run(*distill, "--reasoning", "some"), "--reasoning: expected keep, drop or only, got 'some'"
+    )
     assert run(*distill, "--tools", "drop")[0] == 0
 
 
@@ -335,7 +337,11 @@ def test_help_waits_for_no_library():
         ("distill --target x", "Missing option '--prompts'; see `draftheads distill --help`"),
         ("chat --system", "Option '--system' requires an argument"),
         ("keys optim all", "Got unexpected extra argument(s) (all); see `draftheads keys --help`"),
-        ("distill --tools maybe", "--tools: expected keep or drop, got 'maybe'; see `draftheads "),
+        (
+            "distill --tools maybe",
+            "--tools: expected keep, drop or a JSON file of definitions, got ",
+        ),
+        ("distill --reasoning x", "--reasoning: expected keep, drop or only, got 'x'; see `draft"),
         ("bench --dtype fp", "--dtype: expected auto, float32, bfloat16 or float16, got 'fp'"),
         ("bench --nodes 4,x", "--nodes: expected numbers such as 4,8,16, got '4,x'"),
         ("distill --limit 0", "--limit: expected greater than or equal to 1, got '0'; see "),

@@ -21,7 +21,7 @@ from draftheads.infer.chat.conversation import History
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
-from draftheads.infer.text import TextStream
+from draftheads.infer.text import THOUGHTS, TextStream
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.imports import replay
 from draftheads.train.data.prompts import Prompt
@@ -184,6 +184,57 @@ def test_real_templates(name):
     assert "assistantfinal" not in whole and whole.count("ok") >= 1
 
 
+THOUGHT, ANSWER = "Thinking of herons.", "Herons wade."
+IN_TEXT = {"role": "assistant", "content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}
+KEYED = [{"role": "assistant", "content": ANSWER, key: THOUGHT} for key in THOUGHTS]
+
+
+def parsed_message(show: Any) -> dict[str, Any]:
+    """The message in whose place for reasoning a template shows it; a text, if it has none."""
+    parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": ANSWER}]
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+    for message in (*KEYED, {"role": "assistant", "content": parts}):
+        for more in ({}, {"content": "", "tool_calls": [call]}):
+            try:
+                shown = show([message | more])
+            except Exception:  # whatever templates raise for messages that they do not know
+                continue
+            is_listing = "'type'" in shown or '"type": "thinking"' in shown
+            if THOUGHT in shown and (more or ANSWER in shown) and not is_listing:
+                return message
+    return IN_TEXT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(TEMPLATES.rglob("*.jinja")), ids=lambda path: path.stem)
+def test_each_template_shows_reasoning_in_its_own_way(path: Path) -> None:
+    """However it comes: in one of three keys, in the text, or as the target wrote it."""
+    tokenizer = stand_in(path.read_text())
+    asked = [{"role": "user", "content": content} for content in ("First?", "Second?")]
+
+    def show(messages: Any, ask: bool = False) -> str:
+        shown: str = tokenizer.apply_chat_template(
+            [asked[0], *messages], tokenize=False, add_generation_prompt=ask
+        )
+        return shown
+
+    try:
+        prompt = show([], ask=True)
+        show([KEYED[0] | {THOUGHTS[0]: ""}, asked[1]])
+    except Exception:
+        pytest.skip("it refuses such a conversation")
+    parsed = parsed_message(show)
+    renderer = PromptRenderer(target_of(tokenizer), {})
+    ways = [*KEYED, IN_TEXT]
+    whole = show([parsed])
+    if parsed is not IN_TEXT and whole.startswith(prompt) and THOUGHT in whole:
+        written = whole[len(prompt) :].partition(ANSWER)[0] + ANSWER
+        ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+        ways.append({"role": "assistant", "content": renderer.answer_text(ids)})
+    for way in ways:
+        assert renderer.text([asked[0], way, asked[1]]) == show([parsed, asked[1]], ask=True)
+
+
 @pytest.mark.parametrize("template", [CHANNELS, PARTS, OPENED, CLOSED, TAGS])
 def test_texts_without_reasoning_stay_as_they_are(template):
     renderer = PromptRenderer(side_of(template), {})
@@ -229,6 +280,10 @@ def test_reasoning_is_learned_or_stays_as_context():
         f"{final}<|return|>",
         second + thought,
         f"{final}<|return|>",
+    ]
+    assert learned(CHANNELS, ANALYSIS, "only")[:2] == [
+        ask_a,
+        thought,
     ]
     assert learned(OPENED, "hm<|thought|>ok", "drop")[:2] == [
         "<|user|>A<|end|><|assistant|><|think|>hm<|thought|>",

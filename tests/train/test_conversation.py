@@ -22,7 +22,7 @@ from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.scripts.data import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest
-from draftheads.train.data.conversation import ONLY_REASONING, Conversation, check_tools
+from draftheads.train.data.conversation import NOTHING, Conversation, check_tools
 from draftheads.train.data.distill import Answerer, distill
 from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
 from draftheads.train.data.server import ServedTarget, ServerOptions
@@ -164,7 +164,7 @@ def test_thoughts_are_learned_or_stay_as_context() -> None:
     _, texts = told(OPENING, "hm</think>a", "endless", reasoning="drop")
     assert texts == [["U:Q0|A:<think>hm</think>", "a|"]]
     record, _ = told(STRIPPING, "<think>endless", reasoning="drop")
-    assert record == {"id": 0, "skipped": ONLY_REASONING}
+    assert record == {"id": 0, "skipped": NOTHING}
 
 
 def test_without_chat_template_contents_are_joined_by_newlines() -> None:
@@ -413,9 +413,8 @@ def test_tool_turns_are_kept_or_dropped(tmp_path: Path, turns: Any) -> None:
 def test_conversations_keep_answers_up_to_the_last(tmp_path: Path, turns: Any) -> None:
     path = write(tmp_path, turns)
     said = {"role": "assistant", "content": "<think>easy</think>It is 3."}
-    assert read_conversations(path) == [(*KEPT, said)]
-    brief = {"role": "assistant", "content": "It is 3."}
-    assert read_conversations(path, tools="drop", reasoning="drop") == [(KEPT[0], brief)]
+    assert read_conversations(path) == [Prompt(0, (*KEPT, said))]
+    assert read_conversations(path, tools="drop") == [Prompt(0, (KEPT[0], said))]
 
 
 def test_target_answers_behind_the_results(tmp_path: Path) -> None:
@@ -427,7 +426,7 @@ def test_target_answers_behind_the_results(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(template)
     [prompt] = read_prompts(write(tmp_path, SHAREGPT), tools="keep")
     renderer = PromptRenderer(TextSide("tiny", tokenizer, (END,)), {})
-    check_tools(renderer, [prompt.messages])
+    check_tools(renderer, [prompt])
     conversation = Conversation(prompt, renderer, CONTEXT)
     for answer in ("three", "welcome"):
         assert conversation.ask()
@@ -446,7 +445,7 @@ def test_real_tool_conversations() -> None:
     roles = [message["role"] for prompt in prompts for message in prompt.messages or ()]
     assert (len(prompts), roles.count("assistant"), roles.count("tool")) == (300, 211, 211)
     conversations = read_conversations(path)
-    answers = [m for talk in conversations for m in talk if m["role"] == "assistant"]
+    answers = [m for talk in conversations for m in talk.messages or () if m["role"] == "assistant"]
     assert len(answers) == 211 + 746
 
 
@@ -471,12 +470,14 @@ def test_template_is_asked_whether_it_shows_tools(
     folder = DATA / "chat-templates"
     tokenizer.chat_template = (folder / f"{template}.jinja").read_text() if template else None
     renderer = PromptRenderer(TextSide("qwen", tokenizer, ()), {})
-    check_tools(renderer, [None, (THANKS,)])  # without tools it is never asked
+    check_tools(
+        renderer, [Prompt(0, text="a"), Prompt(1, (THANKS,))]
+    )  # without tools it is never asked
     if complaint is None:
-        check_tools(renderer, [(THANKS,), KEPT])
+        check_tools(renderer, [Prompt(0, (THANKS,)), Prompt(1, KEPT)])
         return
     with pytest.raises(ValueError, match=f"{complaint}.*; leave them out with --tools drop"):
-        check_tools(renderer, [(THANKS,), KEPT])
+        check_tools(renderer, [Prompt(0, (THANKS,)), Prompt(1, KEPT)])
 
 
 @pytest.mark.parametrize("value", ["add(1, 2)", json.dumps({"arguments": {}}), "[1]"])

@@ -221,18 +221,20 @@ def test_a_category_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        ({"query": "hi"}, r"one of the keys messages, .*, got keys query; rename"),
+        ({"ask": "hi"}, r"one of the keys messages, .*, got keys ask; rename"),
         (["hi"], r"expected an object .* got list"),
         ({"messages": [{"speaker": "a"}]}, r'turn 1: expected \{"role", .* got keys speaker'),
         ({"messages": [{"role": "alien", "content": "a"}]}, r"turn 1: .* got 'alien'"),
         ({"messages": [{"role": "user", "content": 3}]}, r"turn 1: expected a string, got int '3'"),
         ({"turns": "hi"}, r"turns: expected a list of turns, got str 'hi'"),
+        ({"prompt": {"a": 1}}, r"prompt: expected a list of turns, got keys a"),
+        ({"prompt": "hi", "tools": "f"}, r"tools: expected definitions of tools, .* got str 'f'"),
     ],
 )
 def test_bad_record_is_named(tmp_path: Path, record: Any, complaint: str) -> None:
     path = lines(tmp_path / "p.jsonl", {"text": "fine"}, record)
     with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 2.*{complaint}"):
-        read_prompts(path)
+        read_prompts(path, tools="keep")
 
 
 def test_empty_records_are_left_out_and_counted(tmp_path: Path, caplog: Any) -> None:
@@ -324,9 +326,9 @@ def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"p\.csv: expected a file ending in \.json, .*; convert"):
-        read_prompts(tmp_path / "p.csv")
+    (tmp_path / "p.xls").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"p\.xls: expected a file ending in \.json, .*; convert"):
+        read_prompts(tmp_path / "p.xls")
     with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
         read_prompts(tmp_path)
 
@@ -432,7 +434,7 @@ def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) 
     path = lines(tmp_path / "p.jsonl", talk, llava, {"prompt": "hi", "image": None})
     assert len(read_prompts(path)) == 3
     (said,) = caplog.messages
-    assert said == "only text is kept; left out: 2 image_url, 1 input_audio, 1 image"
+    assert said == "left out: 2 image_url, 1 input_audio, 1 image"
     caplog.clear()
     read_prompts(lines(path, {"prompt": "hi"}))
     assert not caplog.messages

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import Record
 from draftheads.train.data.imports import import_answers, replay
+from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
 
@@ -151,7 +152,7 @@ def test_answers_and_their_ends_are_learned_and_nothing_else(path: Path, tokeniz
     found = learned(tokenizer, record)
     assert len(found) == len(TALK)
     ends = [
-        text.lstrip().removeprefix(opened).lstrip().removeprefix(answer.strip())
+        text.lstrip().removeprefix(opened).lstrip().removeprefix(answer.lstrip())
         for text, (_, answer) in zip(found, TALK, strict=True)
     ]
     specials = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens, ""}
@@ -350,5 +351,9 @@ def test_nothing_to_learn_or_to_render_with(tmp_path: Path) -> None:
     side = TextSide("t", byte_tokenizer(None), (END,))
     with pytest.raises(ValueError, match="expected a chat template .*, found none"):
         import_answers(
-            side, [tuple(talk("a", "b"))], tmp_path / "o", template_args={}, source="chats"
+            side,
+            [Prompt(0, tuple(talk("a", "b")))],
+            tmp_path / "o",
+            template_args={},
+            source="chats",
         )

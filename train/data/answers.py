@@ -147,8 +147,18 @@ class Counts:
             f"{self.documents:,} documents of {self.tokens:,} tokens, {self.learned_tokens:,} to "
             f"learn in {self.turns:,} answers, {mean:.1f} on average; {self.cut:,} cut by length",
             f"{self.skipped:,} prompts skipped, {self.failed:,} failed",
+            *self._rewritten(),
             *(f"  {number:,} {why}" for why, number in self.reasons.most_common()),
         ]
+
+    def _rewritten(self) -> Iterator[str]:
+        """What it costs that templates show earlier turns in another way."""
+        if self.documents > self.done:
+            yield (
+                f"{self.done:,} conversations became {self.documents:,} documents, because the "
+                f"chat template rewrites earlier turns: {self.tokens / self.learned_tokens:.1f} "
+                "tokens are read for each that is learned"
+            )
 
 
 class _Section(BaseModel):

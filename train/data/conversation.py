@@ -12,25 +12,30 @@ Tool calls and results of a prompt are context; the target answers after the las
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import CLOSE, OPEN, PromptRenderer
-from draftheads.infer.text import REPLACEMENT
-from draftheads.train.data.prompts import Message, Messages, Prompt
+from draftheads.infer.prompt import CLOSE, OPEN, QUESTION, PromptRenderer
+from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY
+from draftheads.train.data.prompts import Message, Prompt
 
 if TYPE_CHECKING:
     from draftheads.train.data.answers import Record
 
+logger = logging.getLogger("draftheads")
+
 PLACEHOLDER = "DRAFTHEADS-ANSWER-PLACEHOLDER"
 TOO_LONG = "prompt does not fit into the target's context"
-ONLY_REASONING = "answers consist of reasoning only, which is not learned"
+NOTHING = "answers have nothing to learn, by --reasoning, --learn or their own weights"
 LOSSY = "answer's text cannot be tokenized without loss"
 
+Part = Literal["keep", "drop", "only"]
 Turn = list[Message]
 """The messages before one answer of the target, since its previous answer."""
 
@@ -39,7 +44,8 @@ class Conversation:
     """A prompt, its answers so far, and why it ended.
 
     turns: default all of the prompt's. reasoning: "keep" learns the reasoning that opens answers,
-    "drop" uses it as context only. name: id of its record; default: the prompt's index.
+    "drop" uses it as context only, "only" learns nothing else. name: id of its record; default: the
+    prompt's index.
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Conversation:
         renderer: PromptRenderer,
         context: int,
         turns: Sequence[Turn] | None = None,
-        reasoning: Literal["keep", "drop"] = "keep",
+        reasoning: Part = "keep",
         name: str | None = None,
     ) -> None:
         self.prompt = prompt
@@ -59,12 +65,13 @@ class Conversation:
         self.written = 0  # tokens of the answers
         self.turns = turns_of(prompt) if turns is None else turns
         self.answers: list[Message] = []
-        self._renderer = renderer
+        self._renderer = renderer.given(prompt.template_args)
         self._context = context
         self._reasoning = reasoning
         self._first = 0  # first answer of the open document; earlier ones are its history
         self._lead = ""  # text of the template between the last generation prompt and its answer
         self._learn: list[tuple[int, int]] = []
+        self._finish = ""  # of the last answer that is learned
         self._closed: list[Record] = []
 
     @property
@@ -105,18 +112,22 @@ class Conversation:
     ) -> None:
         """Append an answer of at least one token.
 
-        message: the answer as later turns show it; default: its text. lead: text that the template
-        inserts before the answer; context, not learned.
+        message: the answer as later turns show it; default: its text. One with `learn: False` is
+        context. lead: text that the template inserts before the answer; context, not learned.
         """
         assert ids and self.tokens, "an answer has a token and position 0 is never learned"
+        message = {**(message or assistant(self._renderer.answer_text(ids)))}
+        is_learned = message.pop("learn", True)
         self._lead = lead
         self.tokens += lead_ids
-        skipped = self._reasoning_length(ids) if self._reasoning == "drop" else 0
-        if skipped < len(ids):
-            self._learn.append((len(self.tokens) + skipped, len(self.tokens) + len(ids)))
+        thought = 0 if self._reasoning == "keep" else self._reasoning_length(ids)
+        start, stop = (0, thought) if self._reasoning == "only" else (thought, len(ids))
+        if is_learned and start < stop:
+            self._learn.append((len(self.tokens) + start, len(self.tokens) + stop))
+            self._finish = "eos" if ids[-1] in self._renderer.eos_ids else "length"
         self.tokens += ids
         self.written += len(ids)
-        self.answers.append(message or assistant(self._renderer.answer_text(ids)))
+        self.answers.append(message)
 
     def retokenize(self, text: str, lead_ids: Sequence[int] = ()) -> list[int] | None:
         """Token ids of the next answer's text; None if no ids decode to it there.
@@ -149,7 +160,7 @@ class Conversation:
         documents = [*self._closed, *self._open()]
         record: Record = {"id": self.name}
         if not documents:
-            return record | ({"skipped": ONLY_REASONING} if self.answers else self.outcome)
+            return record | ({"skipped": NOTHING} if self.answers else self.outcome)
         record |= documents[0] if len(documents) == 1 else {"documents": documents}
         if self.retokenized:
             record["retokenized"] = self.retokenized
@@ -164,7 +175,7 @@ class Conversation:
             "tokens": tokens,
             "learn": [list(span) for span in self._learn],
             "turns": len(self._learn),
-            "finish": "eos" if tokens[-1] in self._renderer.eos_ids else "length",
+            "finish": self._finish,
         }
         return [document]
 
@@ -197,7 +208,8 @@ class Conversation:
         whole = render(renderer, turns, replaced)
         rest = whole[len(before) :].lstrip()
         rendered = render(renderer, turns, self.answers)
-        are_shown = all(answer["content"].strip() in rendered for answer in answers)
+        parts = [answer.get(key, "") for answer in answers for key in ("content", THOUGHT_KEY)]
+        are_shown = all(part.strip() in rendered for part in parts)
         if not (are_shown and whole.startswith(before) and rest.startswith(PLACEHOLDER)):
             return None
         rest = rest.removeprefix(PLACEHOLDER)
@@ -257,11 +269,18 @@ def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def check_tools(renderer: PromptRenderer, conversations: Iterable[Messages | None]) -> None:
-    """Raises ValueError if there are tool calls or results in conversations, and the chat template
-    does not render them.
+def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError if there are tool calls or results in prompts, and the chat template does
+    not render them. Definitions that it does not render are said.
     """
-    messages = (message for talk in conversations for message in talk or ())
+    variables = next((each.template_args for each in prompts if each.template_args), {})
+    renderer = renderer.given(variables)
+    with suppress(TemplateError):  # what it refuses is said where it is rendered
+        shown = renderer.text([QUESTION])
+        is_same = shown == renderer.given({"tools": None}).text([QUESTION])
+        if renderer.template_args.get("tools") and is_same:
+            logger.warning("the chat template shows no definitions of tools; they are left out")
+    messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return
     function = {"name": "look_up", "arguments": {"word": "heron"}}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -52,7 +52,7 @@ from draftheads.train.data.answers import (
     set_aside,
     write_manifest,
 )
-from draftheads.train.data.conversation import Conversation, check_tools
+from draftheads.train.data.conversation import Conversation, Part, check_tools
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.text_side import TextSide
 from draftheads.train.features.foreign import open_foreign
@@ -106,7 +106,7 @@ class DistillOptions(AnswerSampling):
     out: Path  # folder to write; an unfinished one is resumed
     batch_size: int = Field(32, ge=1)  # prompts answered together
     template_args: dict[str, Any] = {}  # chat template variables
-    reasoning: Literal["keep", "drop"] = "keep"  # "drop": <think> blocks are context, not learned
+    reasoning: Part = "keep"  # "drop": it is context, not learned; "only": the answer is
     source: str = ""  # where the prompts came from; for the manifest
 
 
@@ -150,9 +150,6 @@ class DistillReport:
                 f"{counts.cut} of {counts.documents} documents were cut and teach no ending; "
                 "raise --max-new-tokens (with another --out)"
             )
-        if counts.documents > counts.done:
-            why = "because the chat template rewrites earlier turns"
-            lines.append(f"{counts.done} conversations became {counts.documents} documents, {why}")
         if counts.retokenized:
             lines.append(f"{counts.retokenized} answers came as text and were tokenized here")
         return lines + reasons
@@ -270,7 +267,7 @@ def distill(
     if not isinstance(answerer, Answerer):
         answerer = LocalAnswerer(Speculator(answerer), options.batch_size)
     renderer = PromptRenderer(answerer.side, options.template_args)
-    check_tools(renderer, (prompt.messages for prompt in prompts))
+    check_tools(renderer, prompts)
     names, sha256 = _identify(prompts)
     origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
     manifest = _begin(origin, names, sha256, options)
@@ -371,7 +368,8 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
     names = []
     together = hashlib.sha256()
     for prompt in prompts:
-        content = json.dumps([prompt.messages, prompt.text]).encode()
+        parts = [prompt.messages, prompt.text, *filter(None, [prompt.template_args])]
+        content = json.dumps(parts).encode()
         together.update(content + b"\n")
         name = hashlib.sha256(content).hexdigest()[:32]
         seen[name] += 1

@@ -19,7 +19,8 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import CLOSE, OPEN, PromptRenderer
+from draftheads.infer.prompt import CLOSE, OPEN, PromptRenderer, Reasoning
+from draftheads.infer.text import THOUGHT_KEY
 from draftheads.train.data.answers import (
     Counts,
     Record,
@@ -31,6 +32,7 @@ from draftheads.train.data.conversation import (
     LOSSY,
     PLACEHOLDER,
     Conversation,
+    Part,
     Turn,
     assistant,
     check_tools,
@@ -40,16 +42,17 @@ from draftheads.train.data.prompts import Message, Messages, Prompt
 from draftheads.train.data.shards import documents_of, rows_of, to_batch
 from draftheads.train.data.text_side import TextSide
 
-EMPTY_REASONING = re.compile(rf"\s*{OPEN}\s*{CLOSE}\s*")
+REASONING = re.compile(rf"^\s*{OPEN}.*?{CLOSE}\s*", re.DOTALL)
 
 
 def import_answers(
     side: TextSide,
-    conversations: Sequence[Messages],
+    conversations: Sequence[Prompt],
     out: Path,
     *,
     template_args: dict[str, Any],
     source: str,
+    reasoning: Part = "keep",
 ) -> Counts:
     """Write the conversations of `read_conversations` to `out`, a new folder for training.
 
@@ -66,7 +69,10 @@ def import_answers(
             f"{side.name}: expected a chat template to render conversations with, found none; "
             "use the target's chat model"
         )
-    records = [replay(renderer, index, messages) for index, messages in enumerate(conversations)]
+    records = [
+        replay(renderer.given(talk.template_args), index, talk.messages or (), reasoning)
+        for index, talk in enumerate(conversations)
+    ]
     if not any(documents_of(record) for record in records):
         reasons = Counter(f"skipped: {record['skipped']}" for record in records).most_common(1)
         reason = reasons[0][0] if reasons else "the source is empty"
@@ -88,19 +94,26 @@ def import_answers(
     )
 
 
-def replay(renderer: PromptRenderer, index: int, messages: Messages) -> Record:
-    """The line to store for a conversation: all assistant messages are learned, in one document
-    or, if the chat template rewrites them in later turns, in several.
+def replay(
+    renderer: PromptRenderer, index: int, messages: Messages, reasoning: Part = "keep"
+) -> Record:
+    """The line to store for a conversation: all assistant messages are learned but those with
+    `learn: False`, in one document or, if the chat template rewrites them in later turns, in
+    several. reasoning: as of `Conversation`.
     """
     turns, answers = _parts(messages)
-    conversation = Conversation(Prompt(index, messages), renderer, 1 << 30, turns)
+    conversation = Conversation(Prompt(index, messages), renderer, 1 << 30, turns, reasoning)
     if not answers:
         conversation.end("skipped", "expected an assistant turn with text, found none")
     for place, answer in enumerate(answers):
         if not conversation.ask():
             break
         try:
-            written = rendering(renderer, turns[: place + 1], answers[:place], answer)
+            before = renderer.answer_text(conversation.tokens[-16:])
+            if reasoning == "drop" and before.rstrip().endswith(CLOSE):
+                text = REASONING.sub("", answer["content"])
+                answer = {**answer, "content": text, THOUGHT_KEY: ""}  # there is no place for it
+            written = rendering(renderer, turns[: place + 1], conversation.answers, answer)
             lead_ids = conversation.retokenize(written.lead)
             ids = conversation.retokenize(written.text, lead_ids or ())
             if lead_ids is None or ids is None:
@@ -114,13 +127,17 @@ def replay(renderer: PromptRenderer, index: int, messages: Messages) -> Record:
 
 
 def _parts(messages: Messages) -> tuple[list[Turn], list[Message]]:
-    """The turns of a conversation and the answers to them; an empty answer is none."""
+    """The turns of a conversation and the answers to them; an empty answer is none, and what the
+    assistant says before the first question is context.
+    """
     turns: list[Turn] = [[]]
     answers: list[Message] = []
+    is_asked = False
     for message in messages:
-        content = (message.get("content") or "").strip()
-        if message["role"] == "assistant" and (content or message.get("tool_calls")):
-            answers.append(message | {"content": content})
+        is_asked = is_asked or message["role"] == "user"
+        has_content = (message.get("content") or "").strip() or message.get("tool_calls")
+        if is_asked and message["role"] == "assistant" and has_content:
+            answers.append(message)
             turns.append([])
         else:
             turns[-1].append(message)
@@ -149,27 +166,33 @@ def rendering(
     """
     ends = {renderer.tokenizer.decode([token]): token for token in renderer.eos_ids}
     prompt = render(renderer, turns, answers)
-    if answer.get("tool_calls") or renderer.template_message(answer) != answer:
-        whole = render(renderer, [*turns, []], [*answers, answer], ask=False)
-        return _rendering_as_shown(prompt, whole, answer, ends)
+    shown = renderer.template_message(answer)
+    how = renderer.reasoning or Reasoning({})
+    # a text whose marks are no special tokens is just what the target wrote
+    is_parsed = how.message and shown != answer and (how.marks or THOUGHT_KEY in answer)
+    if answer.get("tool_calls") or is_parsed:
+        whole = render(renderer, [*turns, []], [*answers, answer], ask=False).rstrip()
+        return _rendering_as_shown(prompt, whole, answer, ends, how)
     whole = render(renderer, [*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)
-    return _rendering_of_text(prompt, whole, answer["content"], ends)
+    text = shown if THOUGHT_KEY in answer else answer
+    return _rendering_of_text(prompt, whole, text["content"], ends)
 
 
 def _rendering_as_shown(
-    prompt: str, whole: str, answer: Message, ends: Mapping[str, int]
+    prompt: str, whole: str, answer: Message, ends: Mapping[str, int], how: Reasoning
 ) -> Rendering:
     """Tool calls, and reasoning between special tokens, stand in the conversation in the template's
     own layout. ends: end tokens by their text.
     """
-    whole = whole.rstrip()
     text = whole[len(prompt) :] if whole.startswith(prompt) else ""
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     if not text or not all(name in text for name in names):
         raise ValueError(
-            "expected tool calls or reasoning after the generation prompt, found other text"
+            "expected tool calls or reasoning after the generation prompt, found other text; "
+            "--template-args may switch reasoning on"
         )
-    block = EMPTY_REASONING.match(text)
+    empty = rf"\s*{re.escape(how.opening)}\s*{re.escape(how.closing)}\s*"
+    block = re.match(empty, text)
     lead = block.group() if block else ""
     end = next((end for end in ends if text.endswith(end)), "")
     return Rendering(lead, text.removeprefix(lead).removesuffix(end), ends.get(end))
@@ -186,11 +209,12 @@ def _rendering_of_text(prompt: str, whole: str, text: str, ends: Mapping[str, in
     lead = before[len(prompt) :] if before.startswith(prompt) else ""
     if CLOSE in text and CLOSE in lead:  # the answer has reasoning of its own
         lead = lead.partition(OPEN)[0] if OPEN in lead else ""
-    if not lead.strip():  # blanks are the answer's
-        text = lead + text
+    if not lead.strip():  # blanks are the answer's, which may have them
+        text = text if text.startswith(lead) else lead + text
         lead = ""
-    _check_reasoning((prompt + lead).rstrip(), text)
-    if (prompt + lead).rstrip().endswith(OPEN):  # the answer may repeat it
+    _check_reasoning((prompt + lead).rstrip(), text.lstrip())
+    is_opened = (prompt + lead).rstrip().endswith(OPEN)
+    if is_opened and text.lstrip().startswith(OPEN):  # the answer repeats it
         blanks = prompt[len(prompt.rstrip()) :]
         text = text.lstrip().removeprefix(OPEN).removeprefix(blanks)
     return Rendering(lead, text, ends.get(end))

@@ -1,44 +1,72 @@
 """Prompts and conversations, read from files, folders and Hub data sets.
 
-Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .jsonl.gz, .parquet, .txt and .md; a
-folder of them (README, LICENSE and hidden files are ignored); a Hub data set, "owner/name" or
-"owner/name:config"; or one of SETS by name. In a .txt or .md file each paragraph is a record or,
-without blank lines, each line.
+Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .txt and .md, also packed as .gz,
+.bz2 or .zst; .csv, .parquet and .arrow; a folder of them (README, LICENSE and hidden files are
+ignored); a Hub data set, "owner/name" or "owner/name:config"; or one of SETS by name. In a .txt or
+.md file each paragraph is a record or, without blank lines, each line. JSON is read here, not by
+`datasets`, which refuses lines of several shapes and fills their objects with nulls.
 
-Layouts of a record; the first key that is present and not null decides:
+A record has a conversation, a question or a text; KEYS are the names of these and of what stands
+beside them:
 
-    messages        [{"role": ..., "content": ...}]           conversation
-    conversations   [{"from": ..., "value": ...}] (ShareGPT)  conversation
-    turns           ["...", ...] (MT-bench, Spec-Bench)       conversation
-    instruction     "..." with optional "input" (Alpaca)      conversation of one turn
-    prompt          "..." or a list of messages               conversation
-    text            "..."                                     plain text that the target continues
-    question        "..." (GSM8K)                             conversation of one turn
+    conversation    [{"role": ..., "content": ...}], [{"from": ..., "value": ...}] (ShareGPT) or
+                    ["...", ...], questions alone (MT-bench)
+    question        "...", or a conversation up to the question
+    context         goes behind the question, after a blank line (Alpaca's input, Dolly, SQuAD)
+    choices         likewise (MMLU), as lines "A. ..."
+    answer          "...", a number, messages, an index of the choices, or {"text": [...]} (SQuAD)
+    history         [["question", "answer"], ...] before the question
+    system          the system's message, where the conversation has none
+    tools           definitions for the chat template, as objects or JSON text
+    text            plain text that the target continues
 
-In any layout, `category` may name the kind of a prompt. Errors name the record: "prompts.jsonl line
+An assistant's message may have its reasoning in a key of its own (THOUGHTS), and `weight: 0` or
+`train: false` if it is not to be learned. In any record, `category` may name the kind of a prompt.
+Keys that are known and not read are counted and said. Errors name the record: "prompts.jsonl line
 17, messages, turn 2: expected ...".
 """
 
 from __future__ import annotations
 
-import gzip
-import itertools
+import io
 import json
 import logging
 import os
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from string import ascii_uppercase
+from typing import Any, BinaryIO, Literal
 
 from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
+from draftheads.infer.text import THOUGHT_KEY, THOUGHTS
 from draftheads.recipes import FOLDER, packaged
 
-LAYOUTS = ("messages", "conversations", "turns", "instruction", "prompt", "text", "question")
+KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
+    "conversation": ("messages", "conversations", "conversation", "turns"),
+    "question": ("instruction", "prompt", "question", "query", "problem", "inputs", "input"),
+    "text": ("text",),
+    "context": ("input", "context", "passage"),
+    "choices": ("choices", "options"),
+    "answer": (
+        "output",
+        "completion",
+        "response",
+        "solution",
+        "answer",
+        "answers",
+        "answerKey",
+        "targets",
+    ),
+    "history": ("history",),
+    "system": ("system", "system_prompt"),
+    "tools": ("tools", "functions"),
+}
+QUESTIONS = KEYS["conversation"] + KEYS["question"] + KEYS["text"]
+"""Keys of which a record has one."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
 SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_dataset
@@ -55,9 +83,14 @@ ROLES = {  # our role -> names of it in data sets
     "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
     "call": ("function_call", "tool_call"),
     "tool": ("tool", "function", "observation", "tool_response", "ipython"),
-    "thought": ("thinking",),
+    "thought": ("thinking", "reasoning"),
 }
-REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+UNLEARNED = ("weight", "train", "training")
+"""Keys of an assistant's message that is context alone, if one of them is 0 or false."""
+CALL_TEXT = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+PACKED = (".gz", ".bz2", ".zst")
+ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""What `datasets` writes beside a data set."""
 
 logger = logging.getLogger("draftheads")
 
@@ -65,7 +98,7 @@ Message = dict[str, Any]
 Messages = tuple[Message, ...]
 Records = Iterator[tuple[str, Any]]
 """Each with its place, for messages."""
-KeepOrDrop = Literal["keep", "drop"]
+Learn = Literal["all", "last"]
 
 
 class EmptyPromptError(ValueError):
@@ -77,14 +110,16 @@ class Prompt:
     """One prompt for the target; either `messages` or `text` is given.
 
     index: position among the prompts, from 0. messages: system and user turns, and tool calls with
-    their results if these are kept; the last is a user's or a tool's. text: continued verbatim,
-    without the chat template.
+    their results if these are kept; the last is a user's or a tool's, or in a conversation with
+    answers an assistant's. text: continued verbatim, without the chat template. template_args:
+    variables of the chat template that the record has, such as tools.
     """
 
     index: int
     messages: Messages | None = None
     text: str | None = None
     category: str | None = None
+    template_args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,8 +128,7 @@ class _Parts:
 
     tools: bool
     answers: bool = False
-    reasoning: bool = True
-    left_out: Counter[str] = field(default_factory=Counter)  # what is not text, or empty, by type
+    left_out: Counter[str] = field(default_factory=Counter)  # what is not text, not read, or empty
 
 
 def read_prompts(
@@ -102,19 +136,19 @@ def read_prompts(
     *,
     split: str | None = None,
     limit: int | None = None,
-    tools: KeepOrDrop = "drop",
+    tools: str = "drop",
 ) -> list[Prompt]:
     """Read the prompts of a file, a folder or a Hub data set, without the answers in it.
 
     Records without a question are left out and counted. split: of a Hub data set; default: that of
     one of SETS, else "train". limit: read at most this many; of a Hub data set no more is
-    downloaded then. tools: "keep" tool calls and results as context. Raises ValueError, naming the
-    record, and if there are none.
+    downloaded then. tools: "drop" leaves out tool calls, results and definitions. Raises
+    ValueError, naming the record, and if there are none.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit: expected a positive number, got {limit}")
     records = _records(source, split, limit)
-    prompts = [prompt for _, prompt in _parsed(records, _Parts(tools == "keep"), limit)]
+    prompts = [prompt for _, prompt in _parsed(records, _Parts(tools != "drop"), limit)]
     if not prompts:
         raise ValueError(
             f"{source}: expected at least one prompt, found none; give another --prompts"
@@ -127,21 +161,26 @@ def read_conversations(
     *,
     split: str | None = None,
     limit: int | None = None,
-    tools: KeepOrDrop = "keep",
-    reasoning: KeepOrDrop = "keep",
-) -> list[Messages]:
+    tools: str = "keep",
+    learn: Learn = "all",
+) -> list[Prompt]:
     """Read conversations up to their last answer; those without an answer are left out.
 
-    split, limit, tools: as in `read_prompts`. reasoning: "drop" removes <think> ... </think> from
-    answers. Raises ValueError, naming the record.
+    split, limit, tools: as in `read_prompts`. learn: "last" makes all answers but the last one of
+    each conversation context. An answer that is context has `learn: False`, reasoning that stands
+    in a key or a turn of its own is its `reasoning_content`. Raises ValueError, naming the record.
     """
-    parts = _Parts(tools == "keep", answers=True, reasoning=reasoning == "keep")
+    parts = _Parts(tools != "drop", answers=True)
     records = _records(source, split, limit)
     conversations = []
     for where, prompt in _parsed(records, parts, limit):
         if prompt.messages is None:
             raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
-        conversations.append(prompt.messages)
+        if learn == "last":
+            for message in prompt.messages[:-1]:
+                if message["role"] == "assistant":
+                    message["learn"] = False
+        conversations.append(prompt)
     if not conversations:
         raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
     return conversations
@@ -163,7 +202,7 @@ def check_source(source: str | Path) -> Path:
     near = suggestion(path.name, [*files, *sets])
     named = HUB_ID.fullmatch(re.sub(r":[\w.-]+$", "", str(source)))
     in_folder = "/" in str(source) and path.parent.is_dir()
-    if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, ".gz")):
+    if named and not near and not in_folder and not path.name.endswith((*SUFFIXES, *PACKED)):
         return path
     hint = "check the path, or give a Hub data set as owner/name"
     if near:
@@ -182,8 +221,8 @@ def _records(source: str | Path, split: str | None, limit: int | None) -> Record
         files = []
         for file in sorted(path.rglob("*")):
             is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            is_about = file.stem.upper().startswith(("README", "LICENSE"))
-            is_ours = file.name.lower().endswith(SUFFIXES) and file.is_file()
+            is_about = file.stem.upper().startswith(("README", "LICENSE")) or file.name in ABOUT
+            is_ours = _suffix(file) in SUFFIXES and file.is_file()
             if is_ours and not (is_about or is_hidden):
                 files.append(file)
         if not files:
@@ -198,34 +237,49 @@ def _records(source: str | Path, split: str | None, limit: int | None) -> Record
 
 
 def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
-    with extras():
-        import datasets  # slow, and optional
-
     name, _, config = source.partition(":")
     choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
     split = split or choice["split"]
-    failures: tuple[type[Exception], ...] = (FileNotFoundError, ConnectionError)
+    return _dataset(f"{source} [{split}]", **choice | {"split": split}, streaming=limit is not None)
+
+
+def _table(path: Path) -> Records:
+    kind = _suffix(path).removeprefix(".")
+    return _dataset(str(path), path=kind, data_files=str(path), split="train", streaming=True)
+
+
+def _dataset(place: str, **arguments: Any) -> Records:
+    """The rows of a data set, as `datasets.load_dataset` takes its arguments."""
+    with extras():
+        import datasets  # slow, and optional
+
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError)
     failures += (datasets.exceptions.DatasetsError,)
     try:
         with extras():  # a file at a URL needs aiohttp
-            rows = datasets.load_dataset(**choice | {"split": split}, streaming=limit is not None)
+            rows = datasets.load_dataset(**arguments)
         for number, record in enumerate(rows, start=1):
-            yield f"{source} [{split}] record {number}", record
+            yield f"{place} record {number}", without_nulls(record)
     except failures as error:
         raise ValueError(
-            f"{source} [{split}]: expected a file, a folder or a Hub data set that can be read, "
+            f"{place}: expected a file, a folder or a Hub data set that can be read, "
             f"got: {' '.join(str(error.__cause__ or error).split())}; give another one"
         ) from error
 
 
+def _suffix(path: Path) -> str:
+    """The end of a file's name, without that of a packed file."""
+    name = Path(path.name.lower())
+    return Path(name.stem).suffix if name.suffix in PACKED else name.suffix
+
+
 def _file_records(path: Path) -> Records:
-    suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
-    if suffix is None:
+    if _suffix(path) not in SUFFIXES:
         raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
-        yield from READERS[suffix](path)
-    # gzip, codecs and pyarrow do not name the file
-    except (EOFError, MemoryError, OSError, RuntimeError, ValueError, zlib.error) as e:
+        yield from READERS[_suffix(path)](path)
+    # codecs, pyarrow and pandas do not name the file
+    except (EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
         if str(path) in str(e):
             raise
         raise ValueError(
@@ -234,8 +288,19 @@ def _file_records(path: Path) -> Records:
         ) from e
 
 
+def _opened(path: Path) -> BinaryIO:
+    """The bytes of a file, unpacked."""
+    if path.suffix.lower() not in PACKED:
+        return path.open("rb")
+    with extras():
+        import pyarrow  # slow, and optional
+
+    return io.BufferedReader(pyarrow.input_stream(str(path)))
+
+
 def _paragraphs(path: Path) -> Records:
-    text = path.read_text(encoding="utf-8-sig").lstrip()
+    with _opened(path) as file:
+        text = file.read().decode("utf-8-sig").replace("\r\n", "\n").lstrip()
     parts = re.split(r"\n(?:[ \t]*\n)+", text)
     if len(parts) == 1:
         parts = text.split("\n")
@@ -243,19 +308,15 @@ def _paragraphs(path: Path) -> Records:
         yield f"{path} prompt {number}", {"text": part.strip()}
 
 
-def _table_rows(path: Path) -> Records:
-    with extras():
-        import pyarrow.parquet  # slow, and optional
-
-    with pyarrow.parquet.ParquetFile(path) as table:
-        batches = (batch.to_pylist() for batch in table.iter_batches(1024))
-        for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
-            yield f"{path} record {number}", record
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that Arrow adds: it gives all objects of a column the same ones."""
+    if isinstance(value, dict):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _json_lines(path: Path) -> Records:
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rb") as lines:
+    with _opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
@@ -271,7 +332,8 @@ def _json_lines(path: Path) -> Records:
 
 def _json_records(path: Path) -> Records:
     try:
-        loaded = json.loads(path.read_bytes())
+        with _opened(path) as file:
+            loaded = json.load(file)
     except (ValueError, RecursionError):  # many Hub data sets name JSON lines .json
         yield from _json_lines(path)
         return
@@ -288,8 +350,9 @@ def _json_records(path: Path) -> Records:
 READERS: dict[str, Callable[[Path], Records]] = {
     ".json": _json_records,
     ".jsonl": _json_lines,
-    ".jsonl.gz": _json_lines,
-    ".parquet": _table_rows,
+    ".csv": _table,
+    ".parquet": _table,
+    ".arrow": _table,
     ".txt": _paragraphs,
     ".md": _paragraphs,
 }
@@ -302,10 +365,8 @@ def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tupl
     number = 0
     for where, record in records:
         try:
-            messages, text = _parse(where, record, parts)
-            category = record.get("category")
-            category = category if isinstance(category, str) else None
-            json.dumps([messages, text, category], ensure_ascii=False).encode()
+            prompt = _parse(where, number, record, parts)
+            json.dumps(vars(prompt), ensure_ascii=False).encode()
         except EmptyPromptError:
             parts.left_out["empty records"] += 1
             continue
@@ -313,63 +374,148 @@ def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tupl
             raise ValueError(
                 f"{where}: expected text in Unicode, got {error}; fix or remove the record"
             ) from error
-        yield where, Prompt(number, messages, text, category)
+        yield where, prompt
         number += 1
         if number == limit:
             break
     if parts.left_out:
         counts = ", ".join(f"{count} {kind}" for kind, count in parts.left_out.items())
-        logger.warning("only text is kept; left out: %s", counts)
+        logger.warning("left out: %s", counts)
 
 
-def _parse(where: str, record: Any, parts: _Parts) -> tuple[Messages | None, str | None]:
-    """(messages, text) of a record; one of them is None."""
-    layout = None
-    if isinstance(record, dict):
-        layout = next((key for key in LAYOUTS if record.get(key) is not None), None)
-    if layout is None:
+def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
+    """The prompt of a record."""
+    if not isinstance(record, dict) or all(record.get(key) is None for key in QUESTIONS):
         raise ValueError(
-            f"{where}: expected an object with one of the keys {', '.join(LAYOUTS)}, "
+            f"{where}: expected an object with one of the keys {', '.join(QUESTIONS)}, "
             f"got {_describe(record)}; rename the key"
         )
-    parts.left_out.update(key for key in MEDIA if record.get(key))
-    turns = record[layout]
-    where = f"{where}, {layout}"
-    if layout == "text":
-        return None, _question(where, turns, parts)
-    if layout == "instruction":
-        extra = _text(f"{where}, input", record.get("input") or "", parts)
-        task = _question(where, turns, parts)
-        turns = [f"{task}\n\n{extra}" if extra.strip() else task]
-    elif layout in ("prompt", "question") and isinstance(turns, str):
-        turns = [turns]
+    left = {key: value for key, value in record.items() if value not in (None, "", [], {})}
+    key = next((key for key in QUESTIONS if key in left), None)
+    if key is None:
+        raise EmptyPromptError
+    turns = left.pop(key)
+    text = _question(f"{where}, {key}", turns, parts) if key == "text" else None
+    if key in KEYS["question"]:
+        turns = _question_and_answer(where, turns, left, parts)
+    messages = _read_turns(f"{where}, {key}", turns, parts) if text is None else None
+    if messages and messages[0]["role"] != "system":
+        system = _text(f"{where}, system", _take("system", left), parts)
+        if system.strip():
+            messages = ({"role": "system", "content": system}, *messages)
+    tools = tool_definitions(f"{where}, tools", _take("tools", left)) if parts.tools else []
+    _count_left(key, left, parts)
+    category = record.get("category")
+    category = category if isinstance(category, str) else None
+    return Prompt(index, messages, text, category, {"tools": tools} if tools else {})
+
+
+def _take(kind: str, left: Message) -> Any:
+    """What the first key of a kind holds, or no text; the key is no longer left."""
+    return next((left.pop(key) for key in KEYS[kind] if key in left), "")
+
+
+def _count_left(main: str, left: Message, parts: _Parts) -> None:
+    """Count what is left of a record and was not meant to be: known keys, and what is no text."""
+    kinds = [kind for kind in KEYS if parts.answers or kind != "answer"]
+    known = {key for kind in kinds for key in KEYS[kind]}
+    parts.left_out.update(key for key in MEDIA if key in left)
+    parts.left_out.update(f"{key} beside {main}" for key in left if key in known)
+
+
+def _question_and_answer(where: str, question: Any, left: Message, parts: _Parts) -> Any:
+    """The turns of which a question is the last, or the last but its answer. It may be a text, with
+    texts beside it, or have turns itself.
+    """
+    turns: list[Any] = []
+    for pair in _take("history", left):
+        roles = zip(("user", "assistant"), pair, strict=False)
+        messages = [{"role": role, "content": content} for role, content in roles]
+        turns += messages if isinstance(pair, list) else [pair]
+    choices = _take("choices", left)
+    if isinstance(question, str):
+        context = _text(f"{where}, input", _take("context", left), parts)
+        question = ["\n\n".join(filter(str.strip, [question, context, _choice_lines(choices)]))]
+    if not isinstance(question, list):
+        return question
+    turns += question
+    return turns + _answers(_take("answer", left), bool(choices)) if parts.answers else turns
+
+
+def _choice_lines(choices: Any) -> str:
+    """Choices as lines with letters. ARC has them in an object with labels, MedQA by letter."""
+    if isinstance(choices, str):
+        return choices
+    texts = choices.get("text", choices.values()) if isinstance(choices, dict) else choices
+    return "\n".join(map("{}. {}".format, ascii_uppercase, texts))
+
+
+def _answers(value: Any, has_choices: bool) -> list[Any]:
+    """An answer as turns: a text, several that are right (SQuAD), a number, the index of a choice,
+    or messages.
+    """
+    if isinstance(value, dict):
+        value = value.get("text")
+    if isinstance(value, list) and not isinstance(value[0], str):
+        return value
+    if isinstance(value, list):
+        value = value[0]
+    if isinstance(value, int | float):
+        is_index = has_choices and value in range(len(ascii_uppercase))
+        value = ascii_uppercase[int(value)] if is_index else str(value)
+    return [{"role": "assistant", "content": value}]
+
+
+def _loaded(value: Any) -> Any:
+    """The content of a JSON text; another value as it is."""
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        return value
+
+
+def read_tools(tools: str) -> list[Message]:
+    """The definitions of tools in a JSON file; none for "keep" and "drop". Raises ValueError."""
+    if tools in ("keep", "drop"):
+        return []
+    if not os.path.isfile(tools):
+        raise ValueError(
+            f"--tools: expected keep, drop or a JSON file of definitions, got {tools!r}"
+        )
+    return tool_definitions(tools, Path(tools).read_text(encoding="utf-8"))
+
+
+def tool_definitions(where: str, value: Any) -> list[Message]:
+    """Definitions of tools, as objects or JSON text, in OpenAI's layout. Raises ValueError."""
+    value = _loaded(value) or []
+    definitions = []
+    for each in value if isinstance(value, list) else [value]:
+        tool = _loaded(each)
+        if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
+            raise ValueError(
+                f'{where}: expected definitions of tools, {{"name", "description", "parameters"}}, '
+                f"got {_describe(tool)}; fix it, or leave tools out"
+            )
+        definitions.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return definitions
+
+
+def _read_turns(where: str, turns: Any, parts: _Parts) -> Messages:
+    """The messages of a conversation up to the last question or, with answers, the last answer."""
     if not isinstance(turns, list):
         raise ValueError(f"{where}: expected a list of turns, got {_describe(turns)}")
-    messages = _read_turns(where, turns, parts)
-    system = _text(f"{where}, system", record.get("system") or "", parts)
-    if system.strip() and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": system}, *messages)
-    return messages, None
-
-
-def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
-    """The messages of a conversation up to the last question or, with answers, the last answer."""
     messages: list[Message] = []
-    calls = 0
-    unanswered: list[Message] = []
+    thought = ""
     for number, turn in enumerate(turns, start=1):
         message = _message(f"{where}, turn {number}", turn, parts)
-        if message is None:
-            continue
-        if message["role"] == "tool" and unanswered:
-            call = unanswered.pop(0)
-            message = {"name": call["function"]["name"], "tool_call_id": call["id"]} | message
-        elif message["role"] != "tool":
-            unanswered = list(message.get("tool_calls", ()))
-        for call in message.get("tool_calls", ()):
-            call["id"] = call["id"] or f"call{calls:05d}"  # nine letters, as Mistral requires
-            calls += 1
-        messages.append(message)
+        if message and message["role"] == "thought":  # of the answer that follows
+            thought = message["content"]
+        elif message:
+            if thought and message["role"] == "assistant":
+                message.setdefault(THOUGHT_KEY, thought)
+            thought = ""
+            messages.append(message)
+    _link(messages)
     last = {"assistant"} if parts.answers else {"user", "tool"}
     while messages and messages[-1]["role"] not in last:
         messages.pop()
@@ -378,23 +524,39 @@ def _read_turns(where: str, turns: list[Any], parts: _Parts) -> Messages:
     return tuple(messages)
 
 
+def _link(messages: list[Message]) -> None:
+    """Give ids to calls that have none, and to results the ids and names of their calls."""
+    names: dict[str, str] = {}  # of calls, by their ids
+    waiting: list[str] = []  # ids without a result
+    for message in messages:
+        if message["role"] != "tool":
+            waiting = []
+        elif waiting:
+            number = message.setdefault("tool_call_id", waiting[0])
+            message.setdefault("name", names.get(number, names[waiting[0]]))
+            waiting = [each for each in waiting if each != number]
+        for call in message.get("tool_calls", ()):
+            call["id"] = call["id"] or f"call{len(names):05d}"  # nine letters, as Mistral requires
+            names[call["id"]] = call["function"]["name"]
+            waiting.append(call["id"])
+
+
 def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
     """A turn as a message for a chat template; None if it is left out."""
     if isinstance(turn, str):
         turn = {"role": "user", "content": turn}
     role = _role(where, turn)
     content = turn["content"] if "content" in turn else turn.get("value")
-    if role == "thought" or (role in ("call", "tool") and not parts.tools):
-        return None  # templates have no place for thoughts
+    if role in ("call", "tool") and not parts.tools:
+        return None
     if role == "user":
         return {"role": "user", "content": _question(where, content, parts)}
     if role == "tool":
         return _result(where, turn, content, parts)
     if role == "call":
-        return _answer(where, "", content, parts)
+        return _answer(where, {**turn, "tool_calls": content}, "", parts)
     if role == "assistant":
-        calls = turn.get("tool_calls") or turn.get("function_call")
-        return _answer(where, content, calls, parts)
+        return _answer(where, turn, content, parts)
     text = "" if content is None else _text(where, content, parts)
     return {"role": role, "content": text} if text.strip() else None
 
@@ -402,6 +564,8 @@ def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
 def _role(where: str, turn: Any) -> str:
     """Our name for the role of a turn."""
     name = turn.get("role") or turn.get("from") if isinstance(turn, dict) else None
+    if name and turn.get("channel") == "analysis":  # Harmony
+        name = "thinking"
     for role, names in ROLES.items():
         if str(name).lower() in names:
             return role
@@ -421,25 +585,34 @@ def _result(where: str, turn: Message, content: Any, parts: _Parts) -> Message:
     return {"role": "tool", "content": _text(where, content, parts), **origin}
 
 
-def _answer(where: str, content: Any, calls: Any, parts: _Parts) -> Message | None:
-    """An assistant's text with its tool calls as a message."""
-    if not parts.tools:
-        calls = None
+def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message | None:
+    """An assistant's text with its reasoning and tool calls as a message."""
+    calls = turn.get("tool_calls") or turn.get("function_call") if parts.tools else None
     if not (calls or parts.answers):
         return None
     text = "" if content is None else _text(where, content, parts)
-    if not parts.reasoning:
-        text = REASONING.sub("", text)
+    if calls or not parts.tools:
+        text = CALL_TEXT.sub("", text)
+    if not (calls or text.strip()):
+        return None
+    message: Message = {"role": "assistant", "content": text}
+    thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    if thought:
+        message[THOUGHT_KEY] = _text(where, thought, parts)
     if calls:
-        return {"role": "assistant", "content": text, "tool_calls": _calls(where, calls)}
-    return {"role": "assistant", "content": text} if text.strip() else None
+        message["tool_calls"] = _calls(where, calls)
+    if any(turn.get(key, 1) == 0 for key in UNLEARNED):
+        message["learn"] = False
+    return message
 
 
 def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
     try:
-        loaded = json.loads(value) if isinstance(value, str) else value
-        return [_call(call) for call in (loaded if isinstance(loaded, list) else [loaded])]
+        values = CALL_TEXT.findall(value) or [value] if isinstance(value, str) else [value]
+        loaded = [json.loads(each) if isinstance(each, str) else each for each in values]
+        first = loaded[0]
+        return [_call(call) for call in (first if isinstance(first, list) else loaded)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{where}: expected a tool call as JSON, {{"name", "arguments"}}, got '

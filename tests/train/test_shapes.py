@@ -1,0 +1,293 @@
+"""The promise: data sets are learned in the shapes that people have: just the answers, behind all
+that stands beside the question; and a known key that is not read is said.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_chat import END, TEMPLATE, byte_tokenizer, llama, options
+
+from draftheads.infer.prompt import PromptRenderer
+from draftheads.scripts.data import import_answers
+from draftheads.scripts.options import PromptSet
+from draftheads.train.data.answers import read_answers, read_manifest
+from draftheads.train.data.conversation import NOTHING, check_tools
+from draftheads.train.data.distill import _identify, distill
+from draftheads.train.data.imports import replay
+from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
+from draftheads.train.data.shards import documents_of
+from draftheads.train.data.text_side import TextSide
+
+TOOLED = (  # as Hermes and Qwen
+    "{% if tools %}T{{ tools | map(attribute='function.name') | join(',') }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = TEMPLATE.replace(  # as Qwen 3: reasoning in a key, an empty block without
+    "{{ m['content'] }}",
+    "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m['content'] }}",
+)
+SHORT = {"<|im_start|>user\n": "U:", "<|im_start|>assistant\n": "A:", "<|im_end|>": "|"}
+SHORT |= {"<|im_start|>system\n": "S:", "<|im_start|>tool\n": "R:", "|\n": "|"}
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def learned(path: Path, template: str = TEMPLATE, **options: Any) -> list[str]:
+    """The documents of the conversations in a file, with [[ and ]] around what is learned."""
+    reasoning = options.pop("reasoning", "keep")
+    tokenizer = byte_tokenizer(template)
+    renderer = PromptRenderer(TextSide("t", tokenizer, (END,)), {})
+    texts = []
+    for talk in read_conversations(path, **options):
+        given = renderer.given(talk.template_args)
+        record = replay(given, 0, talk.messages or (), reasoning)
+        for document in documents_of(record) or [{"tokens": [], "learn": []}]:
+            text = record.get("skipped", "")
+            at = 0
+            for start, stop in document["learn"]:
+                text += tokenizer.decode(document["tokens"][at:start])
+                text += f"[[{tokenizer.decode(document['tokens'][start:stop])}]]"
+                at = stop
+            for long, short in SHORT.items():
+                text = text.replace(long, short)
+            texts.append(text)
+    return texts
+
+
+def said(*turns: str) -> list[dict[str, Any]]:
+    names = {"U": "user", "A": "assistant", "S": "system", "T": "tool"}
+    return [{"role": names[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"prompt": "q", "completion": "a"}, "U:q|A:[[a|]]"),
+        ({"prompt": said("S:s", "U:q"), "completion": said("A:a")}, "S:s|U:q|A:[[a|]]"),
+        ({"instruction": "q", "input": "", "output": "a"}, "U:q|A:[[a|]]"),
+        ({"input": "q", "output": "a"}, "U:q|A:[[a|]]"),
+        (
+            {"instruction": "q", "input": "i", "output": "a", "history": [["p", "b"]]},
+            "U:p|A:[[b|]]\nU:q\n\ni|A:[[a|]]",
+        ),
+        ({"instruction": "q", "context": "c", "response": "a"}, "U:q\n\nc|A:[[a|]]"),
+        ({"question": "q", "context": "c", "answers": {"text": ["a", "b"]}}, "U:q\n\nc|A:[[a|]]"),
+        ({"system_prompt": "s", "question": "q", "response": "a"}, "S:s|U:q|A:[[a|]]"),
+        ({"question": "q", "choices": ["x", "y"], "answer": 1}, "U:q\n\nA. x\nB. y|A:[[B|]]"),
+        (
+            {"question": "q", "choices": {"text": ["x", "y"], "label": [*"AB"]}, "answerKey": "A"},
+            "U:q\n\nA. x\nB. y|A:[[A|]]",
+        ),
+        ({"question": "q", "options": {"A": "x"}, "answer": "A"}, "U:q\n\nA. x|A:[[A|]]"),
+        ({"question": "q", "choices": ["x"], "answer": 42}, "U:q\n\nA. x|A:[[42|]]"),
+        ({"question": "q", "answer": 0}, "U:q|A:[[0|]]"),
+        (
+            {"prompt": "q", "history": said("U:p", "A:b"), "output": "a"},
+            "U:p|A:[[b|]]\nU:q|A:[[a|]]",
+        ),
+        ({"query": "q", "response": "a"}, "U:q|A:[[a|]]"),
+        ({"problem": "q", "solution": "a"}, "U:q|A:[[a|]]"),
+        ({"messages": said("U:q", "A: a\n")}, "U:q|A:[[ a\n|]]"),
+        ({"messages": said("A:hi", "U:q", "A:a")}, "A:hi|U:q|A:[[a|]]"),
+        ({"conversation": said("U:q", "A:a")}, "U:q|A:[[a|]]"),
+    ],
+)
+def test_a_shape_is_learned(tmp_path: Path, record: Any, text: str) -> None:
+    assert learned(write(tmp_path / "p.jsonl", record)) == [text]
+
+
+def test_of_the_same_shapes_prompts_are_read_without_answers(tmp_path: Path) -> None:
+    record = {"question": "q", "context": "c", "answers": {"text": []}, "history": [["p", "b"]]}
+    [prompt] = read_prompts(write(tmp_path / "p.jsonl", record))
+    assert prompt.messages == tuple(said("U:p", "U:q\n\nc"))
+
+
+def test_known_keys_that_are_not_read_are_said(tmp_path: Path, caplog: Any) -> None:
+    talk = {"messages": said("S:s", "U:q", "A:a"), "input": "q", "system": "t", "solution": ""}
+    path = write(tmp_path / "p.jsonl", talk, talk, {"prompt": "q", "answer": "a", "output": "b"})
+    read_conversations(path)
+    beside = "2 input beside messages, 2 system beside messages, 1 answer beside prompt"
+    assert caplog.messages == [f"left out: {beside}"]
+    caplog.clear()
+    read_prompts(write(path, {"prompt": "q", "answer": "a", "tools": [{"name": "f"}]}))
+    assert caplog.messages == ["left out: 1 tools beside prompt"]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_an_answer_of_no_weight_is_context(tmp_path: Path, mark: Any) -> None:
+    turns = said("U:q", "A:bad", "U:r", "A:good", "U:s", "A:worse")
+    for place in (1, 5):
+        turns[place] |= mark
+    turns[3] |= {"weight": 1, "train": None}
+    path = write(tmp_path / "p.jsonl", {"messages": turns}, {"messages": turns[:2]})
+    assert learned(path) == ["U:q|A:bad|U:r|A:[[good|]]", NOTHING]
+
+
+def test_the_last_answer_alone_is_learned(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a", "U:r", "A:b", "U:s")})
+    assert learned(path, learn="last") == ["U:q|A:a|U:r|A:[[b|]]"]
+
+
+# ---------------------------------------------------------------- tools
+
+
+def call(name: str, number: str | None = None, **arguments: Any) -> dict[str, Any]:
+    return {"id": number, "function": {"name": name, "arguments": arguments}}
+
+
+CALLED = '{"name": "f", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize("wrap", [lambda tool: [tool], lambda tool: json.dumps([tool]), json.dumps])
+def test_a_column_of_tools_reaches_the_template(tmp_path: Path, wrap: Any) -> None:
+    turns = [*said("U:q"), {"role": "assistant", "tool_calls": [call("f", x=1)]}]
+    turns += said("T:r", "A:a")
+    path = write(tmp_path / "p.jsonl", {"tools": wrap({"name": "f"}), "messages": turns})
+    first, second = learned(path, TOOLED)
+    assert first == f"Tf\nU:q|A:[[<tool_call>{CALLED}</tool_call>|]]"
+    shown = f"<tool_call>{CALLED}</tool_call>|R:<tool_response>\nr\n</tool_response>|"
+    assert second == f"Tf\nU:q|A:{shown}A:[[a|]]"
+    [prompt] = read_prompts(path, tools="keep")
+    other = Prompt(0, prompt.messages, template_args={"tools": [{"function": {"name": "g"}}]})
+    assert _identify([prompt])[0] != _identify([other])[0], "other tools, another prompt"
+
+
+def test_a_target_is_asked_with_the_tools_of_the_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"tools": [{"name": "f"}], "prompt": "q"}, {"prompt": "q"})
+    distill(llama(template=TOOLED), read_prompts(path, tools="keep"), options(tmp_path / "o"))
+    starts = ["Tf\n<|im_start|>user\nq", "<|im_start|>user\nq"]
+    texts = [byte_tokenizer().decode(answer.tokens) for answer in read_answers(tmp_path / "o")]
+    assert [text.startswith(start) for text, start in zip(texts, starts, strict=True)] == [True] * 2
+
+
+def test_tools_that_a_template_does_not_show_are_said(caplog: Any) -> None:
+    tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    for template, lines in ((TOOLED, 0), (TEMPLATE, 1)):
+        renderer = PromptRenderer(TextSide("t", byte_tokenizer(template), (END,)), {})
+        check_tools(renderer, [Prompt(0, tuple(said("U:q")), template_args=tools)])
+        assert len(caplog.messages) == lines
+
+
+def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> None:
+    byte_tokenizer(TOOLED).save_pretrained(tmp_path / "target")
+    path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a")})
+    tools = write(tmp_path / "tools.json", [{"name": "f"}])
+    import_answers(
+        str(path), str(tmp_path / "target"), tmp_path / "out", PromptSet(tools=str(tools))
+    )
+    kept = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert read_manifest(tmp_path / "out")["sampling"]["template_args"] == kept
+    for wrong, got in (
+        ("kepe", "a JSON file of definitions, got 'kepe'"),
+        (str(path), "got keys me"),
+    ):
+        with pytest.raises(ValueError, match=got):
+            PromptSet(tools=wrong).template_args("{}")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_nulls_that_arrow_adds_are_no_arguments(tmp_path: Path, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    asked = [call("f", "1", x=1), call("g", "2", y="z")]
+    turns = [*said("U:q"), {"role": "assistant", "content": "", "tool_calls": asked}, *said("A:a")]
+    table = pyarrow.Table.from_pylist([{"messages": turns}])
+    path = tmp_path / f"p.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    [talk] = read_conversations(path)
+    calls = (talk.messages or ())[1]["tool_calls"]
+    assert [each["function"]["arguments"] for each in calls] == [{"x": 1}, {"y": "z"}]
+
+
+def test_results_in_hermes_layout_are_not_wrapped_twice(tmp_path: Path) -> None:
+    wrapped = f"<tool_call>{CALLED}</tool_call>"
+    both = "<tool_response>\nr\n</tool_response>\n<tool_response>\ns\n</tool_response>"
+    turns = said("U:q", f"A:{wrapped}", f"T:{both}", "A:a")
+    path = write(tmp_path / "p.jsonl", {"messages": turns})
+    shown = f"U:q|A:[[{wrapped}|]]\nR:{both}|A:[[a|]]"
+    assert learned(path, TOOLED) == [shown]
+    assert learned(path, tools="drop") == ["U:q|A:[[a|]]"]
+
+
+def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path: Path) -> None:
+    calls = [call("f", "1", x=1), call("g", "2")]
+    results = said("T:s", "T:r")
+    for result, number in zip(results, "21", strict=True):
+        result["tool_call_id"] = number
+    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    path = write(tmp_path / "p.jsonl", {"messages": [*said("U:q"), asked, *results, *said("A:a")]})
+    first, _ = learned(path, TOOLED)
+    other = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    assert first == f"U:q|A:[[<tool_call>{CALLED}</tool_call>{other}|]]"
+    [talk] = read_conversations(path)
+    assert [message["name"] for message in (talk.messages or ())[2:4]] == ["g", "f"]
+
+
+# ---------------------------------------------------------------- reasoning
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "turn", "channel"])
+def test_reasoning_in_its_own_place_is_learned(tmp_path: Path, key: str) -> None:
+    turns = said("U:q", "A:a")
+    if key == "turn":
+        turns.insert(1, {"role": "thinking", "content": "hm"})
+    elif key == "channel":
+        turns.insert(1, {"role": "assistant", "channel": "analysis", "content": "hm"})
+    else:
+        turns[1][key] = "hm"
+    path = write(tmp_path / "p.jsonl", {"messages": turns})
+    thought = "<think>\nhm\n</think>"
+    for template in (THINKING, TEMPLATE):  # the second one has no place for it but the text
+        assert learned(path, template) == [f"U:q|A:[[{thought}\n\na|]]"]
+        assert learned(path, template, reasoning="drop") == [f"U:q|A:{thought}[[\n\na|]]"]
+        assert learned(path, template, reasoning="only") == [f"U:q|A:[[{thought}]]"]
+
+
+def test_an_empty_block_is_learned_if_the_target_wrote_it(tmp_path: Path) -> None:
+    block = "<think>\n\n</think>\n\n"
+    path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a")})
+    assert learned(path, THINKING) == [f"U:q|A:{block}[[a|]]"]
+    assert learned(path, THINKING, reasoning="only") == [NOTHING]
+    write(path, {"messages": said("U:q", f"A:{block}a")})
+    assert learned(path, THINKING) == [f"U:q|A:[[{block}a|]]"]
+
+
+def test_reasoning_that_the_prompt_has_ended_is_left_out_of_answers(tmp_path: Path) -> None:
+    ended = TEMPLATE.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")
+    path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:<think>hm</think>a")})
+    assert "expected no reasoning" in learned(path, ended)[0]
+    assert learned(path, ended, reasoning="drop") == ["U:q|A:<think>\n\n</think>\n\n[[a|]]"]
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_files_are_unpacked_and_tables_read(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("datasets")
+    line = json.dumps({"prompt": "q", "completion": "a"}).encode() + b"\n"
+    for name in ("p.jsonl.zst", "p.jsonl.gz", "p.JSONL.bz2"):
+        with pyarrow.output_stream(str(tmp_path / name)) as file:
+            file.write(line)
+    (tmp_path / "p.csv").write_text('prompt,completion,text\n"q",a,\n')
+    for path in sorted(tmp_path.iterdir()):
+        assert learned(path) == ["U:q|A:[[a|]]"], path
+    assert len(read_prompts(tmp_path)) == 4
