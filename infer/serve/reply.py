@@ -16,6 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from draftheads.infer.rows import Step
+from draftheads.infer.serve.calls import CallForm
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import (
     TokenScore,
@@ -23,6 +24,7 @@ from draftheads.infer.serve.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
+from draftheads.infer.serve.parts import AnswerForm, Parts, is_opened
 from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
 from draftheads.infer.text import AnswerText, TextStream
@@ -35,7 +37,12 @@ class Choice:
     """One answer in the making. texts: those of single tokens, for log-probabilities."""
 
     def __init__(
-        self, request: GenerationRequest, index: int, prompt: list[int], texts: TokenTexts
+        self,
+        request: GenerationRequest,
+        index: int,
+        prompt: list[int],
+        texts: TokenTexts,
+        calls: CallForm | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -50,6 +57,18 @@ class Choice:
         skip = request.skip_special_tokens is not False
         after = () if self.is_chat else prompt
         marks = texts.marks if self.is_chat and skip else None
+        self.parts = Parts()
+        self._form = AnswerForm()
+        if isinstance(request, ChatRequest):
+            self._form = AnswerForm(
+                request.reasoning_format != "none",
+                is_opened(texts.tokenizer, marks, prompt),
+                calls if request.offered else None,
+                {tool.function.name: tool.function.schemas for tool in request.offered},
+                1 if request.parallel_tool_calls is False else None,
+            )
+        if self._form.has_marks:  # which special tokens may be
+            skip = False
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
 
@@ -76,11 +95,16 @@ class Choice:
         }
         scored = list(scores[: len(tokens)])
         self.scored += scored
-        return Piece(self, self._text.text[settled], tokens, scored, facts)
+        before = self.parts
+        text = self._text.text[: self._text.settled]
+        self.parts = self._form.parts(text, self.finish is not None)
+        if self.finish == "stop" and self.parts.calls:
+            self.finish = "tool_calls"
+        return Piece(self, self.parts.since(before), tokens, scored, facts)
 
     def whole(self) -> Json:
         """The finished choice."""
-        return self.entry(Piece(self, self._text.text, self.tokens, self.scored, {}))
+        return self.entry(Piece(self, self.parts, self.tokens, self.scored, {}))
 
     def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
@@ -90,7 +114,7 @@ class Choice:
         elif self.request.scores is not None:
             logprobs = completion_logprobs(piece.scored, self._texts, self._scored_characters)
             self._scored_characters += sum(map(len, logprobs["tokens"]))
-        entry = self._entry(piece.text, logprobs)
+        entry = self._entry(piece.parts, logprobs)
         if self.request.stream and self.request.includes_steps:
             entry["step"] = piece.facts
         if self.request.return_token_ids:
@@ -99,18 +123,18 @@ class Choice:
 
     def opening(self) -> Json:
         """The first entry of a stream."""
-        entry = self._entry("", None)
+        entry = self._entry(Parts(), None)
         entry["finish_reason"] = None
         if self.is_chat:
             entry["delta"]["role"] = "assistant"
         return entry
 
-    def _entry(self, text: str, logprobs: Any) -> Json:
-        content: Json = {"text": text}
+    def _entry(self, parts: Parts, logprobs: Any) -> Json:
+        content: Json = {"text": parts.text}
         if self.is_chat and self.request.stream:
-            content = {"delta": {"content": text}}
+            content = {"delta": parts.message()}
         elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
+            content = {"message": {"role": "assistant", **parts.message()}}
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
 
@@ -120,7 +144,7 @@ class Piece:
     """What a step adds to a choice."""
 
     choice: Choice
-    text: str
+    parts: Parts
     tokens: list[int]
     scored: list[TokenScore]
     facts: Json  # for `include_steps`
@@ -132,14 +156,19 @@ class Reply:
     """
 
     def __init__(
-        self, request: GenerationRequest, model: str, prompts: list[list[int]], texts: TokenTexts
+        self,
+        request: GenerationRequest,
+        model: str,
+        prompts: list[list[int]],
+        texts: TokenTexts,
+        calls: CallForm | None,
     ) -> None:
         self.request = request
         self.prompts = prompts
         self.choices: list[Choice] = []
         for prompt in prompts:
             for _ in range(request.count):
-                self.choices.append(Choice(request, len(self.choices), prompt, texts))
+                self.choices.append(Choice(request, len(self.choices), prompt, texts, calls))
         prefix = "cmpl"
         kind = "text_completion"
         if isinstance(request, ChatRequest):

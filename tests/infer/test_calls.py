@@ -1,0 +1,234 @@
+"""The promise: agents can be pointed at the server. Calls of tools and reasoning are told apart
+from the text, in the form of the chat template, and nothing that a target writes is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2.exceptions import TemplateError
+from served import Says
+from starlette.testclient import TestClient
+from tiny_chat import byte_tokenizer, stand_in
+
+from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.serve.app import create_app
+from draftheads.infer.serve.calls import find_form
+from draftheads.infer.serve.parts import AnswerForm
+from draftheads.infer.serve.service import ServeOptions
+from draftheads.train.data.text_side import TextSide
+
+TEMPLATES = Path(__file__).parents[3] / "shared" / "data" / "chat-templates"
+HERMES = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "integer"}}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
+    for name in ("look_up", "count")
+]
+HELLO = [{"role": "user", "content": "Hello"}]
+LOOK_UP = '<tool_call>\n{"name": "look_up", "arguments": {"word": "heron"}}\n</tool_call>'
+COUNT = '<tool_call>\n{"name": "count", "arguments": {"n": 2}}\n</tool_call>'
+CALLS = [("look_up", {"word": "heron"}), ("count", {"n": 2})]
+
+
+@pytest.fixture(scope="module")
+def says() -> Iterator[tuple[Says, TestClient]]:
+    engine = Says()
+    engine.target.tokenizer = byte_tokenizer(HERMES)
+    engine.target.context = 4096
+    with TestClient(create_app(engine, ServeOptions("tiny"))) as client:
+        yield engine, client
+
+
+def ask(says: tuple[Says, TestClient], text: str, **body: Any) -> tuple[Any, Any]:
+    """The message of an answer that is this text, and why it ended; streams are joined."""
+    engine, client = says
+    engine.text = text
+    body = {"messages": HELLO, "tools": TOOLS, **body}
+    said = client.post("/v1/chat/completions", json=body)
+    assert said.status_code == 200, said.text
+    if not body.get("stream"):
+        [choice] = said.json()["choices"]
+        return choice["message"], choice["finish_reason"]
+    message: dict[str, Any] = {}
+    for event in said.text.split("\n\n")[:-2]:
+        [choice] = json.loads(event.removeprefix("data: "))["choices"]
+        for key, value in choice["delta"].items():
+            if value:
+                message[key] = message.get(key, type(value)()) + value
+    message["content"] = message.get("content") or (None if "tool_calls" in message else "")
+    return message, choice["finish_reason"]
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in message.get("tool_calls", ())]
+    return [(each["name"], json.loads(each["arguments"])) for each in functions]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "content", "count"),
+    [
+        (LOOK_UP, None, 1),
+        (f"I look.\n{LOOK_UP}", "I look.", 1),
+        (f"{LOOK_UP}\n{COUNT}", None, 2),
+        (f"{LOOK_UP}{COUNT}\n", None, 2),
+        (f"{LOOK_UP}\nThere.", "There.", 1),
+        ("No <tool is needed.\n", "No <tool is needed.\n", 0),
+        (LOOK_UP[:-3], None, 1),
+    ],
+)
+def test_calls_are_told_from_the_text(says, text, content, count, stream):
+    message, finish = ask(says, text, stream=stream)
+    assert message["content"] == content
+    assert calls_of(message) == CALLS[:count]
+    assert finish == ("tool_calls" if count else "stop")
+    calls = message.get("tool_calls", ())
+    assert len({call["id"] for call in calls}) == count
+    assert [call["index"] for call in calls] == [*range(count)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        LOOK_UP.replace('"heron"', "heron"),
+        LOOK_UP.replace("}}", "}"),
+        LOOK_UP[:40],
+        "I look.\n<tool_call>",
+        "<tool_call>\n[]\n</tool_call>".replace("[]", "[1]"),
+        '<tool_call>\n{"name": 1, "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "look_up", "arguments": "heron"}\n</tool_call>',
+        "<tool_call>" + "[" * 900,
+        f"{LOOK_UP}\n" + LOOK_UP.replace('"heron"', "heron"),
+    ],
+)
+def test_what_is_no_whole_call_stays_text(says, text, stream):
+    message, finish = ask(says, text, stream=stream)
+    assert message == {"role": "assistant", "content": text}
+    assert finish == "stop"
+
+
+def test_only_as_many_calls_as_may_be(says):
+    message, _ = ask(says, f"{LOOK_UP}\n{COUNT}", parallel_tool_calls=False)
+    assert calls_of(message) == CALLS[:1]
+    message, finish = ask(says, LOOK_UP, tool_choice="none")
+    assert (message["content"], finish) == (LOOK_UP, "stop")
+    assert "look_up" not in says[0].asked[-1]
+    message, _ = ask(says, LOOK_UP, tools=None)
+    assert message["content"] == LOOK_UP
+
+
+def test_histories_have_calls_and_results_as_the_template_writes_them(says):
+    message, _ = ask(says, f"I look.\n{LOOK_UP}")
+    message |= {"refusal": None, "audio": None, "function_call": None}
+    [call] = message["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "A bird."}
+    ask(says, "A bird.", messages=[*HELLO, message, result])
+    shown = f"assistant\nI look.\n{LOOK_UP}<|im_end|>\n<|im_start|>tool\nA bird.<|im_end|>\n"
+    assert shown in says[0].asked[-1]
+    assert says[0].asked[-1].startswith('{"type": "function", "function": {"name": "look_up"')
+    ask(says, "Hi.", messages=[*HELLO, {"role": "assistant", "tool_calls": []}, *HELLO])
+    assert "tool_call" not in says[0].asked[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("<think>\n\n</think>\n\nyes", None, "yes"),
+        ("<think>hm", "hm", ""),
+        (" <thing> yes", None, " <thing> yes"),
+        ("yes <think>hm</think>", None, "yes <think>hm</think>"),
+    ],
+)
+def test_reasoning_is_apart(says, text, reasoning, content, stream):
+    message, _ = ask(says, text, stream=stream)
+    assert message.get("reasoning_content") == reasoning
+    assert message["content"] == content
+    message, _ = ask(says, text, stream=stream, reasoning_format="none")
+    assert message == {"role": "assistant", "content": text}
+
+
+def test_reasoning_then_calls(says):
+    message, finish = ask(says, f"<think>\n{COUNT}?\n</think>\n\n{LOOK_UP}", stream=True)
+    assert message["reasoning_content"] == f"{COUNT}?"
+    assert (calls_of(message), message["content"], finish) == (CALLS[:1], None, "tool_calls")
+
+
+def test_a_prompt_that_opens_reasoning():
+    engine = Says()
+    opened = HERMES.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    engine.target.tokenizer = byte_tokenizer(opened)
+    engine.target.context = 4096
+    with TestClient(create_app(engine, ServeOptions("tiny"))) as client:
+        message, _ = ask((engine, client), "hm\n</think>\nyes", stream=True)
+        assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
+        message, _ = ask((engine, client), "hm")
+        assert (message["reasoning_content"], message["content"]) == ("hm", "")
+
+
+def test_a_template_without_tools_is_told():
+    engine = Says()
+    with TestClient(create_app(engine, ServeOptions("tiny"))) as client:
+        said = client.post("/v1/chat/completions", json={"messages": HELLO, "tools": TOOLS})
+    assert said.status_code == 400
+    error = said.json()["error"]
+    assert error["param"] == "tools"
+    assert "expected a chat template that shows tools" in error["message"]
+
+
+def answers(renderer: PromptRenderer) -> Iterator[tuple[str, int]]:
+    """Conversations that end with calls, as a template writes them, and how many calls."""
+    for count in (1, 2):
+        calls = [
+            {"id": "a1b2c3d4e", "type": "function", "function": {"name": name, "arguments": given}}
+            for name, given in CALLS[:count]
+        ]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            text = renderer.text([*HELLO, answer], ask=False)
+        except TemplateError:
+            continue
+        if count == 1 or "count" in text.rpartition("heron")[2]:
+            yield text, count
+
+
+@pytest.mark.slow
+def test_calls_of_real_templates_are_read():
+    """As each template writes them itself."""
+    if not TEMPLATES.is_dir():
+        pytest.skip(f"no chat templates at {TEMPLATES}")
+    schemas = {tool["function"]["name"]: SCHEMA["properties"] for tool in TOOLS}
+    read = []
+    for path in sorted(TEMPLATES.glob("*/*.jinja")):
+        side = TextSide(path.stem, stand_in(path.read_text()), ())
+        renderer = PromptRenderer(side, {"tools": TOOLS})
+        form = find_form(side)
+        if form is None:
+            continue
+        for text, count in answers(renderer):
+            plain = renderer.text([*HELLO, {"role": "assistant", "content": "@"}], ask=False)
+            start = len(commonprefix([plain, text])) - 40
+            place = text.find(form.opening or "{", start)
+            end = len(commonprefix([plain[::-1], text[::-1]]))  # of the turn
+            whole = text[place : len(text) - end]
+            parts = AnswerForm(calls=form, schemas=schemas).parts(whole, True)
+            assert calls_of({"tool_calls": parts.calls}) == CALLS[:count], path.stem
+            cut = AnswerForm(calls=form, schemas=schemas).parts(whole[: whole.find("heron")], True)
+            assert (cut.calls, cut.text) == ([], whole[: whole.find("heron")]), path.stem
+            read.append((path.stem, count))
+    assert len(read) > 100
