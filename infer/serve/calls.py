@@ -24,6 +24,7 @@ Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
 Found = tuple[list[tuple[Any, Any]], str]
 """Names and arguments with which a text begins, and the rest of the text."""
+Reader = Callable[[str, Schemas], Found]
 ONE, TWO = "draftheads_one", "draftheads_two"
 """Names of tools that are searched for in a rendered conversation."""
 ARGUMENTS = {"key_a": "value_a", "key_b": 47}
@@ -49,7 +50,7 @@ class CallForm:
     opening: str
     start: str
     closing: str
-    read: Callable[[str, Schemas], Found]
+    read: Reader
 
     def place(self, text: str) -> int:
         """Where calls begin in a text, if they do; -1: there are none so far."""
@@ -130,6 +131,7 @@ def _form(call: str, both: str) -> CallForm | None:
     data = DATA.search(call)
     core = min(name, data.start()) if data else name
     opening = call[:core].strip()
+    read: Reader | None = None
     if data and core < name:
         read = partial(_read_json, KEY.findall(call))
     elif data:
@@ -148,7 +150,7 @@ def _read_json(keys: list[str], text: str, schemas: Schemas) -> Found:
     """JSON with names. keys: of name and arguments; if there is one, each name is a key."""
     text = text.lstrip()
     value, end = DECODER.raw_decode(text)
-    found = []
+    found: list[tuple[Any, Any]] = []
     for entry in value if isinstance(value, list) else [value]:
         found += [tuple(entry[key] for key in keys)] if len(keys) == 2 else entry.items()
     return found, text[end:]
@@ -161,7 +163,7 @@ def _read_named(text: str, schemas: Schemas) -> Found:
     return [(name, arguments)], text[end:]
 
 
-def _parameters(call: str) -> Callable[[str, Schemas], Found] | None:
+def _parameters(call: str) -> Reader | None:
     """Reads a name and parameters with such marks around keys and values."""
     match = PARAMETERS.fullmatch(call.partition(ONE)[2])
     if match is None:

@@ -237,64 +237,57 @@ class TextPart(BaseModel):
     text: str
 
 
-class Function(BaseModel):
-    """A function that may be called. parameters: a JSON schema."""
+class Described(BaseModel):
+    """What templates may read more of than is named here."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Parameters(Described):
+    """The JSON schema of a function's arguments."""
+
+    type: Literal["object"] = "object"
+    properties: dict[str, Json | bool] = {}
+
+
+class Function(Described):
+    """A function that may be called."""
 
     name: str = Field(pattern=r"^[\w.-]{1,128}$")
     description: str | None = ""
-    parameters: Json = {"type": "object", "properties": {}}
-
-    @property
-    def schemas(self) -> Json:
-        """Those of its arguments."""
-        found = self.parameters.get("properties")
-        return found if isinstance(found, dict) else {}
+    parameters: Parameters = Parameters()
 
 
-class Tool(BaseModel):
+class Tool(Described):
     """A tool that may be called."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
     function: Function
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Described):
     """A function and its arguments: clients send JSON text, templates read an object."""
-
-    model_config = ConfigDict(strict=True)
 
     name: Text
     arguments: JsonText[Json] | Json
 
 
-class ToolCall(BaseModel):
+class ToolCall(Described):
     """A call in a message."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
-ToolCalls = Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)]
-
-
-class Message(BaseModel):
+class Message(Described):
     """A message of a conversation."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1, max_length=64)
     content: (
         str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
     ) = None
     reasoning_content: str | None = None
-    tool_calls: ToolCalls | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
 
     def plain(self) -> Json:
         """As chat templates read it."""
@@ -315,7 +308,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Json | None = None
-    tools: Tools | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = True
     reasoning_format: Literal["auto", "none"] | None = "auto"

@@ -15,6 +15,7 @@ from uuid import uuid4
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from draftheads.infer.prompt import OPEN
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.calls import CallForm
 from draftheads.infer.serve.jobs import Job
@@ -24,11 +25,13 @@ from draftheads.infer.serve.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from draftheads.infer.serve.parts import AnswerForm, Parts, is_opened
+from draftheads.infer.serve.parts import AnswerForm
 from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
 from draftheads.infer.text import AnswerText, TextStream
 
+TAIL = 16
+"""Tokens at the end of a prompt, which show whether it has opened the reasoning."""
 STALL_SECONDS = 60.0
 """For a client to read what it was sent."""
 
@@ -42,7 +45,7 @@ class Choice:
         index: int,
         prompt: list[int],
         texts: TokenTexts,
-        calls: CallForm | None = None,
+        calls: CallForm | None,
     ) -> None:
         self.request = request
         self.index = index
@@ -57,18 +60,22 @@ class Choice:
         skip = request.skip_special_tokens is not False
         after = () if self.is_chat else prompt
         marks = texts.marks if self.is_chat and skip else None
-        self.parts = Parts()
+        self.parts: Json = {}
         self._form = AnswerForm()
         if isinstance(request, ChatRequest):
+            ending = TextStream(texts.tokenizer, marks=marks).feed(prompt[-TAIL:])
             self._form = AnswerForm(
+                OPEN if ending.rstrip().endswith(OPEN) else "",
                 request.reasoning_format != "none",
-                is_opened(texts.tokenizer, marks, prompt),
                 calls if request.offered else None,
-                {tool.function.name: tool.function.schemas for tool in request.offered},
+                {
+                    tool.function.name: tool.function.parameters.properties
+                    for tool in request.offered
+                },
                 1 if request.parallel_tool_calls is False else None,
             )
-        if self._form.has_marks:  # which special tokens may be
-            skip = False
+        if self._form.calls is not None and self._form.calls.opening:
+            skip = False  # its marks may be special tokens
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
 
@@ -96,11 +103,11 @@ class Choice:
         scored = list(scores[: len(tokens)])
         self.scored += scored
         before = self.parts
-        text = self._text.text[: self._text.settled]
-        self.parts = self._form.parts(text, self.finish is not None)
-        if self.finish == "stop" and self.parts.calls:
+        self.parts = self._form.parts(self._text.text[: settled.stop], self.finish is not None)
+        if self.finish == "stop" and self.parts["tool_calls"]:
             self.finish = "tool_calls"
-        return Piece(self, self.parts.since(before), tokens, scored, facts)
+        parts = {key: part[len(before.get(key, "")) :] for key, part in self.parts.items()}
+        return Piece(self, parts, tokens, scored, facts)
 
     def whole(self) -> Json:
         """The finished choice."""
@@ -123,18 +130,19 @@ class Choice:
 
     def opening(self) -> Json:
         """The first entry of a stream."""
-        entry = self._entry(Parts(), None)
+        entry = self._entry({"content": ""}, None)
         entry["finish_reason"] = None
         if self.is_chat:
             entry["delta"]["role"] = "assistant"
         return entry
 
-    def _entry(self, parts: Parts, logprobs: Any) -> Json:
-        content: Json = {"text": parts.text}
+    def _entry(self, parts: Json, logprobs: Any) -> Json:
+        content: Json = {"text": parts["content"]}
+        message = {key: part for key, part in parts.items() if part or key == "content"}
         if self.is_chat and self.request.stream:
-            content = {"delta": parts.message()}
+            content = {"delta": message}
         elif self.is_chat:
-            content = {"message": {"role": "assistant", **parts.message()}}
+            content = {"message": {"role": "assistant", **message}}
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
 
@@ -144,7 +152,7 @@ class Piece:
     """What a step adds to a choice."""
 
     choice: Choice
-    parts: Parts
+    parts: Json  # as of `AnswerForm`
     tokens: list[int]
     scored: list[TokenScore]
     facts: Json  # for `include_steps`

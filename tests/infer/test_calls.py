@@ -68,7 +68,7 @@ def ask(says: tuple[Says, TestClient], text: str, **body: Any) -> tuple[Any, Any
         for key, value in choice["delta"].items():
             if value:
                 message[key] = message.get(key, type(value)()) + value
-    message["content"] = message.get("content") or (None if "tool_calls" in message else "")
+    message["content"] = message.get("content") or ""
     return message, choice["finish_reason"]
 
 
@@ -81,13 +81,13 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
 @pytest.mark.parametrize(
     ("text", "content", "count"),
     [
-        (LOOK_UP, None, 1),
+        (LOOK_UP, "", 1),
         (f"I look.\n{LOOK_UP}", "I look.", 1),
-        (f"{LOOK_UP}\n{COUNT}", None, 2),
-        (f"{LOOK_UP}{COUNT}\n", None, 2),
+        (f"{LOOK_UP}\n{COUNT}", "", 2),
+        (f"{LOOK_UP}{COUNT}\n", "", 2),
         (f"{LOOK_UP}\nThere.", "There.", 1),
         ("No <tool is needed.\n", "No <tool is needed.\n", 0),
-        (LOOK_UP[:-3], None, 1),
+        (LOOK_UP[:-3], "", 1),
     ],
 )
 def test_calls_are_told_from_the_text(says, text, content, count, stream):
@@ -166,7 +166,7 @@ def test_reasoning_is_apart(says, text, reasoning, content, stream):
 def test_reasoning_then_calls(says):
     message, finish = ask(says, f"<think>\n{COUNT}?\n</think>\n\n{LOOK_UP}", stream=True)
     assert message["reasoning_content"] == f"{COUNT}?"
-    assert (calls_of(message), message["content"], finish) == (CALLS[:1], None, "tool_calls")
+    assert (calls_of(message), message["content"], finish) == (CALLS[:1], "", "tool_calls")
 
 
 def test_a_prompt_that_opens_reasoning():
@@ -226,9 +226,10 @@ def test_calls_of_real_templates_are_read():
             place = text.find(form.opening or "{", start)
             end = len(commonprefix([plain[::-1], text[::-1]]))  # of the turn
             whole = text[place : len(text) - end]
-            parts = AnswerForm(calls=form, schemas=schemas).parts(whole, True)
-            assert calls_of({"tool_calls": parts.calls}) == CALLS[:count], path.stem
-            cut = AnswerForm(calls=form, schemas=schemas).parts(whole[: whole.find("heron")], True)
-            assert (cut.calls, cut.text) == ([], whole[: whole.find("heron")]), path.stem
+            answer = AnswerForm(calls=form, schemas=schemas)
+            assert calls_of(answer.parts(whole, True)) == CALLS[:count], path.stem
+            begun = whole[: whole.find("heron")]
+            cut = answer.parts(begun, True)
+            assert (cut["tool_calls"], cut["content"]) == ([], begun), path.stem
             read.append((path.stem, count))
     assert len(read) > 100
