@@ -30,23 +30,26 @@ ONE, TWO = "draftheads_one", "draftheads_two"
 ARGUMENTS = {"key_a": "value_a", "key_b": 47}
 CALL_ID = "call00000"
 """Mistral's templates take no ids of another length."""
-DATA = re.compile(r'(?:\[\s*)?\{\s*"')
+DATA = re.compile(r'(?:\[\s*)?\{(?=\s*["}])')
 KEY = re.compile(rf'"(\w+)":\s*(?:"{ONE}"|\{{\s*"key_a")')
-NAME = re.compile(r"\s*([\w.-]+)([^{]*)(.*)", re.DOTALL)
+NAME = re.compile(r"\s*([\w.-]+)(.*)", re.DOTALL)
 PARAMETERS = re.compile(r"(.*?)key_a(.*?)value_a(.*?)key_b(.*?)47(.*)", re.DOTALL)
 DECODER = json.JSONDecoder(strict=False)
 """Takes line breaks in strings, as models write them."""
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What the text of a target may raise."""
 
 
 @dataclass(frozen=True)
 class CallForm:
     """How a template writes calls.
 
-    opening: the text before the first; "": an answer that is JSON is a call. start: the end of what
-    stands before each. closing: the text after the last. read: of the text after a
-    start; raises ValueError or LookupError if it is no call, or not whole.
+    example: a call of `ONE` with ARGUMENTS. opening: the text before the first call; "": an answer
+    that is JSON is a call. start: the end of what stands before each. closing: the text after the
+    last. read: of the text after a start; raises one of UNREADABLE if it has no whole call.
     """
 
+    example: str
     opening: str
     start: str
     closing: str
@@ -73,16 +76,18 @@ class CallForm:
                     calls.append(call_entry(len(calls), name, arguments))
                 if not squeezed(self.closing).startswith(squeezed(rest)):
                     left += rest.strip().removeprefix(self.closing).strip()
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except UNREADABLE:
             return [], text
         return calls, left
 
 
 def call_entry(index: int, name: Any, arguments: Any) -> Json:
-    """A call as choices have it. Raises ValueError for what is none."""
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    """A call as choices have it. Raises one of UNREADABLE for what is none."""
+    if not re.fullmatch(r"[\w.-]+", name) or not isinstance(arguments, dict):
         raise ValueError("expected a name and an object")
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text.encode()  # fails for half a character
+    function = {"name": name, "arguments": text}
     call_id = uuid4().hex[: len(CALL_ID)]
     return {"index": index, "id": call_id, "type": "function", "function": function}
 
@@ -131,36 +136,34 @@ def _form(call: str, both: str) -> CallForm | None:
     data = DATA.search(call)
     core = min(name, data.start()) if data else name
     opening = call[:core].strip()
-    read: Reader | None = None
-    if data and core < name:
-        read = partial(_read_json, KEY.findall(call))
-    elif data:
-        read = _read_named
-    else:
-        read = _parameters(call)
-    if read is None or (not opening and core == name):
+    keys = KEY.findall(call) if core < name else []
+    read = partial(_read_json, keys) if data else _parameters(call)
+    if read is None or not (opening or keys):
         return None
-    _, closing = read(call[core:], {})
+    try:
+        found, closing = read(call[core:], {})
+    except UNREADABLE:
+        return None
+    if found != [(ONE, ARGUMENTS)]:
+        return None
     before = both.partition(TWO)[0]
     start = _common_end(call[:core], before[: len(before) - (name - core)]).strip()
-    return CallForm(opening, start or opening, closing.strip(), read)
+    return CallForm(call, opening, start or opening, closing.strip(), read)
 
 
 def _read_json(keys: list[str], text: str, schemas: Schemas) -> Found:
-    """JSON with names. keys: of name and arguments; if there is one, each name is a key."""
-    text = text.lstrip()
-    value, end = DECODER.raw_decode(text)
+    """JSON. keys: of names and arguments; if there is one, names are keys; without, a name and
+    marks stand before.
+    """
+    head, *_ = DATA.split(text)
+    value, end = DECODER.raw_decode(text, len(head))
     found: list[tuple[Any, Any]] = []
     for entry in value if isinstance(value, list) else [value]:
-        found += [tuple(entry[key] for key in keys)] if len(keys) == 2 else entry.items()
+        if len(keys) == 2:
+            found.append((entry[keys[0]], entry[keys[1]]))
+        else:
+            found += entry.items() if keys else [(NAME.findall(head)[0][0], entry)]
     return found, text[end:]
-
-
-def _read_named(text: str, schemas: Schemas) -> Found:
-    """A name, some marks and arguments."""
-    name, _, text = NAME.findall(text)[0]
-    arguments, end = DECODER.raw_decode(text)
-    return [(name, arguments)], text[end:]
 
 
 def _parameters(call: str) -> Reader | None:
@@ -178,8 +181,7 @@ def _parameters(call: str) -> Reader | None:
     closing = squeezed(parameter.sub("", call.partition(ONE)[2]))
 
     def read(text: str, schemas: Schemas) -> Found:
-        name, *rest = NAME.findall(text)[0]
-        text = "".join(rest)
+        name, text = NAME.findall(text)[0]
         arguments = {
             key: _value(value, schemas.get(name, {}).get(key))
             for key, value in parameter.findall(text)

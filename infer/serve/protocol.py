@@ -246,7 +246,7 @@ class Described(BaseModel):
 class Parameters(Described):
     """The JSON schema of a function's arguments."""
 
-    type: Literal["object"] = "object"
+    type: Any = "object"
     properties: dict[str, Json | bool] = {}
 
 

@@ -112,6 +112,9 @@ def test_calls_are_told_from_the_text(says, text, content, count, stream):
         '<tool_call>\n{"name": 1, "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "look_up", "arguments": "heron"}\n</tool_call>',
         "<tool_call>" + "[" * 900,
+        LOOK_UP.replace("heron", "\\ud800"),
+        LOOK_UP.replace('"heron"', "NaN"),
+        LOOK_UP.replace("look_up", "look up\\ud800"),
         f"{LOOK_UP}\n" + LOOK_UP.replace('"heron"', "heron"),
     ],
 )
@@ -233,3 +236,65 @@ def test_calls_of_real_templates_are_read():
             assert (cut["tool_calls"], cut["content"]) == ([], begun), path.stem
             read.append((path.stem, count))
     assert len(read) > 100
+
+
+FUNCTION = {"name": "look_up"}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+ODD: list[Any] = [7, 1.5, [1], [[]], {"a": 1}]
+
+
+def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Bodies that are no requests, each with the option that is wrong."""
+
+    def tool(**parts: Any) -> dict[str, Any]:
+        return {"tools": [{**TOOL, "function": {**FUNCTION, **parts}}]}
+
+    def answer(**parts: Any) -> dict[str, Any]:
+        return {"messages": [*HELLO, {"role": "assistant", "content": "", **parts}]}
+
+    def call(**parts: Any) -> dict[str, Any]:
+        return answer(tool_calls=[{**CALL, "function": {**CALL["function"], **parts}}])
+
+    for odd in ODD:
+        for body in ({"tools": odd}, {"tools": [odd]}, tool(name=odd), tool(description=odd)):
+            yield "tools", body
+        for part in ("type", "function"):
+            yield "tools", {"tools": [{**TOOL, part: odd}]}
+            yield "messages", answer(tool_calls=[{**CALL, part: odd}])
+        for key in ("tool_calls", "reasoning_content", "content"):
+            yield "messages", answer(**{key: odd})
+        for key in ("tool_choice", "reasoning_format", "parallel_tool_calls"):
+            yield key, {"tools": TOOLS, key: odd}
+        yield "messages", call(name=odd)
+        if odd != {"a": 1}:
+            yield "messages", call(arguments=odd)
+            yield "tools", tool(parameters=odd)
+            yield "tools", tool(parameters={"properties": odd})
+    for text in ("{", "[]", "1", '{"a": }', "null", ""):
+        yield "messages", call(arguments=text)
+    yield "messages", answer(tool_calls=[{"id": "a", "type": "function"}])
+    yield "messages", answer(tool_calls=[{**CALL, "function": {"name": "look_up"}}])
+    yield "messages", answer(tool_calls=[CALL] * 129)
+    yield "tools", {"tools": [{"type": "function"}]}
+    yield "tools", {"tools": [{"function": FUNCTION}]}
+    yield "tools", {"tools": [TOOL] * 129}
+    yield "tools", {"tools": [{**TOOL, "function": {"name": "x" * 129}}]}
+    yield "tools", {"tools": [{**TOOL, "function": {"name": ""}}]}
+    yield "tool_choice", {"tools": TOOLS, "tool_choice": "required"}
+    yield "tool_choice", {"tools": TOOLS, "tool_choice": {**TOOL}}
+    yield "functions", {"functions": [FUNCTION]}
+    yield "function_call", {"function_call": "auto"}
+
+
+def test_a_hundred_bad_bodies_are_refused_in_one_line_each(says):
+    count = 0
+    for option, body in bodies():
+        said = says[1].post("/v1/chat/completions", json={"messages": HELLO, **body})
+        error = said.json()["error"]
+        assert said.status_code == 400, (body, said.text)
+        assert (error["param"] or "").startswith(option), (body, error)
+        assert option in error["message"] and "\n" not in error["message"], (body, error)
+        assert len(error["message"]) < 200, (body, error)
+        count += 1
+    assert count > 100
