@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calling import CALLS, COUNT, HERMES, LOOK_UP, SCHEMA, TOOLS, Calls
 from jinja2.exceptions import TemplateError
 from served import Says
 from starlette.testclient import TestClient
-from tiny_chat import byte_tokenizer, stand_in
+from tiny_chat import stand_in
 
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.app import create_app
@@ -24,30 +25,12 @@ from draftheads.infer.serve.service import ServeOptions
 from draftheads.train.data.text_side import TextSide
 
 TEMPLATES = Path(__file__).parents[3] / "shared" / "data" / "chat-templates"
-HERMES = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
-    "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "n": {"type": "integer"}}}
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
-    for name in ("look_up", "count")
-]
 HELLO = [{"role": "user", "content": "Hello"}]
-LOOK_UP = '<tool_call>\n{"name": "look_up", "arguments": {"word": "heron"}}\n</tool_call>'
-COUNT = '<tool_call>\n{"name": "count", "arguments": {"n": 2}}\n</tool_call>'
-CALLS = [("look_up", {"word": "heron"}), ("count", {"n": 2})]
 
 
 @pytest.fixture(scope="module")
 def says() -> Iterator[tuple[Says, TestClient]]:
-    engine = Says()
-    engine.target.tokenizer = byte_tokenizer(HERMES)
-    engine.target.context = 4096
+    engine = Calls()
     with TestClient(create_app(engine, ServeOptions("tiny"))) as client:
         yield engine, client
 
@@ -173,10 +156,7 @@ def test_reasoning_then_calls(says):
 
 
 def test_a_prompt_that_opens_reasoning():
-    engine = Says()
-    opened = HERMES.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    engine.target.tokenizer = byte_tokenizer(opened)
-    engine.target.context = 4096
+    engine = Calls(HERMES.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
     with TestClient(create_app(engine, ServeOptions("tiny"))) as client:
         message, _ = ask((engine, client), "hm\n</think>\nyes", stream=True)
         assert (message["reasoning_content"], message["content"]) == ("hm", "yes")
