@@ -12,7 +12,8 @@ from draftheads.infer.rows import Step
 
 HERMES = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content.split('</think>')[-1].lstrip() }}"
     "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
