@@ -17,6 +17,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic import (
+    Json as JsonText,
+)
 from starlette.exceptions import HTTPException
 
 from draftheads.arguments import expected
@@ -38,7 +41,6 @@ OFF = {
     "min_tokens",
     "presence_penalty",
     "suffix",
-    "tools",
     "top_logprobs",
     "use_beam_search",
 }
@@ -47,13 +49,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),
 }
 """Others that it does not have, and their values that ask for nothing. Null always does."""
 HARMLESS = {
     "cache_prompt",
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -65,6 +65,7 @@ HARMLESS = {
 """Options that are not read, because no value of them changes an answer."""
 MOST_STOPS = 16
 MOST_MESSAGES, MOST_PARTS = 1024, 64
+MOST_TOOLS = 128
 MOST_CHOICES = 128
 """Prompts x n."""
 MOST_LOGPROBS = 20
@@ -236,22 +237,67 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
-    """A message of a conversation."""
+class Described(BaseModel):
+    """What templates may read more of than is named here."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Parameters(Described):
+    """The JSON schema of a function's arguments."""
+
+    type: Any = "object"
+    properties: dict[str, Json | bool] = {}
+
+
+class Function(Described):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[\w.-]{1,128}$")
+    description: str | None = ""
+    parameters: Parameters = Parameters()
+
+
+class Tool(Described):
+    """A tool that may be called."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(Described):
+    """A function and its arguments: clients send JSON text, templates read an object."""
+
+    name: Text
+    arguments: JsonText[Json] | Json
+
+
+class ToolCall(Described):
+    """A call in a message."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Described):
+    """A message of a conversation."""
 
     role: str = Field(min_length=1, max_length=64)
     content: (
         str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
     ) = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
 
     def plain(self) -> Json:
         """As chat templates read it."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        return {**self.model_dump(), "content": content}
+        given = self.model_dump(exclude_none=True)
+        if not self.tool_calls:
+            given.pop("tool_calls", None)
+        return {**given, "content": content}
 
 
 class ChatRequest(GenerationRequest):
@@ -262,6 +308,10 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Json | None = None
+    tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_format: Literal["auto", "none"] | None = "auto"
 
     @field_validator("chat_template_kwargs", mode="before")
     @classmethod
@@ -278,6 +328,18 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it; set logprobs")
         return self
+
+    @property
+    def variables(self) -> Json:
+        """Those of the chat template."""
+        given = self.chat_template_kwargs or {}
+        tools = [tool.model_dump(exclude_none=True) for tool in self.offered]
+        return {**given, "tools": tools} if tools else given
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that may be called."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def limit(self) -> int | None:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from draftheads.heads.target.model import Target
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.serve.calls import find_form
 from draftheads.infer.serve.protocol import (
     MOST_CHOICES,
     ApiError,
@@ -45,6 +46,7 @@ class Reader:
         self.target = target
         self.name = name
         self.most_choices = min(most_choices, MOST_CHOICES)
+        self.calls = find_form(target)
         self._turn = Lock()  # tokenizers in Python are for one thread at a time
 
     async def read(self, kind: type[R], http: Request) -> tuple[R, list[list[int]]]:
@@ -91,7 +93,7 @@ class Reader:
         variables: Json | None = None
         try:
             if isinstance(prompt, ChatRequest):
-                variables = prompt.chat_template_kwargs
+                variables = prompt.variables
                 prompt = self._messages(prompt)
             else:
                 self._refuse_long(prompt)
@@ -103,10 +105,16 @@ class Reader:
     def _messages(self, request: ChatRequest) -> list[Json]:
         if not getattr(self.target.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.target.name} has no chat template; use /v1/completions")
+        if request.offered and self.calls is None:
+            message = (
+                f"tools: expected a chat template that shows tools and calls, that of "
+                f"{self.target.name} does not, or calls in an unknown way; leave tools out"
+            )
+            raise ApiError(400, message, param="tools")
         messages = [message.plain() for message in request.messages]
         # templates leave out the reasoning of earlier answers, but nothing of the others
         questions = [each["content"] for each in messages if each["role"] != "assistant"]
-        self._refuse_long("".join(questions))
+        self._refuse_long("".join([*questions, str(request.variables)]))
         return messages
 
     def _refuse_long(self, text: str) -> None:

@@ -15,7 +15,9 @@ from uuid import uuid4
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from draftheads.infer.prompt import OPEN
 from draftheads.infer.rows import Step
+from draftheads.infer.serve.calls import CallForm
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import (
     TokenScore,
@@ -23,10 +25,13 @@ from draftheads.infer.serve.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
+from draftheads.infer.serve.parts import AnswerForm
 from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
 from draftheads.infer.text import AnswerText, TextStream
 
+TAIL = 16
+"""Tokens at the end of a prompt, which show whether it has opened the reasoning."""
 STALL_SECONDS = 60.0
 """For a client to read what it was sent."""
 
@@ -35,7 +40,12 @@ class Choice:
     """One answer in the making. texts: those of single tokens, for log-probabilities."""
 
     def __init__(
-        self, request: GenerationRequest, index: int, prompt: list[int], texts: TokenTexts
+        self,
+        request: GenerationRequest,
+        index: int,
+        prompt: list[int],
+        texts: TokenTexts,
+        calls: CallForm | None,
     ) -> None:
         self.request = request
         self.index = index
@@ -50,6 +60,22 @@ class Choice:
         skip = request.skip_special_tokens is not False
         after = () if self.is_chat else prompt
         marks = texts.marks if self.is_chat and skip else None
+        self.parts: Json = {}
+        self._form = AnswerForm()
+        if isinstance(request, ChatRequest):
+            ending = TextStream(texts.tokenizer, marks=marks).feed(prompt[-TAIL:])
+            self._form = AnswerForm(
+                OPEN if ending.rstrip().endswith(OPEN) else "",
+                request.reasoning_format != "none",
+                calls if request.offered else None,
+                {
+                    tool.function.name: tool.function.parameters.properties
+                    for tool in request.offered
+                },
+                1 if request.parallel_tool_calls is False else None,
+            )
+        if self._form.calls is not None and self._form.calls.opening:
+            skip = False  # its marks may be special tokens
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
 
@@ -76,11 +102,16 @@ class Choice:
         }
         scored = list(scores[: len(tokens)])
         self.scored += scored
-        return Piece(self, self._text.text[settled], tokens, scored, facts)
+        before = self.parts
+        self.parts = self._form.parts(self._text.text[: settled.stop], self.finish is not None)
+        if self.finish == "stop" and self.parts["tool_calls"]:
+            self.finish = "tool_calls"
+        parts = {key: part[len(before.get(key, "")) :] for key, part in self.parts.items()}
+        return Piece(self, parts, tokens, scored, facts)
 
     def whole(self) -> Json:
         """The finished choice."""
-        return self.entry(Piece(self, self._text.text, self.tokens, self.scored, {}))
+        return self.entry(Piece(self, self.parts, self.tokens, self.scored, {}))
 
     def entry(self, piece: Piece) -> Json:
         """A part of this choice, or all of it."""
@@ -90,7 +121,7 @@ class Choice:
         elif self.request.scores is not None:
             logprobs = completion_logprobs(piece.scored, self._texts, self._scored_characters)
             self._scored_characters += sum(map(len, logprobs["tokens"]))
-        entry = self._entry(piece.text, logprobs)
+        entry = self._entry(piece.parts, logprobs)
         if self.request.stream and self.request.includes_steps:
             entry["step"] = piece.facts
         if self.request.return_token_ids:
@@ -99,18 +130,19 @@ class Choice:
 
     def opening(self) -> Json:
         """The first entry of a stream."""
-        entry = self._entry("", None)
+        entry = self._entry({"content": ""}, None)
         entry["finish_reason"] = None
         if self.is_chat:
             entry["delta"]["role"] = "assistant"
         return entry
 
-    def _entry(self, text: str, logprobs: Any) -> Json:
-        content: Json = {"text": text}
+    def _entry(self, parts: Json, logprobs: Any) -> Json:
+        content: Json = {"text": parts["content"]}
+        message = {key: part for key, part in parts.items() if part or key == "content"}
         if self.is_chat and self.request.stream:
-            content = {"delta": {"content": text}}
+            content = {"delta": message}
         elif self.is_chat:
-            content = {"message": {"role": "assistant", "content": text}}
+            content = {"message": {"role": "assistant", **message}}
         finish = {"finish_reason": self.finish}
         return {"index": self.index, **content, "logprobs": logprobs, **finish}
 
@@ -120,7 +152,7 @@ class Piece:
     """What a step adds to a choice."""
 
     choice: Choice
-    text: str
+    parts: Json  # as of `AnswerForm`
     tokens: list[int]
     scored: list[TokenScore]
     facts: Json  # for `include_steps`
@@ -132,14 +164,19 @@ class Reply:
     """
 
     def __init__(
-        self, request: GenerationRequest, model: str, prompts: list[list[int]], texts: TokenTexts
+        self,
+        request: GenerationRequest,
+        model: str,
+        prompts: list[list[int]],
+        texts: TokenTexts,
+        calls: CallForm | None,
     ) -> None:
         self.request = request
         self.prompts = prompts
         self.choices: list[Choice] = []
         for prompt in prompts:
             for _ in range(request.count):
-                self.choices.append(Choice(request, len(self.choices), prompt, texts))
+                self.choices.append(Choice(request, len(self.choices), prompt, texts, calls))
         prefix = "cmpl"
         kind = "text_completion"
         if isinstance(request, ChatRequest):

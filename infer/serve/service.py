@@ -121,7 +121,7 @@ class Service:
     async def respond(self, kind: type[GenerationRequest], http: Request) -> Response:
         """Answer a request of this kind."""
         request, prompts = await self.reader.read(kind, http)
-        reply = Reply(request, self.options.name, prompts, self._texts)
+        reply = Reply(request, self.options.name, prompts, self._texts, self.reader.calls)
         events = Events()
         jobs = self._jobs(reply, events)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+SPECIAL = re.compile(r"<\|\w+\|?>|<\w+\|>|</?seed:\w+>|\[/?\w+\]|</?think>")
+
 
 def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per byte, and the three tokens of a chat."""
@@ -45,6 +48,15 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
     wrapped.chat_template = template
     return wrapped
+
+
+def stand_in(template: str) -> PreTrainedTokenizerFast:
+    """A token for each byte, and one for each of the template's marks."""
+    tokenizer = byte_tokenizer(template)
+    names = sorted({name for name in SPECIAL.findall(template) if name != "[loop]"})
+    tokenizer.backend_tokenizer.add_special_tokens([*names, "<|user|>", "<|assistant|>"])
+    tokenizer.bos_token = "<s>"
+    return tokenizer
 
 
 def spaced_tokenizer() -> PreTrainedTokenizerFast:

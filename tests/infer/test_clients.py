@@ -8,8 +8,10 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from calling import HISTORY, QUESTION, TOOLS, Calls, use
 from served import Says, running
 from tiny_chat import EOS, llama, options, prompts
 from tiny_heads import random_head
@@ -82,6 +84,33 @@ def test_openai_knows_the_errors(client, says):
             list(client.chat.completions.create(model="tiny", messages=HELLO, stream=True))
     finally:
         says[0].failure = None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_openai_calls_tools(stream):
+    """An agent's loop: a question, two calls, their results, the answer."""
+    engine = Calls()
+    messages: list[Any] = [QUESTION]
+    seen = []
+    with running(engine) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        for _ in range(2):
+            asked: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": TOOLS}
+            if stream:
+                with client.chat.completions.stream(**asked) as events:
+                    types = {event.type for event in events}
+                    [choice] = events.get_final_completion().choices
+            else:
+                [choice] = client.chat.completions.create(**asked).choices
+            message = choice.message
+            seen.append((choice.finish_reason, message.content, message.reasoning_content))
+            messages.append(message.model_dump())  # with many nulls
+            for call in message.tool_calls or ():
+                result = use(call.function.name, json.loads(call.function.arguments))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            assert not stream or "content.delta" in types
+    assert seen == [("tool_calls", "I look.", "Both tools."), ("stop", "A bird; 2.", "Done.")]
+    assert engine.asked[-1].endswith(HISTORY)
 
 
 def test_openai_sends_a_key(says):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from reciting import reciting_model
 from starlette.testclient import TestClient
-from tiny_chat import byte_tokenizer, llama
+from tiny_chat import llama, stand_in
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -87,7 +87,6 @@ CASES = {  # template, what the target writes, its text, and the answer in the n
     ),
     "tags": (TAGS, "<think>hm</think>ok", "<think>hm</think>ok", "ok<|end|>"),
 }
-SPECIAL = re.compile(r"<\|\w+\|?>|<\w+\|>|</?seed:\w+>|\[/?\w+\]|</?think>")
 REAL = {  # what the target writes, and its text; keys of the parsed message
     "llama.cpp/openai-gpt-oss-120b": (ANALYSIS, "<think>hm</think>ok", "thinking"),
     "llama.cpp/ByteDance-Seed-OSS": (
@@ -111,15 +110,6 @@ REAL = {  # what the target writes, and its text; keys of the parsed message
         "reasoning_content",
     ),
 }
-
-
-def stand_in(template: str) -> PreTrainedTokenizerFast:
-    """A token for each byte, and one for each of the template's marks."""
-    tokenizer = byte_tokenizer(template)
-    names = sorted({name for name in SPECIAL.findall(template) if name != "[loop]"})
-    tokenizer.backend_tokenizer.add_special_tokens([*names, "<|user|>", "<|assistant|>"])
-    tokenizer.bos_token = "<s>"
-    return tokenizer
 
 
 def target_of(tokenizer: PreTrainedTokenizerFast) -> Target:
@@ -331,6 +321,7 @@ def test_servers_and_generators_tell_reasoning_from_the_answer(thinking, stream)
     answer = str(generator.generate("ask"))
     assert answer == "<think>hm</think>yes"
     body = {"messages": [{"role": "user", "content": "ask"}], "stream": stream}
+    body["reasoning_format"] = "none"
     with TestClient(create_app(Speculator(thinking), ServeOptions("t"))) as client:
         said = client.post("/v1/chat/completions", json=body)
         if stream:

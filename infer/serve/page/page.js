@@ -105,6 +105,7 @@ async function* answer(conversation, more, signal) {
     messages,
     stream: true,
     stream_options: { include_usage: true, include_steps: true },
+    reasoning_format: "none", // shown within the text
     ...options(),
     ...more,
   };

@@ -1,0 +1,126 @@
+"""The promise: other clients than OpenAI's own work with the server as they are. Opt-in:
+`pytest -m interop`; each needs its package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from calling import CALLS, HISTORY, QUESTION, TOOLS, Calls, use
+from served import running
+
+from draftheads.heads.target.model import Target
+from draftheads.infer.engine import Speculator
+from draftheads.infer.serve.service import ServeOptions
+from draftheads.recipes import FOLDER as RECIPES
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("default")]
+SEEN = [("tool_calls", "I look."), ("stop", "A bird; 2.")]
+
+
+@pytest.fixture
+def calls() -> Iterator[tuple[Calls, str]]:
+    engine = Calls()
+    with running(engine) as (url, _):
+        yield engine, f"{url}/v1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_litellm_calls_tools(calls, stream, monkeypatch):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    litellm = pytest.importorskip("litellm")
+    engine, url = calls
+    messages: list[Any] = [QUESTION]
+    seen = []
+    for _ in range(2):
+        asked = {"messages": messages, "tools": TOOLS, "stream": stream}
+        said = litellm.completion("openai/tiny", api_base=url, api_key="none", **asked)
+        if stream:
+            said = litellm.stream_chunk_builder(list(said), messages=messages)
+        [choice] = said.choices
+        seen.append((choice.finish_reason, choice.message.content))
+        assert choice.message.reasoning_content in ("Both tools.", "Done.")
+        messages.append(choice.message.model_dump())
+        for call in choice.message.tool_calls or ():
+            result = use(call.function.name, json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    assert seen == SEEN
+    assert engine.asked[-1].endswith(HISTORY)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_langchain_calls_tools(calls, stream):
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import ToolMessage
+
+    engine, url = calls
+    model = langchain.ChatOpenAI(model="tiny", base_url=url, api_key="none", max_retries=0)
+    model = model.bind_tools(TOOLS)
+    messages: list[Any] = [("user", QUESTION["content"])]
+    seen = []
+    for _ in range(2):
+        if stream:
+            first, *more = model.stream(messages)
+            said = sum(more, first)
+        else:
+            said = model.invoke(messages)
+        seen.append((said.response_metadata["finish_reason"], said.content))
+        given = [(call["name"], call["args"]) for call in said.tool_calls]
+        assert given in (CALLS, []) and not said.invalid_tool_calls
+        messages.append(said)
+        for call in said.tool_calls:
+            messages.append(ToolMessage(use(call["name"], call["args"]), tool_call_id=call["id"]))
+    assert seen == SEEN
+    assert engine.asked[-1].endswith(HISTORY)
+
+
+TASK = """task: openings
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["."], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_lm_eval_scores_the_demo_target(path, tmp_path, monkeypatch):
+    """All of its answers are those that it has given before."""
+    lm_eval = pytest.importorskip("lm_eval")
+    requests = pytest.importorskip("requests")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    is_chat = path != "completions"
+    target = Target.load(RECIPES / "demo-target", dtype="float32")
+    with running(Speculator(target), ServeOptions("demo")) as (url, _):
+        lines = []
+        for question in ("Once upon a time", "Lily saw", "The heron"):
+            messages = {"messages": [{"role": "user", "content": question}]}
+            body = {
+                "max_tokens": 12,
+                "stop": ".",
+                **(messages if is_chat else {"prompt": question}),
+            }
+            [choice] = requests.post(f"{url}/v1/{path}", json=body, timeout=60).json()["choices"]
+            answer = choice["message"]["content"] if is_chat else choice["text"]
+            lines.append(json.dumps({"question": question, "answer": answer}))
+        data = tmp_path / "data.jsonl"
+        data.write_text("\n".join(lines))
+        (tmp_path / "task.yaml").write_text(TASK.replace("DATA", str(data)))
+        options = f"model=demo,base_url={url}/v1/{path},tokenizer_backend=None"
+        results = lm_eval.simple_evaluate(
+            "local-chat-completions" if is_chat else "local-completions",
+            model_args=f"{options},tokenized_requests=False,max_retries=1",
+            tasks=["openings"],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            apply_chat_template=is_chat,
+            bootstrap_iters=0,
+        )
+    assert results["results"]["openings"]["exact_match,none"] == 1.0
