@@ -27,6 +27,7 @@ __all__ = [
     "Costs",
     "DraftModel",
     "EarlyExit",
+    "Grammar",
     "Greedy",
     "Lenient",
     "Merged",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from draftheads.infer.drafters.ngram import NGram
     from draftheads.infer.engine import Speculator
     from draftheads.infer.generate import speculative
+    from draftheads.infer.grammar import Grammar
     from draftheads.infer.lossy import Lenient, Typical
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load

@@ -9,8 +9,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
-from draftheads.infer.drafters.rows import TokenPath, refuse_fixed, row_paths, stacked
 from draftheads.infer.engine import DrafterSource, NoDraft
+from draftheads.infer.paths import TokenPath, refuse_fixed, row_paths, stacked
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ OFF = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
 }
 """Others that it does not have, and their values that ask for nothing. Null always does."""
@@ -111,6 +110,25 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # not read: padding against eavesdroppers
 
 
+class JsonSchema(BaseModel):
+    """The schema of a `response_format`."""
+
+    definition: Json = Field(alias="schema")
+
+
+class SchemaFormat(BaseModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class PlainFormat(BaseModel):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
 class GenerationRequest(BaseModel):
     """What chats and completions share."""
 
@@ -131,6 +149,10 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = True
     draft: bool | None = True
     store: bool | None = None  # false: not kept for learning
+    response_format: PlainFormat | SchemaFormat | None = None
+    guided_json: Json | Text | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +171,22 @@ class GenerationRequest(BaseModel):
                 message = f"{shown} is not supported; leave it out"
                 raise ApiError(400, message, "unsupported_parameter", shown)
         return body
+
+    @property
+    def grammars(self) -> list[tuple[Any, Any]]:
+        """Those that the answer has to follow: kind and text, as of `Grammar`."""
+        schema = None
+        if isinstance(self.response_format, SchemaFormat):
+            schema = self.response_format.json_schema.definition
+        elif self.response_format and self.response_format.type == "json_object":
+            schema = {"type": "object"}
+        given = [
+            ("json_schema", schema),
+            ("json_schema", self.guided_json),
+            ("regex", self.guided_regex),
+            ("grammar", self.guided_grammar),
+        ]
+        return [pair for pair in given if pair[1] is not None]
 
     @property
     def stops(self) -> tuple[str, ...]:
