@@ -7,7 +7,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from exact_laws import chi_square, surely_below
 from grammars import drawn
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
+from starlette.testclient import TestClient
 from tiny_chat import END, llama
 from tiny_heads import Oracle, decode, random_head
+from typed_commands import failed
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
@@ -31,6 +36,8 @@ from draftheads.infer.grammar import SPACING, Grammar
 from draftheads.infer.pipeline.generator import TextGenerator
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.rows import Session
+from draftheads.infer.serve.app import create_app
+from draftheads.infer.serve.service import ServeOptions
 
 NEW = 60
 PERSON = {
@@ -299,3 +306,109 @@ def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
     with pytest.raises(RuntimeError) as fault:
         grammar.after([letter], (), torch.zeros(demo.vocab_size))
     assert re.fullmatch(".+", str(fault.value))
+
+
+@pytest.fixture(scope="module")
+def client(demo) -> Iterator[TestClient]:
+    """Of a server whose drafts are a head's, so that requests are decoded together."""
+    with TestClient(create_app(Speculator(demo, head(demo)), ServeOptions("demo"))) as client:
+        yield client
+
+
+def ask(client: TestClient, **body: Any) -> Any:
+    messages = [{"role": "user", "content": "Who is Lily?"}]
+    return client.post(
+        "/v1/chat/completions", json={"messages": messages, "max_tokens": NEW, **body}
+    )
+
+
+def content(response: Any) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [choice["message"]["content"] for choice in response.json()["choices"]]
+
+
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def test_the_server_constrains_answers(client, demo):
+    expected = demo.tokenizer.decode(
+        plain(demo, "json_schema", PERSON, question(demo)), skip_special_tokens=True
+    )
+    for asked in ({"response_format": AS_SCHEMA}, {"guided_json": json.dumps(PERSON)}):
+        for draft in (True, False):
+            assert content(ask(client, **asked, draft=draft)) == [expected]
+    [object_] = content(ask(client, response_format={"type": "json_object"}, max_tokens=200))
+    assert object_.startswith("{")
+    [digits] = content(ask(client, guided_regex="[0-9]{3}"))
+    assert re.fullmatch("[0-9]{3}", digits)
+    assert content(ask(client, guided_grammar='root ::= "yes" | "no"'))[0] in ("yes", "no")
+    assert content(ask(client, response_format={"type": "text"})) == content(ask(client))
+
+
+def test_answers_with_different_grammars_are_decoded_together(client):
+    """And each has its own random numbers, log-probabilities and stream."""
+    asked: list[dict[str, Any]] = [
+        {"response_format": AS_SCHEMA, "temperature": 1.0, "seed": 1, "n": 3},
+        {"guided_regex": "[a-f]{20}", "logprobs": True, "top_logprobs": 2},
+        {},
+        {"guided_regex": "(yes, )*no", "temperature": 1.5, "seed": 2, "draft": False},
+    ]
+    alone = [content(ask(client, **body)) for body in asked]
+    with ThreadPoolExecutor() as threads:
+        together = list(threads.map(lambda body: content(ask(client, **body)), asked))
+    assert together[1:3] == alone[1:3], "what is greedy is the same in any batch"
+    assert all(json.loads(each)["age"] <= 150 for each in alone[0] + together[0])
+    assert alone[0] != alone[0][:1] * 3
+    assert all(re.fullmatch("(yes, )*(no)?", each[0]) or len(each[0]) > 50 for each in alone[3:])
+
+
+def test_a_constrained_answer_is_streamed_and_scored(client):
+    whole = ask(client, response_format=AS_SCHEMA, logprobs=True).json()["choices"][0]
+    assert len(whole["logprobs"]["content"]) > 3
+    stream = ask(client, response_format=AS_SCHEMA, stream=True).text
+    *events, _, _ = stream.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    text = "".join(part["delta"].get("content", "") for part in parts)
+    assert text == whole["message"]["content"] and json.loads(text)
+    assert [part["finish_reason"] for part in parts][-1] == "stop"
+    cut = ask(client, response_format=AS_SCHEMA, max_tokens=5).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
+        {"guided_regex": "("},
+        {"guided_grammar": "start: nothing"},
+        {"guided_json": "{"},
+        {"guided_json": {"enum": []}},
+        {"guided_json": {}, "guided_regex": "a"},
+    ],
+)
+def test_the_server_refuses_what_cannot_be_compiled(client, body):
+    response = ask(client, **body)
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "expected" in message and "\n" not in message
+
+
+def test_chat_takes_a_schema(demo, tmp_path, run, monkeypatch):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(PERSON))
+    monkeypatch.setattr("sys.stdin", StringIO("Who is Lily?\nAnd Tom?\n"))
+    words = ["chat", "--target", demo.name, "--head", "ngram", "--dtype", "float32", "--schema"]
+    code, output, _ = run(*words, file)
+    answers = [line for line in output.splitlines() if line.startswith("{")]
+    assert code == 0 and len(answers) == 2
+    assert all(json.loads(each).keys() == {"name", "age"} for each in answers)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("{", "json_schema"), ('{"type": "text"}', "text"), (None, "schema.json")]
+)
+def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
+    file = tmp_path / "schema.json"
+    if text:
+        file.write_text(text)
+    failed(run("chat", "--target", demo.name, "--dtype", "float32", "--schema", file), word)
