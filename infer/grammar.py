@@ -55,7 +55,7 @@ class Grammar(Constraint):
                 )
             self._state = LLMatcher(_tokenizers[target], grammar_from(kind, text), log_level=0)
             self._check(any(self._state.compute_bitmask()))
-        except (ValueError, TypeError, RecursionError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{kind}: expected one that can be compiled, got: {reason:.200}"

@@ -110,23 +110,11 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # not read: padding against eavesdroppers
 
 
-class JsonSchema(BaseModel):
-    """The schema of a `response_format`."""
+class ResponseFormat(BaseModel):
+    """What an answer is."""
 
-    definition: Json = Field(alias="schema")
-
-
-class SchemaFormat(BaseModel):
-    """JSON of a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-class PlainFormat(BaseModel):
-    """Any text, or any JSON object."""
-
-    type: Literal["text", "json_object"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Json | None = None  # its `schema`, beside a name
 
 
 class GenerationRequest(BaseModel):
@@ -149,7 +137,7 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = True
     draft: bool | None = True
     store: bool | None = None  # false: not kept for learning
-    response_format: PlainFormat | SchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     guided_json: Json | Text | None = None
     guided_regex: Text | None = None
     guided_grammar: Text | None = None
@@ -175,18 +163,18 @@ class GenerationRequest(BaseModel):
     @property
     def grammars(self) -> list[tuple[Any, Any]]:
         """Those that the answer has to follow: kind and text, as of `Grammar`."""
-        schema = None
-        if isinstance(self.response_format, SchemaFormat):
-            schema = self.response_format.json_schema.definition
-        elif self.response_format and self.response_format.type == "json_object":
-            schema = {"type": "object"}
-        given = [
-            ("json_schema", schema),
-            ("json_schema", self.guided_json),
-            ("regex", self.guided_regex),
-            ("grammar", self.guided_grammar),
-        ]
-        return [pair for pair in given if pair[1] is not None]
+        guided: Json = {
+            "json_schema": self.guided_json,
+            "regex": self.guided_regex,
+            "grammar": self.guided_grammar,
+        }
+        given = [(kind, text) for kind, text in guided.items() if text is not None]
+        asked = self.response_format
+        if asked and asked.type == "json_object":
+            given.append(("json_schema", {"type": "object"}))
+        elif asked and asked.type == "json_schema":
+            given.append(("json_schema", (asked.json_schema or {}).get("schema")))
+        return given
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -134,10 +134,11 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(demo, seed):
 
 
 @pytest.mark.thorough
-def test_many_grammars(demo):
-    results = [followed(demo, seed) for seed in range(100, 400)]
-    assert sum(saved > 0 for saved, _ in results) > 200
-    assert sum(has_ended for _, has_ended in results) > 200
+@pytest.mark.parametrize("first", range(100, 400, 50))
+def test_many_grammars(demo, first):
+    results = [followed(demo, seed) for seed in range(first, first + 50)]
+    assert sum(saved > 0 for saved, _ in results) > 25
+    assert sum(has_ended for _, has_ended in results) > 25
 
 
 def law(target: Target, prompt: list[int], pattern: str, rule: Sampled) -> dict:
@@ -379,6 +380,8 @@ def test_a_constrained_answer_is_streamed_and_scored(client):
     "body",
     [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
         {"guided_regex": "("},
         {"guided_grammar": "start: nothing"},
         {"guided_json": "{"},
