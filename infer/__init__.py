@@ -8,8 +8,8 @@
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
 what is kept: `Greedy`, `Sampled`, the lossy `Typical` and `Lenient`, or your own `Acceptance`.
-Other drafters: `NGram`, `DraftModel`, `EarlyExit`, `Merged`. `speculative` is for transformers' own
-`generate`, `bench` measures.
+A `Grammar` constrains answers. Other drafters: `NGram`, `DraftModel`, `EarlyExit`, `Merged`.
+`speculative` is for transformers' own `generate`, `bench` measures.
 
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """

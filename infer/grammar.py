@@ -55,7 +55,7 @@ class Grammar(Constraint):
                 )
             self._state = LLMatcher(_tokenizers[target], grammar_from(kind, text), log_level=0)
             self._check(any(self._state.compute_bitmask()))
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"{kind}: expected one that can be compiled, got: {reason:.200}"
@@ -70,7 +70,7 @@ class Grammar(Constraint):
         return row
 
     def after(self, answer: list[int], path: TokenPath, logits_V: Tensor) -> Tensor:
-        """The logits, minus infinity for what is forbidden. Raises RuntimeError for a grammar that
+        """The logits, minus infinity for what is forbidden. Raises ValueError for a grammar that
         becomes too complex.
         """
         self._move(answer, path)
@@ -100,4 +100,4 @@ class Grammar(Constraint):
     def _check(self, is_possible: bool) -> None:
         error, _, _ = self._state.get_error().partition("<state>")
         if error or not is_possible:
-            raise RuntimeError(error.strip().replace("NoExtensionBias", "no text is of it"))
+            raise ValueError(error.strip().replace("NoExtensionBias", "no text is of it"))

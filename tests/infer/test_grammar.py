@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -301,10 +302,18 @@ def test_a_target_without_an_end_is_refused():
         Grammar(llama(eos=()), "regex", "a")
 
 
+def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install"):
+        Grammar(demo, "regex", "a")
+    response = ask(client, guided_regex="a")
+    assert response.status_code == 400 and "pip install" in response.json()["error"]["message"]
+
+
 def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
     grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
     [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
-    with pytest.raises(RuntimeError) as fault:
+    with pytest.raises(ValueError) as fault:
         grammar.after([letter], (), torch.zeros(demo.vocab_size))
     assert re.fullmatch(".+", str(fault.value))
 
