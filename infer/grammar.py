@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,9 +39,8 @@ class Grammar(Constraint):
     target without end tokens, or whose tokenizer is none of the library `tokenizers`.
     """
 
-    def __init__(
-        self, target: Target, kind: Literal["json_schema", "regex", "grammar"], text: Any
-    ) -> None:
+    def __init__(self, target: Target, kind: str, text: Any) -> None:
+        self.kind = kind
         with extras():
             from llguidance import LLMatcher, grammar_from
             from llguidance.hf import from_tokenizer
@@ -54,12 +53,9 @@ class Grammar(Constraint):
                     target.tokenizer, target.vocab_size, [*target.eos_ids]
                 )
             self._state = LLMatcher(_tokenizers[target], grammar_from(kind, text), log_level=0)
-            self._check(any(self._state.compute_bitmask()))
         except (ValueError, TypeError, RecursionError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"{kind}: expected one that can be compiled, got: {reason:.200}"
-            ) from error
+            raise self._fault(error) from error
+        self._check(any(self._state.compute_bitmask()))
         self._read = 0  # tokens of the answer
         self._ahead = 0  # of a path after it
 
@@ -98,6 +94,12 @@ class Grammar(Constraint):
         return bool(self._ahead == len(path))
 
     def _check(self, is_possible: bool) -> None:
-        error, _, _ = self._state.get_error().partition("<state>")
+        error = self._state.get_error()
         if error or not is_possible:
-            raise ValueError(error.strip().replace("NoExtensionBias", "no text is of it"))
+            raise self._fault(error)
+
+    def _fault(self, error: object) -> ValueError:
+        # llguidance adds its state or a trace
+        text = str(error).partition("<state>")[0].partition("<backtrace>")[0]
+        reason = " ".join(text.split()).replace("NoExtensionBias", "no text is of it")
+        return ValueError(f"{self.kind}: expected one that can be compiled, got: {reason:.200}")
