@@ -184,9 +184,8 @@ class Speculator:
         the token that completes a `stop` string. Raises ValueError, before any computation, for ids
         outside the target's vocabulary and when prompt and new tokens exceed its context.
         """
-        constraint = constraint and constraint.row(0)
-        rows = [Row(self.target, prompt, max_new_tokens, stop, constraint=constraint)]
-        batch = self._decode(rows, rule_of(sampling), session)
+        rows = [Row(self.target, prompt, max_new_tokens, stop)]
+        batch = self._decode(rows, rule_of(sampling), session, constraint)
         return (step for [step] in batch if step is not None)
 
     def generate_batch(
@@ -214,10 +213,10 @@ class Speculator:
         )
         seeds = seeds or [""] * len(prompts)
         rows = [
-            Row(self.target, prompt, limit, stop, seed, constraint and constraint.row(number))
-            for number, (prompt, limit, seed) in enumerate(zip(prompts, limits, seeds, strict=True))
+            Row(self.target, prompt, limit, stop, seed)
+            for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
         ]
-        return self._decode(rows, rule_of(sampling))
+        return self._decode(rows, rule_of(sampling), None, constraint)
 
     def _decode(self, *arguments: Any) -> Generator[list[Step | None]]:
         """The steps of `_steps`. Inference mode ends before each is yielded: the caller has its
@@ -236,7 +235,10 @@ class Speculator:
         rows: list[Row],
         accept: Acceptance,
         session: Session | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[list[Step | None]]:
+        for number, row in enumerate(rows):
+            row.constraint = constraint and constraint.row(number)
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
         kept = session or (self._ended.pop() if self._ended else Session())
         *_, decoding = self.prefill(rows, accept, reserved, kept)

@@ -98,12 +98,14 @@ class Row:
     """The text of one row, prompt included, and the reason it finished.
 
     limit: new tokens at most; None: the rest of the context. seed: of its own random numbers, for
-    rules that have such. constraint: of this answer alone. Raises ValueError for ids outside the
-    vocabulary, and for texts that exceed the context.
+    rules that have such. Raises ValueError for ids outside the vocabulary, and for texts that
+    exceed the context.
     """
 
     rule: Acceptance
     """By which it is decoded; set by its `Decoding`."""
+    constraint: Constraint | None = None
+    """Of this answer alone, as long as it goes on."""
 
     def __init__(
         self,
@@ -112,7 +114,6 @@ class Row:
         limit: int | None,
         stop: Collection[str] = (),
         seed: str = "",
-        constraint: Constraint | None = None,
     ) -> None:
         known = target.model.get_input_embeddings().weight.shape[0]
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # numpy's, torch's
@@ -139,7 +140,6 @@ class Row:
             )
         self.text = list(map(int, prompt))
         self.seed = seed
-        self.constraint = constraint
         self.finish: str | None = None
         self.prompt = len(prompt)
         self.end = len(prompt) + limit
