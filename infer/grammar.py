@@ -71,8 +71,8 @@ class Grammar(Constraint):
         """
         self._move(answer, path)
         bias = bytearray(self._state.compute_logit_bias())
-        self._check(any(bias))
         forbidden_V = torch.frombuffer(bias, dtype=torch.uint8) == 0
+        self._check(not forbidden_V.all())
         return logits_V.masked_fill(forbidden_V.to(logits_V.device), -torch.inf)
 
     def drafts(self, answer: list[int], paths: Sequence[TokenPath]) -> Sequence[TokenPath]:
