@@ -8,8 +8,8 @@
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
 what is kept: `Greedy`, `Sampled`, the lossy `Typical` and `Lenient`, or your own `Acceptance`.
-Other drafters: `NGram`, `Lookahead`, `DraftModel`, `EarlyExit`, `Merged`. `speculative` is for
-transformers' own `generate`, `bench` measures.
+A `Grammar` constrains answers. Other drafters: `NGram`, `Lookahead`, `DraftModel`, `EarlyExit`,
+`Merged`. `speculative` is for transformers' own `generate`, `bench` measures.
 
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
 """
@@ -27,6 +27,7 @@ __all__ = [
     "Costs",
     "DraftModel",
     "EarlyExit",
+    "Grammar",
     "Greedy",
     "Lenient",
     "Lookahead",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from draftheads.infer.drafters.ngram import NGram
     from draftheads.infer.engine import Speculator
     from draftheads.infer.generate import speculative
+    from draftheads.infer.grammar import Grammar
     from draftheads.infer.lossy import Lenient, Typical
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load

@@ -17,9 +17,19 @@ from draftheads.heads.drafting import Committed, DraftCache, Drafter, Observer
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 from draftheads.infer.accept import Acceptance, Greedy, commit, most_probable
+from draftheads.infer.constraint import Constraint
 from draftheads.infer.fixed.maker import StepMaker
 from draftheads.infer.fixed.recorded import Recordings
-from draftheads.infer.rows import CacheKey, Caches, Decoding, Row, Session, Step, Unread
+from draftheads.infer.rows import (
+    CacheKey,
+    Caches,
+    Decoding,
+    Row,
+    Session,
+    Step,
+    Unread,
+    constrained,
+)
 from draftheads.infer.threads import fair_clock
 
 
@@ -164,9 +174,10 @@ class Speculator:
         max_new_tokens: int | None = None,
         stop: Collection[str] = (),
         session: Session | None = None,
+        constraint: Constraint | None = None,
     ) -> Generator[Step]:
         """Continue one prompt (token ids), one Step per forward. session: computes again only what
-        differs from its text.
+        differs from its text. constraint: of the answer.
 
         Ends after exactly `max_new_tokens` (default: the rest of the context; the cache grows with
         the text), after an EOS of the target's generation config (included in the output), or after
@@ -174,7 +185,7 @@ class Speculator:
         outside the target's vocabulary and when prompt and new tokens exceed its context.
         """
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
-        batch = self._decode(rows, rule_of(sampling), session)
+        batch = self._decode(rows, rule_of(sampling), session, constraint)
         return (step for [step] in batch if step is not None)
 
     def generate_batch(
@@ -185,10 +196,12 @@ class Speculator:
         max_new_tokens: int | Sequence[int] | None = None,
         stop: Collection[str] = (),
         seeds: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Iterator[list[Step | None]]:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
         row. max_new_tokens: of all rows, or of each. seeds: of each row's own random numbers, for
-        rules that have such. Raises ValueError as `generate`, and without prompts.
+        rules that have such. constraint: of each answer. Raises ValueError as `generate`, and
+        without prompts.
         """
         prompts = list(prompts)
         if not prompts:
@@ -203,7 +216,7 @@ class Speculator:
             Row(self.target, prompt, limit, stop, seed)
             for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
         ]
-        return self._decode(rows, rule_of(sampling))
+        return self._decode(rows, rule_of(sampling), None, constraint)
 
     def _decode(self, *arguments: Any) -> Generator[list[Step | None]]:
         """The steps of `_steps`. Inference mode ends before each is yielded: the caller has its
@@ -222,7 +235,10 @@ class Speculator:
         rows: list[Row],
         accept: Acceptance,
         session: Session | None = None,
+        constraint: Constraint | None = None,
     ) -> Iterator[list[Step | None]]:
+        for number, row in enumerate(rows):
+            row.constraint = constraint and constraint.row(number)
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
         kept = session or (self._ended.pop() if self._ended else Session())
         *_, decoding = self.prefill(rows, accept, reserved, kept)
@@ -282,7 +298,8 @@ class Speculator:
             yield None
             start = self.clock()
         accept.prepare([(row.seed, row.new_tokens) for row in rows])
-        committed = unread.take(end, accept.choose(out.logits_BNV[:, -1]))
+        logits_BNV = constrained(rows, out.logits_BNV[:, -1:], [[()]] * len(rows))
+        committed = unread.take(end, accept.choose(logits_BNV[:, 0]))
         seconds += self.clock() - start
         decoding = Decoding(rows, accept, session, caches, committed, self.tree)
         tokens = committed.last_tokens_B()[:, None].tolist()
@@ -305,12 +322,12 @@ class Speculator:
         nodes = decoding.tree.nodes
         tree = None
         if decoding.fixed is None or decoding.fixed.on_host:
-            tree = decoding.drafter.propose(decoding.committed)
+            tree = decoding.propose()
             drafted = self.clock()
             nodes = tree.tokens_BN.shape[1]
         tokens = self.maker.step(decoding, tree)
         if tokens is None:
-            tree = tree or decoding.drafter.propose(decoding.committed)
+            tree = tree or decoding.propose()
             decoding.note_pending()
             tokens = self._verify(decoding, tree)
         decoding.session.length = length  # both caches have so many tokens
@@ -333,10 +350,10 @@ class Speculator:
         texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
         target.recompute(texts, cache)
         out = target.verify(tree, cache, decoding.drafter.feature_layers)
-        decoding.prepare()
-        accepted = decoding.accept(out.logits_BNV, tree)
+        accepted = decoding.choose(out.logits_BNV, tree)
         chosen, in_place = accepted.read()
-        if isinstance(decoding.drafter, Observer):
+        # a constraint changes the tree, of which the drafter then knows no node
+        if isinstance(decoding.drafter, Observer) and not decoding.is_constrained:
             decoding.drafter.observe(most_probable(out.logits_BNV).tolist())
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
         # computes it again

@@ -42,8 +42,10 @@ from draftheads.heads.hybrid.states import CACHE
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, check_temperature, processed
+from draftheads.infer.constraint import Constraint
 from draftheads.infer.drafters.named import named_drafts
 from draftheads.infer.engine import DrafterSource, Speculator, is_source
+from draftheads.infer.paths import TokenPath
 from draftheads.infer.rows import Step
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
@@ -54,6 +56,20 @@ MEMORYLESS: tuple[type, ...] = (
     processing.SuppressTokensLogitsProcessor,
     processing.InfNanRemoveLogitsProcessor,
 )
+READING: tuple[type, ...] = (
+    processing.PrefixConstrainedLogitsProcessor,
+    processing.NoBadWordsLogitsProcessor,
+    processing.SequenceBiasLogitsProcessor,
+    processing.NoRepeatNGramLogitsProcessor,
+    processing.RepetitionPenaltyLogitsProcessor,
+    processing.MinLengthLogitsProcessor,
+    processing.MinNewTokensLengthLogitsProcessor,
+    processing.ForcedBOSTokenLogitsProcessor,
+    processing.ForcedEOSTokenLogitsProcessor,
+    processing.SuppressTokensAtBeginLogitsProcessor,
+    processing.ExponentialDecayLengthPenalty,
+)
+"""Processors that read the previous tokens of a row, and remember no call."""
 USED = {"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE}
 """Inputs that `generate` prepares for every model."""
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
@@ -65,7 +81,8 @@ class Processed(Acceptance):
     """Lossless decoding with logits processors: the argmax of their output, or with `sample` one
     draw at every node.
 
-    A tree's nodes are processed in parallel, so no processor may read the previous tokens.
+    A tree's nodes are processed in parallel, so no processor may read the previous tokens; `Read`
+    is for those.
     """
 
     processors: LogitsProcessorList
@@ -84,6 +101,42 @@ class Processed(Acceptance):
         """The argmax or one draw."""
         scores = processed(logits, self.processors)
         return self.draws.draw(scores) if self.sample else scores.argmax(-1)
+
+
+@dataclass
+class Read(Constraint):
+    """Processors that read the previous tokens: those of the prompt, padding included, of the
+    answer, and of the path to a node. prompts_BT: a row's own alone, as its constraint.
+    """
+
+    processors: Sequence[Any]
+    prompts_BT: Tensor
+
+    def row(self, number: int) -> Read:
+        """That of a row, whose processors see no other."""
+        own = [_of_row(each, number) for each in self.processors]
+        return Read(own, self.prompts_BT[number, None])
+
+    def after(self, answer: list[int], path: TokenPath, logits_V: Tensor) -> Tensor:
+        """What the processors return."""
+        new_1A = self.prompts_BT.new_tensor([[*answer, *path]])
+        text_1T = torch.cat([self.prompts_BT, new_1A], dim=1)
+        scores_1V = logits_V[None]
+        for each in self.processors:
+            scores_1V = each(text_1T, scores_1V)
+        return scores_1V[0]
+
+
+def _of_row(processor: Any, number: int) -> Any:
+    """A processor that does the same in a batch of this row alone."""
+    if isinstance(processor, processing.PrefixConstrainedLogitsProcessor):
+        function = processor._prefix_allowed_tokens_fn
+        prompt = number // processor._num_beams  # or sequences that were asked for
+        return type(processor)(lambda _, text_T: function(prompt, text_T), 1)
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, Tensor):  # padding, which differs by row
+        return type(processor)(processor.penalty, ignored[number, None])
+    return processor
 
 
 @dataclass
@@ -133,13 +186,16 @@ class SpeculativeDecoding:
         **prepared: Any,
     ) -> Tensor | SpeculativeOutput:
         """Called by `generate`, with its argument names and return value."""
-        allowed = WARPERS if self.acceptance else MEMORYLESS
+        allowed = WARPERS if self.acceptance else (*MEMORYLESS, *READING)
         _check_options(generation_config, logits_processor, allowed)
         prompts = _prompts(model, input_ids, prepared)
         accept = self.acceptance
         sample = bool(generation_config.do_sample)
+        reads = any(type(each) in READING for each in logits_processor)
+        constraint = Read(logits_processor, input_ids) if reads else None
         if accept is None and (logits_processor or sample):
-            accept = Processed(logits_processor, sample)
+            others = LogitsProcessorList() if reads else logits_processor
+            accept = Processed(others, sample)
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
             if self.tokenizer is None:
@@ -159,7 +215,9 @@ class SpeculativeDecoding:
             limit = target.context - max(map(len, prompts))
             if criteria.max_length is not None:
                 limit = max(1, criteria.max_length - input_ids.shape[1])
-            for steps in speculator.generate_batch(prompts, sampling=accept, max_new_tokens=limit):
+            for steps in speculator.generate_batch(
+                prompts, sampling=accept, max_new_tokens=limit, constraint=constraint
+            ):
                 if not replay.take(steps):
                     break
         if streamer is not None:
@@ -250,8 +308,8 @@ def _require(condition: Any, expected: str) -> None:
 def _check_options(
     config: GenerationConfig, processors: LogitsProcessorList, allowed: tuple[type, ...]
 ) -> None:
-    """Raise ValueError for options that cannot be honoured, and for processors that may read the
-    previous tokens: a tree is verified in one pass, without a history per node.
+    """Raise ValueError for options that cannot be honoured, and for processors that may remember
+    tokens of other calls: they see all nodes of a tree, of which few are kept.
     """
     mode = config.get_generation_mode(_argument_of_generate("assistant_model"))
     outputs = [name for name in NOT_KEPT if getattr(config, name)]
@@ -271,8 +329,8 @@ def _check_options(
     )
     _require(
         not foreign,
-        f"logits processors that ignore previous tokens, got {', '.join(foreign)}; disable their "
-        "option, in the call or in model.generation_config (for example repetition_penalty=1.0)",
+        f"transformers' own logits processors without a memory, got {', '.join(foreign)}; disable "
+        "their option, in the call or in model.generation_config, or use prefix_allowed_tokens_fn",
     )
     for each in processors:
         if isinstance(each, processing.TemperatureLogitsWarper):

@@ -20,9 +20,11 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
+from draftheads.infer.constraint import Constraint
 from draftheads.infer.draws import Source
 from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.fixed.steps import FixedSteps
+from draftheads.infer.paths import TokenPath, node_paths, row_paths, stacked
 from draftheads.infer.text import StopStrings
 
 CacheKey = tuple[object, torch.device, torch.dtype]
@@ -102,6 +104,8 @@ class Row:
 
     rule: Acceptance
     """By which it is decoded; set by its `Decoding`."""
+    constraint: Constraint | None = None
+    """Of this answer alone, as long as it goes on."""
 
     def __init__(
         self,
@@ -147,6 +151,11 @@ class Row:
         """How many."""
         return len(self.text) - self.prompt
 
+    @property
+    def answer(self) -> list[int]:
+        """The new tokens."""
+        return self.text[self.prompt :]
+
     def step(
         self, tokens: list[int], accepted: int, drafted: int, seconds: tuple[float, float]
     ) -> Step:
@@ -162,8 +171,29 @@ class Row:
             elif len(self.text) == self.end:
                 self.finish = "length"
             if self.finish:
+                self.constraint = None
                 return Step(tokens[:place], accepted, self.finish, *seconds, drafted)
         return Step(tokens, accepted, None, *seconds, drafted)
+
+
+def constrained(
+    rows: Sequence[Row], logits_BNV: Tensor, paths: Sequence[Sequence[TokenPath]]
+) -> Tensor:
+    """The logits that each row's constraint makes of the target's, at every node that can be
+    reached along its own path. paths: to the nodes of each row.
+    """
+    logits_BNV = logits_BNV.float()
+    for row, logits_NV, nodes in zip(rows, logits_BNV, paths, strict=True):
+        if row.constraint is None:
+            continue
+        numbers: dict[TokenPath, int] = {}  # of the nodes that are reached
+        for node, path in enumerate(nodes):
+            parent = numbers.get(path[:-1])
+            is_reached = parent is not None and logits_NV[parent, path[-1]] > -torch.inf
+            if (is_reached or not path) and path not in numbers:  # copies pad the tree
+                numbers[path] = node
+                logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
+    return logits_BNV
 
 
 class Unread:
@@ -369,6 +399,30 @@ class Decoding:
         """Prepare the rule for the next choice."""
         self.accept.prepare([(row.seed, row.new_tokens) for row in self.rows])
 
+    def propose(self) -> TokenTree:
+        """A tree, of what the constraints of the rows let be drafted."""
+        tree = self.drafter.propose(self.committed)
+        if not self.is_constrained:
+            return tree
+        drafts = [
+            row.constraint.drafts(row.answer, paths) if row.constraint else paths
+            for row, paths in zip(self.rows, row_paths(tree), strict=True)
+        ]
+        roots_B = tree.tokens_BN[:, 0]
+        return stacked(roots_B.tolist(), drafts, roots_B.device)
+
+    def choose(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """The path that the rule keeps of a tree."""
+        self.prepare()
+        if self.is_constrained:
+            logits_BNV = constrained(self.rows, logits_BNV, node_paths(tree))
+        return self.accept(logits_BNV, tree)
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether a row is, so that no step can be compiled or recorded."""
+        return any(row.constraint is not None for row in self.rows)
+
     def join(self, other: Decoding) -> None:
         """Add the rows of another decoding, which ends: in the places of finished ones, as far as
         there are such.
@@ -394,6 +448,7 @@ class Decoding:
         place = self.rows.index(row)
         row.finish = row.finish or "left"
         row.rule = Greedy()  # which needs no numbers of its own
+        row.constraint = None  # nor can it be asked for more
         self.end_fixed()
         self._join_rules()
         if other is not None:

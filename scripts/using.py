@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from draftheads.infer.engine import Speculator
     from draftheads.train.learn.learner import UseLearner
 
+SchemaFile = Annotated[
+    Path | None, Option(exists=True, dir_okay=False, help="file with a JSON schema of the answers")
+]
 LearnFolder = Annotated[
     Path | None, Option(help="where they are kept; default: draftheads/learned in your data")
 ]
@@ -127,16 +130,21 @@ def chat(
     lossy: Lossy,
     target: MaybeTarget = None,
     template_args: MaybeTemplateArgs = None,
+    schema: SchemaFile = None,
     seed: Seed = 0,
 ) -> None:
     """Chat with the target, sped up by a head or another drafter."""
     check_either(drafts.head, target)
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.chat.repl import chat as run
+    from draftheads.infer.grammar import Grammar
 
     rule = sampling.rule(seed, **vars(lossy))
-    options = ChatOptions(sampling=rule, **vars(dialogue))
     engine = load_engine(target, drafts, rule, placement, speed, template_args)
+    constraint = None
+    if schema:
+        constraint = Grammar(engine.target, "json_schema", schema.read_text(encoding="utf-8"))
+    options = ChatOptions(sampling=rule, constraint=constraint, **vars(dialogue))
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
 

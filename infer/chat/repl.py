@@ -20,6 +20,7 @@ from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
 from draftheads.infer.chat.screen import NOTE, Screen
+from draftheads.infer.constraint import Constraint
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
@@ -42,6 +43,7 @@ class ChatOptions:
     system: str | None = None  # first message
     sampling: Acceptance = field(default_factory=Greedy)
     max_new_tokens: int | None = None  # per answer; None: the rest of the context
+    constraint: Constraint | None = None  # of each answer
 
 
 def chat(
@@ -252,6 +254,7 @@ class _Conversation:
             sampling=self.options.sampling,
             max_new_tokens=limit,
             session=self.session,
+            constraint=self.options.constraint,
         )
         marks = PromptRenderer(target, target.template_args).marks
         after = () if self.history.has_template else prompt

@@ -15,7 +15,7 @@ from random import Random
 
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.drafters.ngram import NGram, NGramDrafter, Text, most_shared
-from draftheads.infer.drafters.rows import TokenPath
+from draftheads.infer.paths import TokenPath
 
 
 @dataclass(frozen=True)

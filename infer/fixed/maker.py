@@ -39,6 +39,8 @@ class StepMaker:
         """
         if not (self.compiles or self.recorder) or decoding.fixed is not None:
             return
+        if decoding.is_constrained:  # by the host, at every node
+            return
         drafter = decoding.drafter
         known = decoding.caches.pending.get(id(drafter))
         width = decoding.committed.tokens_BC.shape[1]

@@ -29,6 +29,7 @@ from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.continuous import seeded
 from draftheads.infer.engine import Speculator
+from draftheads.infer.grammar import Grammar
 from draftheads.infer.pipeline.loading import Place, load_parts
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.rows import Row, Statistics, Step, is_whole
@@ -54,6 +55,7 @@ class GenerateOptions(TypedDict, total=False):
     sampling: Acceptance  # a rule, in place of temperature, top_p and top_k
     raw: bool  # continue a text as it is, without the chat template
     template_args: Mapping[str, Any]  # variables of the chat template, beside the target's own
+    schema: Any  # JSON schema of the answer, or its text
 
 
 class PlaceOptions(TypedDict, total=False):
@@ -250,6 +252,8 @@ class TextGenerator:
         room = self.target.context
         limits = [min(NEW_TOKENS, room - len(prompt)) if limit is None else limit for prompt in ids]
         rule = self._rule(options, max(limits, default=0))
+        schema = options.get("schema")
+        constraint = None if schema is None else Grammar(self.target, "json_schema", schema)
         marks = PromptRenderer(self.target, self.target.template_args).marks
         seeds = _row_seeds(options.get("seed"), ids)
         for start in range(0, len(ids), self.batch_size):
@@ -261,7 +265,12 @@ class TextGenerator:
                 )
                 growing.append(Growth(prompt, AnswerText(stream, stop)))
             steps = self.engine.generate_batch(
-                ids[part], sampling=rule, max_new_tokens=limits[part], stop=stop, seeds=seeds[part]
+                ids[part],
+                sampling=rule,
+                max_new_tokens=limits[part],
+                stop=stop,
+                seeds=seeds[part],
+                constraint=constraint,
             )
             yield growing, steps
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from draftheads.infer.accept import Acceptance
+from draftheads.infer.constraint import Constraint
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Decoding, Row, Session, Step
 from draftheads.infer.serve.tree_sizes import TreeSizes
@@ -36,6 +37,7 @@ class Job:
     ends: frozenset[int] = frozenset()  # tokens that end the answer, besides the target's own
     draft: bool = True  # False: with the plain model
     is_kept: bool = True  # False: not given to a background
+    constraint: Constraint | None = None
     seconds: float = field(default=0.0, init=False)  # of the engine, so far
     reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
     cancelled: bool = field(default=False, init=False)

@@ -1,7 +1,8 @@
 """Log-probabilities of tokens: noted while decoding, told in OpenAI's two shapes.
 
-They are the target's own, before temperature, top-k and top-p, also those of drafted tokens: the
-logits are those of the verified nodes.
+They are the target's own (of an answer with a grammar, among the tokens that it allows), before
+temperature, top-k and top-p, also those of drafted tokens: the logits are those of the verified
+nodes.
 
 Legend: B batch, N tree nodes or tokens, V vocabulary, C committed tokens.
 """

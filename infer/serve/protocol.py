@@ -48,7 +48,6 @@ OFF = {
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
 }
 """Others that it does not have, and their values that ask for nothing. Null always does."""
 HARMLESS = {
@@ -112,6 +111,13 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # not read: padding against eavesdroppers
 
 
+class ResponseFormat(BaseModel):
+    """What an answer is."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Json | None = None  # its `schema`, beside a name
+
+
 class GenerationRequest(BaseModel):
     """What chats and completions share."""
 
@@ -132,6 +138,10 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = True
     draft: bool | None = True
     store: bool | None = None  # false: not kept for learning
+    response_format: ResponseFormat | None = None
+    guided_json: Json | Text | None = None
+    guided_regex: Text | None = None
+    guided_grammar: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -150,6 +160,22 @@ class GenerationRequest(BaseModel):
                 message = f"{shown} is not supported; leave it out"
                 raise ApiError(400, message, "unsupported_parameter", shown)
         return body
+
+    @property
+    def grammars(self) -> list[tuple[Any, Any]]:
+        """Those that the answer has to follow: kind and text, as of `Grammar`."""
+        guided: Json = {
+            "json_schema": self.guided_json,
+            "regex": self.guided_regex,
+            "grammar": self.guided_grammar,
+        }
+        given = [(kind, text) for kind, text in guided.items() if text is not None]
+        asked = self.response_format
+        if asked and asked.type == "json_object":
+            given.append(("json_schema", {"type": "object"}))
+        elif asked and asked.type == "json_schema":
+            given.append(("json_schema", (asked.json_schema or {}).get("schema")))
+        return given
 
     @property
     def stops(self) -> tuple[str, ...]:

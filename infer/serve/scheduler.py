@@ -81,6 +81,7 @@ class Scheduler:
         for job in jobs:
             job.row = Row(self.speculator.target, job.prompt, job.max_new_tokens, job.stop)
             job.row.ends |= job.ends
+            job.row.constraint = job.constraint and job.constraint.row(0)
 
     def queue(self, *jobs: Job) -> None:
         """Queue all jobs of a request that was checked, or none. Raises ApiError."""

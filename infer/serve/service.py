@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
+from draftheads.infer.grammar import Grammar
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Job
@@ -123,7 +124,10 @@ class Service:
         request, prompts = await self.reader.read(kind, http)
         reply = Reply(request, self.options.name, prompts, self._texts, self.reader.calls)
         events = Events()
+        constraint = await asyncio.to_thread(self._constraint, request)
         jobs = self._jobs(reply, events)
+        for job in jobs:
+            job.constraint = constraint
         try:
             await asyncio.to_thread(self.scheduler.check, *jobs)
             self.scheduler.queue(*jobs)
@@ -137,6 +141,16 @@ class Service:
         async for _ in pieces:  # the choices keep what they bring
             pass
         return JSONResponse(reply.whole(jobs))
+
+    def _constraint(self, request: GenerationRequest) -> Grammar | None:
+        """That of the answers. It may take a while. Raises ApiError."""
+        grammars = request.grammars
+        if len(grammars) > 1:
+            raise ApiError(400, "expected one response_format or guided option, got several")
+        try:
+            return Grammar(self.target, *grammars[0]) if grammars else None
+        except (ValueError, ModuleNotFoundError) as error:
+            raise ApiError(400, str(error)) from error
 
     def _jobs(self, reply: Reply, events: Events) -> list[Job]:
         """One for each answer."""

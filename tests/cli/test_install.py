@@ -245,10 +245,11 @@ for line in sys.stdin.read().splitlines():
         print(f"exit {end.code or 0}", file=sys.stderr, flush=True)
 """
 HIDDEN = "pyarrow ruamel datasets tensorboard peft uvicorn fastapi starlette prometheus_client "
-HIDDEN += "gguf deepspeed aiohttp"
+HIDDEN += "gguf deepspeed aiohttp llguidance"
 NEEDS = {
     "bench --target TARGET --head ngram --prompts p.txt --repetitions 1 --max-new-tokens 2": None,
     "bench --target TARGET --head ngram --prompts gsm8k": "prompts",
+    "chat --target TARGET --schema schema.json": "grammar",
     "convert HEAD out/vllm --to vllm": None,
     "convert HEAD out/head.gguf --to gguf --target TARGET/model.gguf": "gguf",
     "data-preview p.txt": "train",
@@ -273,6 +274,7 @@ def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path):
     target = Target.load(recipes / "demo-target", device="cpu")
     save_head(MedusaHead.create(target), tmp_path / "head", target=target)
     (tmp_path / "p.txt").write_text("What does os.path.join do?\n")
+    (tmp_path / "schema.json").write_text("{}")
     places = {"TARGET": recipes / "demo-target", "RECIPE": recipes / "demo-medusa.yaml"}
     places["HEAD"] = tmp_path / "head"
     lines = [re.sub("[A-Z]{4,}", lambda name: str(places[name[0]]), line) for line in NEEDS]

@@ -65,7 +65,9 @@ class Scripted(Speculator):
         super().__init__(target)
         self.answers, self.prompts, self.limits, self.rules = list(answers), [], [], []
 
-    def generate(self, prompt, *, sampling=None, max_new_tokens=None, stop=(), session=None):
+    def generate(
+        self, prompt, *, sampling=None, max_new_tokens=None, stop=(), session=None, constraint=None
+    ):
         self.prompts.append(self.target.tokenizer.decode(prompt))
         self.limits.append(max_new_tokens)
         self.rules.append(sampling)

@@ -36,11 +36,13 @@ from tiny_targets import (
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    WatermarkingConfig,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -256,11 +258,60 @@ def six_words() -> Any:
     return model
 
 
+def after_the_newest(number: int, text_T: torch.Tensor) -> list[int]:
+    """A constraint by text and row: no token that is far from the newest one."""
+    near = [(int(text_T[-1]) + step + number) % VOCABULARY for step in (1, 2, 5)]
+    assert int(text_T[-1]) != 18, "never asked for what was forbidden before"
+    return [token for token in near if token != 18] or [3]
+
+
+READ = {
+    "prefix": {"prefix_allowed_tokens_fn": after_the_newest},
+    "penalty": {"repetition_penalty": 1.7},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "minimum": {"min_new_tokens": 9, "eos_token_id": ENDS},
+    "words": {"bad_words_ids": [[3, 4], [5], [7, 8, 9]]},
+    "bias": {"sequence_bias": {(4, 6): 5.0, (8,): -3.0}},
+    "ends": {"forced_eos_token_id": 4, "begin_suppress_tokens": [5, 6]},
+    "length": {"exponential_decay_length_penalty": (3, 1.4), "eos_token_id": ENDS},
+    "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [1]},
+}
+
+
+@pytest.mark.inside
+def test_a_prefix_function_is_told_the_number_of_the_prompt(six_words):
+    asked: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": PAD, "eos_token_id": None}
+    asked |= {"do_sample": True, "num_return_sequences": 3}
+    asked["prefix_allowed_tokens_fn"] = lambda number, text_T: [number + 2]
+    decoding = speculative(random_head("medusa", Target(six_words)))
+    out = six_words.generate(torch.tensor([[3, 1], [4, 1]]), **asked, custom_generate=decoding)
+    assert out[:, 2:].tolist() == [[2] * 4] * 3 + [[3] * 4] * 3
+
+
+@pytest.mark.inside
+@pytest.mark.parametrize("drafts", ["medusa", "ngram"])
+@pytest.mark.parametrize("name", READ)
+def test_processors_that_read_the_text_are_followed_along_each_path(name, drafts):
+    model = random_model("llama")
+    head = taught("medusa", "llama") if drafts == "medusa" else "ngram"
+    asked = {**inputs(3), "max_new_tokens": NEW, "pad_token_id": PAD, "eos_token_id": None}
+    asked |= {"do_sample": False, **READ[name]}
+    plain = model.generate(**asked)
+    out = model.generate(**asked, custom_generate=speculative(head), return_dict_in_generate=True)
+    assert out.sequences.tolist() == plain.tolist()
+
+
 RUNS, TEXT = 2000, 3
 SAMPLINGS = {
     "plain": {"temperature": 4.0, "top_k": 0},
     "top": {"temperature": 3.0, "top_k": 4, "top_p": 0.9},
     "min-p": {"temperature": 4.0, "top_k": 0, "min_p": 0.2},
+    "penalty": {"temperature": 2.0, "top_k": 4, "repetition_penalty": 1.5},
+    "prefix": {
+        "temperature": 3.0,
+        "top_k": 0,
+        "prefix_allowed_tokens_fn": lambda _, text_T: [0, 2, 3, int(text_T[-1]) // 2 + 3],
+    },
 }
 
 
@@ -340,11 +391,20 @@ def test_return_dict_says_how_many_drafts_were_kept():
     assert getattr(got, cache_argument(type(model))) is None and got.scores is None
 
 
+class Counting(LogitsProcessor):
+    """It remembers its calls, as matchers of grammars do."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores + self.calls
+
+
 REFUSED = {
     "beams": ({"num_beams": 2}, "beam_search"),
-    "penalty": ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor"),
-    "ngrams": ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-    "minimum": ({"min_new_tokens": 3, "eos_token_id": 7}, "MinNewTokensLengthLogitsProcessor"),
+    "watermark": ({"watermarking_config": WatermarkingConfig()}, "WatermarkLogitsProcessor"),
+    "own": ({"logits_processor": LogitsProcessorList([Counting()])}, "Counting"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     "positions": ({"position_ids": torch.arange(4, 9)[None]}, "position_ids"),

@@ -40,8 +40,8 @@ from draftheads.infer.drafters.draft_sampling import (
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.drafters.rows import stacked
 from draftheads.infer.engine import Speculator
+from draftheads.infer.paths import stacked
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4
 LENGTHS = (19, 11, 5)

@@ -17,10 +17,10 @@ from draftheads.heads.tree import DynamicTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.drafters.rows import row_paths
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as fixed
 from draftheads.infer.fixed.recorded import RECORDERS
+from draftheads.infer.paths import row_paths
 
 NEW = 40
 CYCLE = 97

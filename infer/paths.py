@@ -13,16 +13,21 @@ from draftheads.heads.tree import DynamicTree, TokenTree, Topology, Tree
 TokenPath = tuple[int, ...]
 
 
-def row_paths(tree: TokenTree) -> list[list[TokenPath]]:
-    """The paths of each row, equal ones once."""
+def node_paths(tree: TokenTree) -> list[list[TokenPath]]:
+    """The path to each node of each row; that to the root is empty."""
     parents_BN = tree.topology.parents_BN.expand_as(tree.tokens_BN)
     rows = []
     for tokens, parents in zip(tree.tokens_BN.tolist(), parents_BN.tolist(), strict=True):
         paths: list[TokenPath] = [()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             paths.append((*paths[parent], token))
-        rows.append(list(dict.fromkeys(paths[1:])))
+        rows.append(paths)
     return rows
+
+
+def row_paths(tree: TokenTree) -> list[list[TokenPath]]:
+    """The paths of each row's draft nodes, equal ones once."""
+    return [list(dict.fromkeys(paths[1:])) for paths in node_paths(tree)]
 
 
 def stacked(

@@ -1,0 +1,426 @@
+"""The promise: answers follow their schema, expression or grammar, and are those of the plain
+model under the same masks, whatever is drafted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact_laws import chi_square, surely_below
+from grammars import drawn
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance.hf import from_tokenizer
+from starlette.testclient import TestClient
+from tiny_chat import END, llama
+from tiny_heads import Oracle, decode, random_head
+from typed_commands import failed
+
+from draftheads.heads.base import DraftHead
+from draftheads.heads.target.model import Target
+from draftheads.heads.tree import StaticTree
+from draftheads.infer.accept import Sampled
+from draftheads.infer.continuous import seeded
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import Speculator
+from draftheads.infer.grammar import SPACING, Grammar
+from draftheads.infer.pipeline.generator import TextGenerator
+from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.rows import Session
+from draftheads.infer.serve.app import create_app
+from draftheads.infer.serve.service import ServeOptions
+
+NEW = 60
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Target:
+    return Target.load(str(Path(__file__).parents[2] / "recipes" / "demo-target"))
+
+
+@cache
+def masks(target: Target) -> LLTokenizer:
+    return from_tokenizer(target.tokenizer, target.vocab_size, list(target.eos_ids))
+
+
+@cache
+def head(target: Target) -> DraftHead:
+    return random_head("medusa", target)
+
+
+def matcher(target: Target, kind: str, text: Any) -> LLMatcher:
+    if kind == "json_schema":
+        text = json.dumps({"x-guidance": SPACING, **text})
+    return LLMatcher(masks(target), grammar_from(kind, text))
+
+
+def allowed(target: Target, kind: str, text: Any, answer: list[int]) -> list[int]:
+    """The tokens that may follow, by a matcher that has read nothing else."""
+    fresh = matcher(target, kind, text)
+    assert fresh.consume_tokens(answer), "a forbidden token was chosen"
+    return [token for token, bias in enumerate(fresh.compute_logit_bias()) if bias]
+
+
+def plain(target: Target, kind: str, text: Any, prompt: list[int], new: int = NEW) -> list[int]:
+    """What transformers' own constrained greedy decoding writes."""
+    out = target.model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=list(target.eos_ids),
+        pad_token_id=0,
+        prefix_allowed_tokens_fn=lambda _, ids_T: allowed(
+            target, kind, text, ids_T[len(prompt) :].tolist()
+        ),
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def question(target: Target, text: str = "Who is Lily?") -> list[int]:
+    return encode_prompt(target, [{"role": "user", "content": text}])
+
+
+def followed(target: Target, seed: int) -> tuple[int, bool]:
+    """Decode a drawn grammar with all drafts; returns the most steps saved, and if it ended."""
+    kind, text, is_right = drawn(seed)
+    prompt = question(target, f"Question {seed}")
+    expected = plain(target, kind, text, prompt)
+    has_ended = expected[-1] in target.eos_ids
+    grammar = Grammar(target, kind, text)
+    chain = StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
+    oracle = {"vocab_size": target.vocab_size, "noise": 0.3}
+    sources = [None, head(target), NGram(), lambda: Oracle(chain, [expected], **oracle)]
+    saved = 0
+    for drafts in sources:
+        [row], [counts] = decode(
+            target, drafts, [prompt], max_new_tokens=NEW, constraint=grammar
+        )  # fmt: skip
+        assert row == expected, (seed, drafts)
+        saved = max(saved, counts.tokens - counts.steps)
+    for rule in (Sampled(1.3), Sampled(1.0, 0.9, 8), seeded(0.8, 1.0, 0, NEW)):
+        [row], _ = decode(
+            target, head(target), [prompt], sampling=rule, seeds=["s"],
+            max_new_tokens=NEW, constraint=grammar,
+        )  # fmt: skip
+        if row[-1] in target.eos_ids:
+            assert is_right(target.tokenizer.decode(row[:-1])), (seed, row)
+    if has_ended:
+        assert is_right(target.tokenizer.decode(expected[:-1])), seed
+    return saved, has_ended
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_greedy_answers_are_those_of_plain_constrained_decoding(demo, seed):
+    followed(demo, seed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("first", range(100, 400, 50))
+def test_many_grammars(demo, first):
+    results = [followed(demo, seed) for seed in range(first, first + 50)]
+    assert sum(saved > 0 for saved, _ in results) > 25
+    assert sum(has_ended for _, has_ended in results) > 25
+
+
+def law(target: Target, prompt: list[int], pattern: str, rule: Sampled) -> dict:
+    """The probability of each text of an expression: the rule filters what the masks leave."""
+    texts: dict[tuple[int, ...], float] = {}
+    open_ = {(): 1.0}
+    while open_:
+        path, before = open_.popitem()
+        ids = torch.tensor([[*prompt, *path]])
+        with torch.no_grad():
+            logits_V = target.model(ids).logits[0, -1]
+        may = allowed(target, "regex", pattern, list(path))
+        masked_V = torch.full_like(logits_V, -torch.inf)
+        masked_V[may] = logits_V[may]
+        p_V = torch.softmax(rule.scores(masked_V), -1)
+        for token in may:
+            whole = (*path, token)
+            (texts if token == END else open_)[whole] = before * float(p_V[token])
+    return {text: p for text, p in texts.items() if p > 0}
+
+
+@pytest.mark.parametrize("kind", ["plain", "medusa", "eagle3", "ngram"])
+@pytest.mark.parametrize("rule", [Sampled(6.0), Sampled(8.0, 0.95, 3)], ids=["all", "top"])
+def test_sampled_answers_have_the_law_of_plain_constrained_decoding(kind, rule):
+    """All texts of an expression, in a batch of rows that end at different times."""
+    target = llama(eos=(END,))
+    pattern = "[ab]{1,2}c?|bb(a|c)b"
+    drafts: Any = NGram() if kind == "ngram" else None
+    if kind in ("medusa", "eagle3"):
+        drafts = random_head(kind, target, depth=3, nodes=6, top_k=2)
+    prompt = [ord(each) for each in "abcbbabc"]
+    rule.seed(4)
+    rows, counts = decode(
+        target, drafts, [prompt] * 1200, sampling=rule, max_new_tokens=8,
+        constraint=Grammar(target, "regex", pattern),
+    )  # fmt: skip
+    expected = law(target, prompt, pattern, rule)
+    assert len(expected) > 8
+    statistic, freedom = chi_square(Counter(map(tuple, rows)), expected)
+    assert statistic < surely_below(freedom)
+
+
+def test_a_seed_draws_the_same_with_any_drafts(demo):
+    """The n-th number is for the n-th token, and rows do not depend on those beside them."""
+    prompts = [question(demo, f"Question {number}") for number in range(3)]
+    grammar = Grammar(demo, "json_schema", PERSON)
+    choices = {"max_new_tokens": NEW, "constraint": grammar, "seeds": ["a", "b", "c"]}
+    rule = seeded(1.0, 1.0, 0, NEW)
+    rows, _ = decode(demo, None, prompts, sampling=rule, **choices)
+    for drafts in (head(demo), NGram()):
+        assert decode(demo, drafts, prompts, sampling=rule, **choices)[0] == rows
+    alone, _ = decode(demo, NGram(), prompts[1:2], sampling=rule, **{**choices, "seeds": ["b"]})
+    assert alone == rows[1:2]
+
+
+def test_forced_tokens_are_drafted_without_other_drafts(demo):
+    [row], [counts] = decode(
+        demo, None, [question(demo)], max_new_tokens=NEW,
+        constraint=Grammar(demo, "json_schema", PERSON),
+    )  # fmt: skip
+    assert counts.tokens_per_step > 1.5
+    assert json.loads(demo.tokenizer.decode(row[:-1])).keys() == PERSON["properties"].keys()
+
+
+def test_forbidden_drafts_are_not_verified(demo):
+    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
+    digits = [demo.tokenizer(str(n), add_special_tokens=False)["input_ids"][0] for n in (1, 2)]
+    [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
+    paths = [(digits[0],), (letter,), (letter, digits[0]), (digits[0], digits[1])]
+    kept = grammar.drafts([], paths)
+    assert list(kept) == [paths[0], paths[3]]
+    ended = grammar.drafts(digits * 2, [(digits[0],)])
+    assert len(demo.eos_ids) > 1 or list(ended) == [(demo.eos_ids[0],)]
+
+
+def test_a_limit_cuts_and_an_end_token_ends(demo):
+    engine = Speculator(demo, NGram())
+    finish = {}
+    for text in ("[a-z ]{400}", "[a-z ]{5}"):
+        grammar = Grammar(demo, "regex", text)
+        *_, last = engine.generate(question(demo), max_new_tokens=20, constraint=grammar)
+        finish[text] = last.finish
+    assert list(finish.values()) == ["length", "eos"]
+    grammar = Grammar(demo, "regex", "(abc )+")
+    steps = engine.generate(question(demo), max_new_tokens=20, stop=["c a"], constraint=grammar)
+    assert [*steps][-1].finish == "stop"
+
+
+def test_a_session_continues_with_another_grammar(demo):
+    session, engine = Session(), Speculator(demo, head(demo))
+    text = question(demo)
+    for pattern in ("(red|green)", "[0-9]{3}", "yes|no"):
+        grammar = Grammar(demo, "regex", pattern)
+        options = {"max_new_tokens": 9, "constraint": grammar}
+        steps = engine.generate(text, session=session, **options)
+        answer = [token for step in steps for token in step.tokens]
+        assert answer == plain(demo, "regex", pattern, text, new=9)
+        text = [*text, *answer, *question(demo, "And then?")]
+    assert session.reused > 0
+
+
+@pytest.mark.parametrize("steps", ["eager", "recorded"], indirect=True)
+def test_constrained_steps_are_neither_compiled_nor_recorded(demo, steps):
+    engine = Speculator(demo, head(demo))
+    grammar = Grammar(demo, "json_schema", PERSON)
+    answers = [
+        [token for step in engine.generate(question(demo), max_new_tokens=NEW, **choice)
+         for token in step.tokens]
+        for choice in ({"constraint": grammar}, {}, {"constraint": grammar})
+    ]  # fmt: skip
+    assert answers[0] == answers[2] == plain(demo, "json_schema", PERSON, question(demo))
+    assert answers[1] != answers[0]
+
+
+def test_the_pipeline_takes_a_schema(demo):
+    model = TextGenerator(Speculator(demo, NGram()))
+    prompts = ["Who is Lily?", "And Tom?"]
+    answers = model.generate(prompts, schema=PERSON, temperature=0.7, seed=1)
+    assert all(json.loads(str(each)).keys() == {"name", "age"} for each in answers)
+    assert str(model.generate(prompts[0], schema=json.dumps(PERSON))) == demo.tokenizer.decode(
+        plain(demo, "json_schema", PERSON, question(demo)), skip_special_tokens=True
+    )
+    assert json.loads("".join(model.stream(prompts[0], schema=PERSON)))
+
+
+BAD: list[tuple[str, Any]] = [
+    *[("json_schema", text) for text in ("", "{", "3", "[]", "null", "{'a': 1}", "[" * 9999)],
+    *[("json_schema", value) for value in (3, [], True, {1}, {"type": {1}}, {"a": float("nan")})],
+    ("json_schema", {"type": "text"}),
+    ("json_schema", {"type": 3}),
+    ("json_schema", {"not": {"type": "string"}}),
+    ("json_schema", {"enum": []}),
+    ("json_schema", {"properties": 3}),
+    ("json_schema", {"$ref": "#/nowhere"}),
+    ("json_schema", {"$ref": "https://example.com/schema.json"}),
+    ("json_schema", {"type": "string", "pattern": "("}),
+    ("json_schema", {"type": "string", "format": "nonsense"}),
+    ("json_schema", {"type": "string", "minLength": 5, "maxLength": 2}),
+    ("json_schema", {"type": "integer", "minimum": 5, "maximum": 2}),
+    ("json_schema", {"type": "array", "uniqueItems": True}),
+    ("json_schema", {"if": {}, "then": {}}),
+    *[("regex", text) for text in ("(", "[", "a{2,1}", r"\1", "(?=a)b", "*", 3, None)],
+    *[("grammar", text) for text in ("", 'x: "a"', "start: x", "start: /(/", 3)],
+    ("grammar", "start: start"),
+    ("grammar", 'root ::= root "a"'),
+    ("grammar", 'root ::= "a'),
+    ("nonsense", "a"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), BAD)
+def test_what_cannot_be_compiled_is_refused_in_one_line(demo, kind, text):
+    with pytest.raises(ValueError, match=f"^{kind}: expected one that can be compiled") as refusal:
+        Grammar(demo, kind, text)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+def test_a_target_without_an_end_is_refused():
+    with pytest.raises(ValueError, match="eos"):
+        Grammar(llama(eos=()), "regex", "a")
+
+
+def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install"):
+        Grammar(demo, "regex", "a")
+    response = ask(client, guided_regex="a")
+    assert response.status_code == 400 and "pip install" in response.json()["error"]["message"]
+
+
+def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
+    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
+    [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
+    with pytest.raises(ValueError) as fault:
+        grammar.after([letter], (), torch.zeros(demo.vocab_size))
+    assert re.fullmatch(".+", str(fault.value))
+
+
+@pytest.fixture(scope="module")
+def client(demo) -> Iterator[TestClient]:
+    """Of a server whose drafts are a head's, so that requests are decoded together."""
+    with TestClient(create_app(Speculator(demo, head(demo)), ServeOptions("demo"))) as client:
+        yield client
+
+
+def ask(client: TestClient, **body: Any) -> Any:
+    messages = [{"role": "user", "content": "Who is Lily?"}]
+    return client.post(
+        "/v1/chat/completions", json={"messages": messages, "max_tokens": NEW, **body}
+    )
+
+
+def content(response: Any) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [choice["message"]["content"] for choice in response.json()["choices"]]
+
+
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def test_the_server_constrains_answers(client, demo):
+    expected = demo.tokenizer.decode(
+        plain(demo, "json_schema", PERSON, question(demo)), skip_special_tokens=True
+    )
+    for asked in ({"response_format": AS_SCHEMA}, {"guided_json": json.dumps(PERSON)}):
+        for draft in (True, False):
+            assert content(ask(client, **asked, draft=draft)) == [expected]
+    [object_] = content(ask(client, response_format={"type": "json_object"}, max_tokens=200))
+    assert object_.startswith("{")
+    [digits] = content(ask(client, guided_regex="[0-9]{3}"))
+    assert re.fullmatch("[0-9]{3}", digits)
+    assert content(ask(client, guided_grammar='root ::= "yes" | "no"'))[0] in ("yes", "no")
+    assert content(ask(client, response_format={"type": "text"})) == content(ask(client))
+
+
+def test_answers_with_different_grammars_are_decoded_together(client):
+    """And each has its own random numbers, log-probabilities and stream."""
+    asked: list[dict[str, Any]] = [
+        {"response_format": AS_SCHEMA, "temperature": 1.0, "seed": 1, "n": 3},
+        {"guided_regex": "[a-f]{20}", "logprobs": True, "top_logprobs": 2},
+        {},
+        {"guided_regex": "(yes, )*no", "temperature": 1.5, "seed": 2, "draft": False},
+    ]
+    alone = [content(ask(client, **body)) for body in asked]
+    with ThreadPoolExecutor() as threads:
+        together = list(threads.map(lambda body: content(ask(client, **body)), asked))
+    assert together[1:3] == alone[1:3], "what is greedy is the same in any batch"
+    assert all(json.loads(each)["age"] <= 150 for each in alone[0] + together[0])
+    assert alone[0] != alone[0][:1] * 3
+    assert all(re.fullmatch("(yes, )*(no)?", each[0]) or len(each[0]) > 50 for each in alone[3:])
+
+
+def test_a_constrained_answer_is_streamed_and_scored(client):
+    whole = ask(client, response_format=AS_SCHEMA, logprobs=True).json()["choices"][0]
+    assert len(whole["logprobs"]["content"]) > 3
+    stream = ask(client, response_format=AS_SCHEMA, stream=True).text
+    *events, _, _ = stream.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    text = "".join(part["delta"].get("content", "") for part in parts)
+    assert text == whole["message"]["content"] and json.loads(text)
+    assert [part["finish_reason"] for part in parts][-1] == "stop"
+    cut = ask(client, response_format=AS_SCHEMA, max_tokens=5).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
+        {"guided_regex": "("},
+        {"guided_grammar": "start: nothing"},
+        {"guided_json": "{"},
+        {"guided_json": {"enum": []}},
+        {"guided_json": {}, "guided_regex": "a"},
+    ],
+)
+def test_the_server_refuses_what_cannot_be_compiled(client, body):
+    response = ask(client, **body)
+    message = response.json()["error"]["message"]
+    assert response.status_code == 400
+    assert "expected" in message and "\n" not in message
+
+
+def test_chat_takes_a_schema(demo, tmp_path, run, monkeypatch):
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(PERSON))
+    monkeypatch.setattr("sys.stdin", StringIO("Who is Lily?\nAnd Tom?\n"))
+    words = ["chat", "--target", demo.name, "--head", "ngram", "--dtype", "float32", "--schema"]
+    code, output, _ = run(*words, file)
+    answers = [line for line in output.splitlines() if line.startswith("{")]
+    assert code == 0 and len(answers) == 2
+    assert all(json.loads(each).keys() == {"name", "age"} for each in answers)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("{", "json_schema"), ('{"type": "text"}', "text"), (None, "schema.json")]
+)
+def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
+    file = tmp_path / "schema.json"
+    if text:
+        file.write_text(text)
+    failed(run("chat", "--target", demo.name, "--dtype", "float32", "--schema", file), word)
