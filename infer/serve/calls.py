@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os.path import commonprefix
@@ -17,6 +17,7 @@ from uuid import uuid4
 
 from jinja2.exceptions import TemplateError
 
+from draftheads.infer.grammar import SPACING
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
 
@@ -33,6 +34,7 @@ CALL_ID = "call00000"
 DATA = re.compile(r'(?:\[\s*)?\{(?=\s*["}])')
 KEY = re.compile(rf'"(\w+)":\s*(?:"{ONE}"|\{{\s*"key_a")')
 NAME = re.compile(r"\s*([\w.-]+)(.*)", re.DOTALL)
+EXAMPLE = re.compile(r'(.*?)\{\s*"key_a".*?47\s*\}(.*)', re.DOTALL)
 PARAMETERS = re.compile(r"(.*?)key_a(.*?)value_a(.*?)key_b(.*?)47(.*)", re.DOTALL)
 DECODER = json.JSONDecoder(strict=False)
 """Takes line breaks in strings, as models write them."""
@@ -61,6 +63,26 @@ class CallForm:
             return text.find(self.opening)
         return 0 if text.lstrip().startswith(("{", "[")) else -1
 
+    def grammar(self, tools: Sequence[Tool], tokenizer: Any) -> str:
+        """The language of one call of one of these tools, in Lark's syntax. Raises ValueError for a
+        form whose arguments are no JSON.
+        """
+        match = EXAMPLE.fullmatch(self.example)
+        if match is None:
+            raise ValueError(
+                "tool_choice: expected auto or none, as this chat template writes arguments in "
+                "another way than JSON, got another choice; leave it out"
+            )
+        before, after = match.groups()
+        ids = tokenizer.get_added_vocab()
+        end = _lark(after, ids)
+        calls = []
+        for tool in tools:
+            start = _lark(before.lstrip().replace(ONE, tool.function.name), ids)
+            schema = {"x-guidance": SPACING, **tool.function.parameters.model_dump()}
+            calls.append(f"{start} %json {json.dumps(schema)} {end}")
+        return "start: " + "\n | ".join(calls)
+
     def read_all(self, text: str, schemas: Schemas) -> tuple[list[Json], str]:
         """Calls as messages have them, and the text that is left: all of it if one of them cannot
         be read. schemas: of the tools that may be called.
@@ -79,6 +101,17 @@ class CallForm:
         except UNREADABLE:
             return [], text
         return calls, left
+
+
+def _lark(text: str, ids: Mapping[str, int]) -> str:
+    """A text in Lark's syntax. ids: of the tokens that stand for a text of their own."""
+    marks = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
+    parts = re.split(f"({marks or '(?!)'})", text)
+    return " ".join(
+        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
+        for part in parts
+        if part
+    )
 
 
 def call_entry(index: int, name: Any, arguments: Any) -> Json:

@@ -178,6 +178,11 @@ class GenerationRequest(BaseModel):
         return given
 
     @property
+    def required(self) -> list[Tool]:
+        """Tools of which one has to be called."""
+        return []
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         if isinstance(self.stop, str):
@@ -291,6 +296,19 @@ class Tool(Described):
     function: Function
 
 
+class FunctionName(BaseModel):
+    """The name of a function."""
+
+    name: str
+
+
+class ToolName(BaseModel):
+    """The only tool that may be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
 class CalledFunction(Described):
     """A function and its arguments: clients send JSON text, templates read an object."""
 
@@ -335,7 +353,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Json | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
     parallel_tool_calls: bool | None = True
     reasoning_format: Literal["auto", "none"] | None = "auto"
 
@@ -354,6 +372,25 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: expected logprobs true with it; set logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _check_tool_choice(self) -> ChatRequest:
+        if self.tool_choice not in (None, "none", "auto") and not self.required:
+            choice = self.tool_choice
+            name = choice.function.name if isinstance(choice, ToolName) else choice
+            message = f"tool_choice: expected one of `tools`, got {name!r:.80}; add it"
+            raise ApiError(400, message, param="tool_choice")
+        return self
+
+    @property
+    def required(self) -> list[Tool]:
+        """Those of which the answer has to be a call."""
+        if self.tool_choice == "required":
+            return self.tools or []
+        if not isinstance(self.tool_choice, ToolName):
+            return []
+        name = self.tool_choice.function.name
+        return [tool for tool in self.tools or [] if tool.function.name == name]
 
     @property
     def variables(self) -> Json:

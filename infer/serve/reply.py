@@ -79,6 +79,11 @@ class Choice:
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
 
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the prompt has, so that the answer begins with it."""
+        return bool(self._form.start)
+
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
         """Take a step. scores: of its tokens, if the request asks for them."""
         tokens = step.tokens

@@ -124,7 +124,7 @@ class Service:
         request, prompts = await self.reader.read(kind, http)
         reply = Reply(request, self.options.name, prompts, self._texts, self.reader.calls)
         events = Events()
-        constraint = await asyncio.to_thread(self._constraint, request)
+        constraint = await asyncio.to_thread(self._constraint, reply)
         jobs = self._jobs(reply, events)
         for job in jobs:
             job.constraint = constraint
@@ -142,12 +142,25 @@ class Service:
             pass
         return JSONResponse(reply.whole(jobs))
 
-    def _constraint(self, request: GenerationRequest) -> Grammar | None:
+    def _constraint(self, reply: Reply) -> Grammar | None:
         """That of the answers. It may take a while. Raises ApiError."""
+        request = reply.request
         grammars = request.grammars
-        if len(grammars) > 1:
-            raise ApiError(400, "expected one response_format or guided option, got several")
+        calls = self.reader.calls
         try:
+            if request.required and calls is not None:
+                text = calls.grammar(request.required, self.target.tokenizer)
+                grammars.append(("grammar", text))
+            if len(grammars) > 1:
+                raise ValueError(
+                    "expected one of response_format, guided options and a required tool, got "
+                    "several; leave the others out"
+                )
+            if grammars and any(choice.opens_reasoning for choice in reply.choices):
+                raise ValueError(
+                    "expected a prompt that leaves the answer to a grammar, got one that opens its "
+                    "reasoning; switch it off with chat_template_kwargs"
+                )
             return Grammar(self.target, *grammars[0]) if grammars else None
         except (ValueError, ModuleNotFoundError) as error:
             raise ApiError(400, str(error)) from error

@@ -5,6 +5,7 @@ from the text, in the form of the chat template, and nothing that a target write
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from os.path import commonprefix
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any
 import pytest
 from calling import CALLS, COUNT, HERMES, LOOK_UP, SCHEMA, TOOLS, Calls
 from jinja2.exceptions import TemplateError
+from llguidance import LLMatcher, grammar_from
+from llguidance.hf import from_tokenizer
 from served import Says
 from starlette.testclient import TestClient
 from tiny_chat import stand_in
 
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.app import create_app
-from draftheads.infer.serve.calls import find_form
+from draftheads.infer.serve.calls import ONE, find_form
 from draftheads.infer.serve.parts import AnswerForm
+from draftheads.infer.serve.protocol import Tool
 from draftheads.infer.serve.service import ServeOptions
 from draftheads.train.data.text_side import TextSide
 
@@ -218,6 +222,33 @@ def test_calls_of_real_templates_are_read():
     assert len(read) > 100
 
 
+@pytest.mark.slow
+def test_the_grammars_of_real_templates_are_of_their_own_calls():
+    if not TEMPLATES.is_dir():
+        pytest.skip(f"no chat templates at {TEMPLATES}")
+    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    followed = []
+    for path in sorted(TEMPLATES.glob("*/*.jinja")):
+        tokenizer = stand_in(path.read_text())
+        form = find_form(TextSide(path.stem, tokenizer, ()))
+        if form is None:
+            continue
+        try:
+            grammar = form.grammar(tools, tokenizer)
+        except ValueError as error:
+            assert "expected auto or none" in str(error)
+            continue
+        example = form.example.lstrip().replace(ONE, "count")
+        example = re.sub(r'\{\s*"key_a".*?47\s*\}', '{"n": 2}', example, flags=re.DOTALL)
+        ids = tokenizer(example, add_special_tokens=False)["input_ids"]
+        matcher = LLMatcher(
+            from_tokenizer(tokenizer, len(tokenizer), [0]), grammar_from("grammar", grammar)
+        )
+        assert matcher.try_consume_tokens(ids) == len(ids), path.stem
+        followed.append(path.stem)
+    assert len(followed) > 30
+
+
 FUNCTION = {"name": "look_up"}
 TOOL = {"type": "function", "function": FUNCTION}
 CALL = {"id": "a", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
@@ -261,8 +292,8 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "tools", {"tools": [TOOL] * 129}
     yield "tools", {"tools": [{**TOOL, "function": {"name": "x" * 129}}]}
     yield "tools", {"tools": [{**TOOL, "function": {"name": ""}}]}
-    yield "tool_choice", {"tools": TOOLS, "tool_choice": "required"}
-    yield "tool_choice", {"tools": TOOLS, "tool_choice": {**TOOL}}
+    yield "tool_choice", {"tool_choice": "required"}
+    yield "tool_choice", {"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}
     yield "functions", {"functions": [FUNCTION]}
     yield "function_call", {"function_call": "auto"}
 

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from calling import HERMES, TOOLS
 from exact_laws import chi_square, surely_below
 from grammars import drawn
 from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -31,6 +33,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.continuous import seeded
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import SPACING, Grammar
@@ -109,7 +112,8 @@ def followed(target: Target, seed: int) -> tuple[int, bool]:
     grammar = Grammar(target, kind, text)
     chain = StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
     oracle = {"vocab_size": target.vocab_size, "noise": 0.3}
-    sources = [None, head(target), NGram(), lambda: Oracle(chain, [expected], **oracle)]
+    sources = [None, head(target), NGram(), Lookahead()]
+    sources.append(lambda: Oracle(chain, [expected], **oracle))
     saved = 0
     for drafts in sources:
         [row], [counts] = decode(
@@ -424,3 +428,72 @@ def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
     if text:
         file.write_text(text)
     failed(run("chat", "--target", demo.name, "--dtype", "float32", "--schema", file), word)
+
+
+@pytest.fixture(scope="module")
+def caller(demo) -> Iterator[TestClient]:
+    """A server whose template has tools in the form of Hermes."""
+    target = Target(demo.model, copy(demo.tokenizer), name="demo")
+    target.tokenizer.chat_template = HERMES
+    with TestClient(create_app(Speculator(target, NGram()), ServeOptions("demo"))) as client:
+        yield client
+
+
+DIGIT = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+NAMES = [tool["function"]["name"] for tool in TOOLS]
+DIGITS = [
+    {"type": "function", "function": {"name": name, "parameters": DIGIT}} for name in NAMES
+]  # fmt: skip
+
+
+def called(response: Any) -> tuple[dict[str, Any], str]:
+    """The function of the only call of an answer or a stream, and why it ended."""
+    assert response.status_code == 200, response.text
+    events = response.text.split("\n\n")[:-2]
+    bodies = [json.loads(event.removeprefix("data: ")) for event in events] or [response.json()]
+    choices = [body["choices"][0] for body in bodies]
+    messages = [choice.get("delta") or choice.get("message", {}) for choice in choices]
+    assert not any(message.get("content") for message in messages)
+    [call] = [call for message in messages for call in message.get("tool_calls", ())]
+    return call["function"], choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", *NAMES])
+def test_a_tool_that_has_to_be_called_is_called(caller, choice, stream):
+    named = {"type": "function", "function": {"name": choice}}
+    asked = choice if choice == "required" else named
+    function, finish = called(ask(caller, tools=DIGITS, tool_choice=asked, stream=stream))
+    assert finish == "tool_calls"
+    assert function["name"] == choice or choice == "required"
+    assert function["name"] in NAMES
+    assert re.fullmatch(r'\{"n": [0-9]\}', function["arguments"])
+
+
+def test_what_has_to_be_called_must_be_there(caller):
+    for body, message in (
+        ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "got 'other'"),
+        ({"tool_choice": "required"}, "expected one of `tools`, got 'required'"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "got several"),
+    ):
+        said = ask(caller, **body)
+        assert said.status_code == 400
+        assert message in said.json()["error"]["message"]
+
+
+def test_a_prompt_that_opens_reasoning_leaves_no_place_for_a_grammar(demo):
+    target = Target(demo.model, copy(demo.tokenizer), name="demo")
+    opened = "<|im_start|>assistant\n{% if not off %}<think>\n{% endif %}{% endif %}"
+    target.tokenizer.chat_template = HERMES.replace("<|im_start|>assistant\n{% endif %}", opened)
+    with TestClient(create_app(Speculator(target), ServeOptions("demo"))) as client:
+        body = {"guided_regex": "[0-9]{3}", "max_tokens": 20}
+        said = ask(client, **body)
+        assert said.status_code == 400
+        assert "got one that opens its reasoning" in said.json()["error"]["message"]
+        said = ask(client, **body, chat_template_kwargs={"off": True})
+        assert re.fullmatch("[0-9]{3}", said.json()["choices"][0]["message"]["content"])
