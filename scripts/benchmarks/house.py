@@ -33,6 +33,7 @@ WINGS = (
     "infer.generate",
     "infer.pipeline",
     "infer.costs",
+    "infer.grammar",
     "infer.lossy",
     "train.data",
     "train.advice",
