@@ -736,14 +736,8 @@ class BlockDrafter(TreeDrafter):
         states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
         # of the slots that predict, as many as the tree is deep
         states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
-        self.builder.start()
-        self._grow(roots_B, states_BKD)
-        return self.builder.tree(roots_B)
-
-    def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
-        """Give the builder the logits of one level after another, until the tree is complete."""
-        head = self.head
         builder = self.builder
+        builder.start()
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         conditioning = head.markov_head
         parts_BKX = states_BKD
@@ -764,6 +758,7 @@ class BlockDrafter(TreeDrafter):
             tokens_BF = builder.tokens_BF
             if carried_BFr is not None:
                 carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+        return builder.tree(roots_B)
 
     def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
         context_BCD = self.head.context(features_BCD)
