@@ -425,19 +425,15 @@ def make_plan(
     plan = Plan(recipe, processes, engine, shapes, work, None, "--no-probe was given")
     if counted:
         counted(plan)
-    return _tried(plan) if probe else plan
-
-
-def _tried(plan: Plan) -> Plan:
-    """The plan with a trial, or with the reason for none."""
-    recipe, work = plan.recipe, plan.work
+    if not probe:
+        return plan
     alone = replace(plan, processes=1, engine="ddp")  # as it is tried
     if work.rows is None:
         return replace(plan, reason=f"no answers in {recipe.data.path} to try a step with")
     if alone.peak > alone.limit:
         return replace(plan, reason="memory cannot hold the run of one process")
     try:
-        return replace(plan, trial=try_steps(recipe, plan.shapes, work), reason="")
+        return replace(plan, trial=try_steps(recipe, shapes, work), reason="")
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         # shapes are worth printing
         return replace(plan, reason=f"a trial failed: {one_line(error)}")
