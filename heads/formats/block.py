@@ -108,10 +108,13 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         tensors.setdefault("confidence_head.proj.bias", zero_1)
     if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
+    norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
+        raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
     facts = {"target": {"name": target_name(config)}, **stored.facts.json, "kind": "block"}
     ours = {
         **{key: config.get(key) for key in (*COPIED, "rope_parameters")},
-        **_sizes(tensors),
+        **layer_sizes(tensors, len(norm_W)),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": config.get("max_position_embeddings") or 32768,
         "vocab_size": vocab_size,
@@ -122,13 +125,6 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         "draftheads": facts,
     }
     return Stored(ours, tensors)
-
-
-def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
-    if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
-        raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
-    return layer_sizes(tensors, len(norm_W))
 
 
 def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
