@@ -90,9 +90,14 @@ def suggest(
     config = read_config(target, revision).get_text_config(decoder=True)
     covered = answer_vocabulary(folder, config.vocab_size) if is_complete else None
     has_bf16 = default_device() != "cpu" or answering_dtype(target, revision) == "bfloat16"
-    choices = [
-        Setting("target", target, ""),
-        *_placement(revision, lora, has_bf16),
+    choices = [Setting("target", target, "")]
+    if revision:
+        choices.append(Setting("target_revision", revision, ""))
+    if lora:
+        choices.append(Setting("target_adapter", lora, ""))
+    if has_bf16:
+        choices.append(Setting("target_dtype", "bfloat16", "as it will decode here"))
+    choices += [
         *_data(config, folder, counts, kind),
         *_head(config, target, revision, kind, covered),
         *_run(name, kind, counts, config.hidden_size, has_bf16),
@@ -100,15 +105,6 @@ def suggest(
     text = StringIO()
     YAML().dump(nested(choices), text)
     return text.getvalue()
-
-
-def _placement(revision: str | None, lora: str | None, has_bf16: bool) -> Iterator[Setting]:
-    if revision:
-        yield Setting("target_revision", revision, "")
-    if lora:
-        yield Setting("target_adapter", lora, "")
-    if has_bf16:
-        yield Setting("target_dtype", "bfloat16", "as it will decode here")
 
 
 def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterator[Setting]:
