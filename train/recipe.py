@@ -55,9 +55,6 @@ SERVER_KEYS = frozenset(
 )
 """Keys of features that say where servers are."""
 
-AHEAD = 2
-"""Micro batches that are made ahead, at least."""
-
 Beta = Annotated[float, Ge(0), Lt(1)]
 
 
@@ -228,12 +225,6 @@ class Recipe(Section):
         return self.eval.every != 0 and is_whole
 
     @property
-    def batches_ahead(self) -> int:
-        """Micro batches of a process that are made, or asked of servers, before they are due."""
-        rows = self.features.in_flight * len(self.features.server)
-        return max(AHEAD, rows // self.data.rows_per_batch)
-
-    @property
     def measure(self) -> Measure:
         """The measure that picks the best checkpoint."""
         return self.eval.best or ("tokens_per_step" if self.decodes else "simulated")
@@ -306,8 +297,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
     if isinstance(head, dict) and head.get("kind") is None:
         head["kind"] = kind
     overridden = [_override(values, text) for text in overrides]
-    if isinstance(values.get("run"), dict):
-        _replace_length(values["run"], overridden)
+    run = values.get("run")
+    if isinstance(run, dict):  # lengths of the file go, if overrides set one
+        typed = {name for name in LENGTHS if f"run.{name}" in overridden}
+        given = {name for name in typed if run.get(name) is not None}
+        for name in set(LENGTHS) - given if given else ():
+            run.pop(name, None)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
@@ -406,13 +401,6 @@ def _override(values: dict[str, Any], text: str) -> str:
     if key == "head.kind" and old_kind in HEADS and value in HEADS:
         _drop_keys(section, old_kind, value, text)
     return key
-
-
-def _replace_length(run: dict[str, Any], typed: Sequence[str]) -> None:
-    """Remove the lengths of the file, if overrides set one. typed: keys of overrides."""
-    given = {name for name in LENGTHS if f"run.{name}" in typed and run.get(name) is not None}
-    for name in set(LENGTHS) - given if given else ():
-        run.pop(name, None)
 
 
 def _drop_keys(head: dict[str, Any], old_kind: str, new_kind: str, text: str) -> None:
