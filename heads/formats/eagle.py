@@ -338,9 +338,7 @@ def speculators_config(
 
     Raises ValueError where the target is not recorded.
     """
-    name = engine_target(config)
-    if name is None:
-        raise ValueError("exporting to speculators needs the target model; pass --target")
+    name = require(engine_target(config), "speculators' config names it")
     facts = HeadFacts(config["draftheads"])
     layer = {key: value for key, value in config.items() if key in OF_LAYERS}
     proposal = {
