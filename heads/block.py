@@ -51,7 +51,6 @@ from draftheads.heads.layers import (
     Cached,
     DecoderLayer,
     LayerShape,
-    Memory,
     RMSNorm,
     Rope,
     check_embeddings,
@@ -326,9 +325,11 @@ class BlockDrafter(TreeDrafter):
         self.cache.extend_block(size)
         roots_B = committed.last_tokens_B()
         x_BSD = head.block(roots_B[:, None], self.target)
-        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
+        angles = self.cache.angles(size)
+        for layer, memory in zip(head.layers, self.cache.memories, strict=True):
+            x_BSD = layer(x_BSD, angles, memory)
         # of the slots that predict, as many as the tree is deep
-        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
+        states_BKD = head.norm(x_BSD)[:, -head.depth :][:, : self.depth]
         builder = self.builder
         builder.start()
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
@@ -417,7 +418,17 @@ class BlockHead(Vocabulary, DraftHead):
         check_embeddings(target)
         ids_v = token_map(vocabulary, target.vocab_size)
         head = cls(BlockDesign.of(target, choices, ids_v))
-        head.prepare(target, choices)
+        head.train_with(choices)
+        embedded_VD = target.model.get_input_embeddings().weight.detach()
+        if head.design.own_embeddings:
+            head.embed_tokens.weight.data.copy_(embedded_VD[: head.vocab_size])
+        width = head.design.shape.head_dim
+        for name, parameter in head.layers.named_parameters():
+            if name.endswith("q_norm.weight"):  # else narrow heads could not attend to few places
+                nn.init.constant_(parameter, max(1.0, math.sqrt(SHARP / width)))
+        if head.design.mask_token is None:
+            own_D = nn.init.normal_(head.mask_embedding).data
+            own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
         if ids_v is not None:
             head.fill_vocabulary(ids_v)
         if head.design.own_lm_head:
@@ -425,22 +436,6 @@ class BlockHead(Vocabulary, DraftHead):
         if head.needs_unembed:
             target.unembed_weight()  # raises here rather than in the first step
         return head
-
-    def prepare(self, target: Target, choices: BlockChoices) -> None:
-        """Set the choices for training and decoding; draw what starts neither as zeros nor from
-        the target's lm_head.
-        """
-        self.train_with(choices)
-        embedded_VD = target.model.get_input_embeddings().weight.detach()
-        if self.design.own_embeddings:
-            self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])
-        width = self.design.shape.head_dim
-        for name, parameter in self.layers.named_parameters():
-            if name.endswith("q_norm.weight"):  # else narrow heads could not attend to few places
-                nn.init.constant_(parameter, max(1.0, math.sqrt(SHARP / width)))
-        if self.design.mask_token is None:
-            own_D = nn.init.normal_(self.mask_embedding).data
-            own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
 
     @property
     def depth(self) -> int:
@@ -564,13 +559,6 @@ class BlockHead(Vocabulary, DraftHead):
         """Keys and values of all layers, for drafting."""
         layers = cast(Iterable[DecoderLayer], self.layers)
         return self._entries.get(self.layers.parameters(), lambda: Entries(layers))
-
-    def read(self, x_BQD: Tensor, angles: Angles, memories: Sequence[Memory]) -> Tensor:
-        """The states (B, Q, D) that lm_head multiplies."""
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x_BQD = layer(x_BQD, angles, memory)
-        states_BQD: Tensor = self.norm(x_BQD)
-        return states_BQD
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss of the blocks of random anchors, as many as make a sum over all learned
