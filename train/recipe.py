@@ -13,7 +13,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -35,7 +35,6 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftheads.arguments import expected, suggestion
-from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.medusa import MedusaChoices
@@ -232,7 +231,9 @@ class Recipe(Section):
     @field_validator("head", mode="before")
     @classmethod
     def _of_kind(cls, value: Any) -> HeadChoices:
-        return _choices_of(tuple(HEADS.values())).validate_python(value)
+        union: Any = reduce(or_, (kind.Choices for kind in HEADS.values()))
+        choices = TypeAdapter[HeadChoices](Annotated[union, Field(discriminator="kind")])
+        return choices.validate_python(value)
 
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:
@@ -266,13 +267,6 @@ class Recipe(Section):
         if self.adapter and (self.target_bits or sharded):
             raise ValueError("adapter needs target_bits null and target_placement whole or split")
         return self
-
-
-@cache
-def _choices_of(kinds: tuple[type[DraftHead], ...]) -> TypeAdapter[HeadChoices]:
-    """Validates a section `head` as the choices of the kind that it names."""
-    union: Any = reduce(or_, (kind.Choices for kind in kinds))
-    return TypeAdapter(Annotated[union, Field(discriminator="kind")])
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "medusa") -> Recipe:
