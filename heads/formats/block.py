@@ -106,7 +106,9 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
     if "confidence_head.proj.weight" in tensors:
         zero_1 = tensors["confidence_head.proj.weight"].new_zeros(1)
         tensors.setdefault("confidence_head.proj.bias", zero_1)
-    if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
+    markov = [each for name, each in tensors.items() if name.startswith("markov_head.")]
+    is_silent = not any(each.any() for each in markov)  # as in our exports of heads without one
+    if is_silent and not config.get("confidence_head_with_markov"):
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
     norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
     if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
@@ -144,12 +146,6 @@ def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
                 is_same = is_copy(ours_VD[:8], target.embed(tokens).cpu())
             if is_same:
                 del tensors[name]
-
-
-def _is_silent(tensors: dict[str, Tensor]) -> bool:
-    """Whether the Markov head adds nothing, as in our exports of heads without one."""
-    head = [each for name, each in tensors.items() if name.startswith("markov_head.")]
-    return bool(head) and not any(bool(each.any()) for each in head)
 
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:
