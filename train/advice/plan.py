@@ -29,7 +29,6 @@ from draftheads.arguments import check_path
 from draftheads.heads.files import own_name, sweep
 from draftheads.heads.formats.hub import refusals
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.target.adapter import Adapter
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import (
@@ -120,7 +119,7 @@ class Shapes:
                 head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
             if recipe.adapter:
                 keys = {"rank", "alpha", "layers", "modules"}
-                adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
+                adapter = self.target.adapt(**recipe.adapter.model_dump(include=keys))
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
         self.head, self.refusals = _count(head), refusals(head, self.target)
         self.states = len(head.training_layers)
