@@ -79,6 +79,8 @@ class DraftHead(nn.Module, ABC):
     """URL of its source."""
     Choices: ClassVar[type[HeadChoices]]
     """Its section of a recipe."""
+    Drafting: ClassVar[type[Any]]
+    """Its drafter, made from a head, a target and a tree."""
     architecture: ClassVar[str]
     """The `architectures` entry of config.json, by which serving engines choose a class."""
 
@@ -155,9 +157,10 @@ class DraftHead(nn.Module, ABC):
         depth; -1 if it is RANKS or worse, or after the end of the document.
         """
 
-    @abstractmethod
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        """A new drafter, for one generation."""
+        """A new drafter, for one generation. tree: None for the head's own."""
+        drafter: Drafter = self.Drafting(self, target, tree or self.tree)
+        return drafter
 
     def check_fit(self, target: Target, name: str = "its target") -> None:
         """Raise ValueError when head and target differ in width or vocabulary or the head reads

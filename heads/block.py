@@ -45,13 +45,12 @@ from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter, rank_counts
 from draftheads.heads.batch import Batch, at_places, packed
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand, pack_like
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache
 from draftheads.heads.layers import (
     Angles,
     Cached,
     DecoderLayer,
     LayerShape,
-    Memory,
     RMSNorm,
     Rope,
     check_embeddings,
@@ -283,6 +282,86 @@ class Blocks(NamedTuple):
     on_host_MK: np.ndarray  # places_MK
 
 
+class ContextCache(DraftCache):
+    """Keys and values of the target's features. The block is written after them, and forgotten."""
+
+    def _append(
+        self, tokens_BC: Tensor, features_BCD: Tensor, counts: Sequence[int] | Tensor
+    ) -> Tensor:
+        self.table.reserve(tokens_BC.shape[1])
+        context_BCD = self.read(tokens_BC, features_BCD, self.angles(tokens_BC.shape[1]))
+        self.table.advance(counts)
+        return context_BCD
+
+    def extend_block(self, slots: int) -> None:
+        """Prepare the memories for a block after the newest feature of each row."""
+        if self.table.uniform and self.window is None:  # all slots see all that is written
+            self.table.reserve(slots)
+            for memory in self.memories:
+                memory.visible_B1QS = None
+        else:
+            own_1SS = torch.ones(1, slots, slots, dtype=torch.bool, device=self.device)
+            self.extend(own_1SS, torch.arange(slots, device=self.device)[None])
+
+
+class BlockDrafter(TreeDrafter):
+    """One pass over the block per step; a tree grows from its logits, level by level."""
+
+    head: BlockHead
+    cache: ContextCache
+
+    def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
+        super().__init__(head, target, tree)
+        self.weight_vD = operand(head.unembed_weight(target))
+        self.entries = head.entries()
+        self.cache = ContextCache(
+            len(head.layers), head.rope, head.window, self._write, target.device
+        )
+
+    def propose(self, committed: Committed) -> TokenTree:
+        head = self.head
+        size = head.design.block_size
+        self.cache.commit(committed)
+        self.cache.extend_block(size)
+        roots_B = committed.last_tokens_B()
+        x_BSD = head.block(roots_B[:, None], self.target)
+        angles = self.cache.angles(size)
+        for layer, memory in zip(head.layers, self.cache.memories, strict=True):
+            x_BSD = layer(x_BSD, angles, memory)
+        # of the slots that predict, as many as the tree is deep
+        states_BKD = head.norm(x_BSD)[:, -head.depth :][:, : self.depth]
+        builder = self.builder
+        builder.start()
+        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
+        conditioning = head.markov_head
+        parts_BKX = states_BKD
+        if conditioning is not None:
+            parts_BKX = conditioning.prepare(states_BKD)
+        tokens_BF = roots_B[:, None]
+        carried_BFr = None
+        for level in count():
+            logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
+            if conditioning is not None:
+                part_B1X = parts_BKX[:, level, None]
+                codes_BFr, carried_BFr = conditioning.step(
+                    conditioning.markov_w1(tokens_BF), part_B1X, carried_BFr
+                )
+                logits_BFv = logits_BFv + conditioning.markov_w2(codes_BFr)
+            if not builder.add(logits_BFv):
+                break
+            tokens_BF = builder.tokens_BF
+            if carried_BFr is not None:
+                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+        return builder.tree(roots_B)
+
+    def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
+        context_BCD = self.head.context(features_BCD)
+        entries = self.entries(context_BCD, angles)
+        for memory, (keys, values) in zip(self.cache.memories, entries, strict=True):
+            memory.layer.update(keys, values)
+        return context_BCD
+
+
 class BlockHead(Vocabulary, DraftHead):
     """One pass over a block of slots, and a thin product per level of the tree."""
 
@@ -291,6 +370,7 @@ class BlockHead(Vocabulary, DraftHead):
     paper = "https://github.com/deepseek-ai/DeepSpec"
     Choices = BlockChoices
     choices: BlockChoices
+    Drafting = BlockDrafter
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, design: BlockDesign) -> None:
@@ -338,7 +418,17 @@ class BlockHead(Vocabulary, DraftHead):
         check_embeddings(target)
         ids_v = token_map(vocabulary, target.vocab_size)
         head = cls(BlockDesign.of(target, choices, ids_v))
-        head.prepare(target, choices)
+        head.train_with(choices)
+        embedded_VD = target.model.get_input_embeddings().weight.detach()
+        if head.design.own_embeddings:
+            head.embed_tokens.weight.data.copy_(embedded_VD[: head.vocab_size])
+        width = head.design.shape.head_dim
+        for name, parameter in head.layers.named_parameters():
+            if name.endswith("q_norm.weight"):  # else narrow heads could not attend to few places
+                nn.init.constant_(parameter, max(1.0, math.sqrt(SHARP / width)))
+        if head.design.mask_token is None:
+            own_D = nn.init.normal_(head.mask_embedding).data
+            own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
         if ids_v is not None:
             head.fill_vocabulary(ids_v)
         if head.design.own_lm_head:
@@ -346,22 +436,6 @@ class BlockHead(Vocabulary, DraftHead):
         if head.needs_unembed:
             target.unembed_weight()  # raises here rather than in the first step
         return head
-
-    def prepare(self, target: Target, choices: BlockChoices) -> None:
-        """Set the choices for training and decoding; draw what starts neither as zeros nor from
-        the target's lm_head.
-        """
-        self.train_with(choices)
-        embedded_VD = target.model.get_input_embeddings().weight.detach()
-        if self.design.own_embeddings:
-            self.embed_tokens.weight.data.copy_(embedded_VD[: self.vocab_size])
-        width = self.design.shape.head_dim
-        for name, parameter in self.layers.named_parameters():
-            if name.endswith("q_norm.weight"):  # else narrow heads could not attend to few places
-                nn.init.constant_(parameter, max(1.0, math.sqrt(SHARP / width)))
-        if self.design.mask_token is None:
-            own_D = nn.init.normal_(self.mask_embedding).data
-            own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
 
     @property
     def depth(self) -> int:
@@ -486,13 +560,6 @@ class BlockHead(Vocabulary, DraftHead):
         layers = cast(Iterable[DecoderLayer], self.layers)
         return self._entries.get(self.layers.parameters(), lambda: Entries(layers))
 
-    def read(self, x_BQD: Tensor, angles: Angles, memories: Sequence[Memory]) -> Tensor:
-        """The states (B, Q, D) that lm_head multiplies."""
-        for layer, memory in zip(self.layers, memories, strict=True):
-            x_BQD = layer(x_BQD, angles, memory)
-        states_BQD: Tensor = self.norm(x_BQD)
-        return states_BQD
-
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss of the blocks of random anchors, as many as make a sum over all learned
         tokens.
@@ -557,9 +624,6 @@ class BlockHead(Vocabulary, DraftHead):
             states = torch.cat([states, codes], dim=-1)
         logits: Tensor = self.confidence_head["proj"](states)
         return logits[..., 0]
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        return BlockDrafter(self, target, tree or self.tree)
 
     def _blocks(
         self,
@@ -688,89 +752,6 @@ class BlockMemory:
         total = scores.logsumexp(-1, keepdim=True)
         mask_B1QT = self.mask_B1QT.to(q.dtype)
         return joined(q_BHQW, self.context, mask_B1QT, (own.flatten(2, 3), total.flatten(2, 3)))
-
-
-class ContextCache(DraftCache):
-    """Keys and values of the target's features. The block is written after them, and forgotten."""
-
-    def _append(
-        self, tokens_BC: Tensor, features_BCD: Tensor, counts: Sequence[int] | Tensor
-    ) -> Tensor:
-        self.table.reserve(tokens_BC.shape[1])
-        context_BCD = self.read(tokens_BC, features_BCD, self.angles(tokens_BC.shape[1]))
-        self.table.advance(counts)
-        return context_BCD
-
-    def extend_block(self, slots: int) -> None:
-        """Prepare the memories for a block after the newest feature of each row."""
-        if self.table.uniform and self.window is None:  # all slots see all that is written
-            self.table.reserve(slots)
-            for memory in self.memories:
-                memory.visible_B1QS = None
-        else:
-            own_1SS = torch.ones(1, slots, slots, dtype=torch.bool, device=self.device)
-            self.extend(own_1SS, torch.arange(slots, device=self.device)[None])
-
-
-class BlockDrafter(TreeDrafter):
-    """One pass over the block per step; a tree grows from its logits, level by level."""
-
-    head: BlockHead
-    cache: ContextCache
-
-    def __init__(self, head: BlockHead, target: Target, tree: Tree) -> None:
-        super().__init__(head, target, tree)
-        self.weight_vD = operand(head.unembed_weight(target))
-        self.entries = head.entries()
-        self.cache = ContextCache(
-            len(head.layers), head.rope, head.window, self._write, target.device
-        )
-
-    def propose(self, committed: Committed) -> TokenTree:
-        head = self.head
-        size = head.design.block_size
-        self.cache.commit(committed)
-        self.cache.extend_block(size)
-        roots_B = committed.last_tokens_B()
-        x_BSD = head.block(roots_B[:, None], self.target)
-        states_BSD = head.read(x_BSD, self.cache.angles(size), self.cache.memories)
-        # of the slots that predict, as many as the tree is deep
-        states_BKD = states_BSD[:, -head.depth :][:, : self.depth]
-        self.builder.start()
-        self._grow(roots_B, states_BKD)
-        return self.builder.tree(roots_B)
-
-    def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> None:
-        """Give the builder the logits of one level after another, until the tree is complete."""
-        head = self.head
-        builder = self.builder
-        base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
-        conditioning = head.markov_head
-        parts_BKX = states_BKD
-        if conditioning is not None:
-            parts_BKX = conditioning.prepare(states_BKD)
-        tokens_BF = roots_B[:, None]
-        carried_BFr = None
-        for level in count():
-            logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
-            if conditioning is not None:
-                part_B1X = parts_BKX[:, level, None]
-                codes_BFr, carried_BFr = conditioning.step(
-                    conditioning.markov_w1(tokens_BF), part_B1X, carried_BFr
-                )
-                logits_BFv = logits_BFv + conditioning.markov_w2(codes_BFr)
-            if not builder.add(logits_BFv):
-                break
-            tokens_BF = builder.tokens_BF
-            if carried_BFr is not None:
-                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
-
-    def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
-        context_BCD = self.head.context(features_BCD)
-        entries = self.entries(context_BCD, angles)
-        for memory, (keys, values) in zip(self.cache.memories, entries, strict=True):
-            memory.layer.update(keys, values)
-        return context_BCD
 
 
 def evenly_spaced(layers: int) -> tuple[int, ...]:

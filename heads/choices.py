@@ -44,16 +44,11 @@ class Section(BaseModel):
             if isinstance(value, bool) and "bool" not in kinds:  # pydantic takes true for 1
                 raise ValueError(f"{key}: expected a number or a text, got {str(value).lower()}")
         plain = {key: expanded(value) for key, value in values.items()}
-        for key in plain.keys() & cls.lists():
-            if isinstance(plain[key], str | int):  # of one, as in run.trackers=wandb
+        for key, field in cls.model_fields.items():
+            is_one = isinstance(plain.get(key), str | int)  # as in run.trackers=wandb
+            if is_one and "list[" in str(field.annotation):
                 plain[key] = [plain[key]]
         return plain
-
-    @classmethod
-    def lists(cls) -> set[str]:
-        """Keys whose values are lists."""
-        fields = cls.model_fields.items()
-        return {key for key, field in fields if "list[" in str(field.annotation)}
 
     @field_validator("*")
     @classmethod

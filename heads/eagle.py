@@ -26,7 +26,7 @@ from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter, rank_counts
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -138,11 +138,53 @@ class EagleDesign:
         return config
 
 
+class EagleDrafter(TreeDrafter):
+    """Grows a tree level by level: the head's own output replaces the features that the target has
+    not computed yet.
+    """
+
+    head: AutoregressiveHead
+    cache: DraftCache
+
+    def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
+        super().__init__(head, target, tree)
+        self.weight_vD = operand(head.unembed_weight(target))
+        self.dtype = next(head.parameters()).dtype
+        self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        builder = self.builder
+        cache = self.cache
+        hidden_BFH = cache.commit(committed)
+        angles = zip(*(torch.split(x, 1, dim=2) for x in cache.angles(self.depth)), strict=True)
+
+        def advance(tokens_BF: Tensor, seen_BFP: Tensor, depths_1P: Tensor) -> Tensor:
+            nonlocal hidden_BFH
+            cache.extend(seen_BFP, depths_1P)
+            hidden_BFH = gather_nodes(hidden_BFH, builder.parents_BF)
+            hidden_BFH = self._advance(tokens_BF, hidden_BFH, next(angles))
+            return self._logits(hidden_BFH)
+
+        return grow(builder, committed.last_tokens_B(), self._logits(hidden_BFH), advance)
+
+    def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
+        return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)
+
+    def _advance(self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles) -> Tensor:
+        embedded_BQD = self.target.embed(tokens_BQ).to(self.dtype)
+        return self.head.advance(embedded_BQD, hidden_BQH, angles, self.cache.memories)
+
+    def _logits(self, hidden_BFH: Tensor) -> Tensor:
+        states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)
+        return project(states_BFD, self.weight_vD).float()
+
+
 class AutoregressiveHead(DraftHead):
     """The common part of EAGLE-1, EAGLE-3 and a target's own multi-token prediction."""
 
     feature_layers: tuple[int, ...] = ()
     choices: UnrolledChoices
+    Drafting = EagleDrafter
 
     layer_count: int
     rope: Positional
@@ -182,9 +224,6 @@ class AutoregressiveHead(DraftHead):
 
     def check_tree(self, tree: Tree) -> None:
         check_fits(tree, self.draft_vocab_size)
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        return EagleDrafter(self, target, tree or self.tree)
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss, summed over steps and learned tokens."""
@@ -460,44 +499,3 @@ def low_middle_high(layers: int) -> tuple[int, ...]:
     if layers > 6:
         return 2, layers // 2, layers - 3
     return tuple(sorted({1, layers // 2, layers - 1} - {0}))
-
-
-class EagleDrafter(TreeDrafter):
-    """Grows a tree level by level: the head's own output replaces the features that the target has
-    not computed yet.
-    """
-
-    head: AutoregressiveHead
-    cache: DraftCache
-
-    def __init__(self, head: AutoregressiveHead, target: Target, tree: Tree) -> None:
-        super().__init__(head, target, tree)
-        self.weight_vD = operand(head.unembed_weight(target))
-        self.dtype = next(head.parameters()).dtype
-        self.cache = DraftCache(head.layer_count, head.rope, head.window, self._read, target.device)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        builder = self.builder
-        cache = self.cache
-        hidden_BFH = cache.commit(committed)
-        angles = zip(*(torch.split(x, 1, dim=2) for x in cache.angles(self.depth)), strict=True)
-
-        def advance(tokens_BF: Tensor, seen_BFP: Tensor, depths_1P: Tensor) -> Tensor:
-            nonlocal hidden_BFH
-            cache.extend(seen_BFP, depths_1P)
-            hidden_BFH = gather_nodes(hidden_BFH, builder.parents_BF)
-            hidden_BFH = self._advance(tokens_BF, hidden_BFH, next(angles))
-            return self._logits(hidden_BFH)
-
-        return grow(builder, committed.last_tokens_B(), self._logits(hidden_BFH), advance)
-
-    def _read(self, tokens_BQ: Tensor, features_BQD: Tensor, angles: Angles) -> Tensor:
-        return self._advance(tokens_BQ, self.head.fuse(features_BQD.to(self.dtype)), angles)
-
-    def _advance(self, tokens_BQ: Tensor, hidden_BQH: Tensor, angles: Angles) -> Tensor:
-        embedded_BQD = self.target.embed(tokens_BQ).to(self.dtype)
-        return self.head.advance(embedded_BQD, hidden_BQH, angles, self.cache.memories)
-
-    def _logits(self, hidden_BFH: Tensor) -> Tensor:
-        states_BFD = self.head.states(hidden_BFH).to(self.weight_vD.dtype)
-        return project(states_BFD, self.weight_vD).float()

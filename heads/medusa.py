@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from draftheads.heads.base import DraftHead, HeadLoss, counted
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.drafting import Committed
 from draftheads.heads.layers import ResidualBlock, project
 from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
 from draftheads.heads.target.model import Target
@@ -104,6 +104,38 @@ class MedusaDesign:
         return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)
 
 
+class MedusaDrafter:
+    """Fills a fixed tree with the heads' top tokens: one target state yields the whole tree."""
+
+    cache = None
+
+    def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
+        head.begin_drafting(target, tree)
+        assert isinstance(tree, StaticTree)
+        tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
+        self.head = head
+        self.target = target
+        self.depth = tree.depth
+        self.width = tree.width
+        self.feature_layers = head.feature_layers
+        self.topology = tree.topology(target.device)
+        places = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
+        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
+
+    def propose(self, committed: Committed) -> TokenTree:
+        head = self.head
+        features_BD = head.cast(committed.last_features_BD())
+        hidden_KBD = head.hidden(features_BD, self.depth)
+        logits_KBv = head.unembed(hidden_KBD, self.target)
+        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
+        drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
+        tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
+        return TokenTree(tokens_BN, self.topology)
+
+    def rewind(self, length: int) -> None:
+        """Nothing to forget: a tree follows from the newest token and its feature alone."""
+
+
 class MedusaHead(DraftHead):
     """K heads of residual blocks; head k reads features[i] and predicts tokens[i + k]."""
 
@@ -112,6 +144,7 @@ class MedusaHead(DraftHead):
     paper = "https://arxiv.org/abs/2401.10774"
     Choices = MedusaChoices
     choices: MedusaChoices
+    Drafting: ClassVar[type[Any]] = MedusaDrafter
     architecture = "MedusaModel"
     feature_layers: tuple[int, ...] = (-1,)
     token_map: Tensor | None
@@ -217,9 +250,6 @@ class MedusaHead(DraftHead):
         for block, roots_M in zip(self.blocks, batch.roots(self.depth), strict=True):
             yield roots_M, self.checkpointed(hidden, block, roots_M), None
 
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        return MedusaDrafter(self, target, tree or self.tree)
-
     def check_tree(self, tree: Tree) -> None:
         if not isinstance(tree, StaticTree):
             raise ValueError(
@@ -259,35 +289,3 @@ class MedusaHead(DraftHead):
         for k, (roots_M, hidden_MD, low_rank) in enumerate(states, start=1):
             labels_M = draft_index(batch.tokens_BT.flatten()[roots_M + k], self.token_map)
             yield roots_M, (hidden_MD, weights[k - 1], labels_M, low_rank)
-
-
-class MedusaDrafter:
-    """Fills a fixed tree with the heads' top tokens: one target state yields the whole tree."""
-
-    cache = None
-
-    def __init__(self, head: MedusaHead, target: Target, tree: Tree) -> None:
-        head.begin_drafting(target, tree)
-        assert isinstance(tree, StaticTree)
-        tree = StaticTree(tuple(sorted(tree.paths)))  # depth first: the top path is contiguous
-        self.head = head
-        self.target = target
-        self.depth = tree.depth
-        self.width = tree.width
-        self.feature_layers = head.feature_layers
-        self.topology = tree.topology(target.device)
-        places = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
-        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
-
-    def propose(self, committed: Committed) -> TokenTree:
-        head = self.head
-        features_BD = head.cast(committed.last_features_BD())
-        hidden_KBD = head.hidden(features_BD, self.depth)
-        logits_KBv = head.unembed(hidden_KBD, self.target)
-        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
-        drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
-        tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
-        return TokenTree(tokens_BN, self.topology)
-
-    def rewind(self, length: int) -> None:
-        """Nothing to forget: a tree follows from the newest token and its feature alone."""

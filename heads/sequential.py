@@ -35,7 +35,7 @@ from draftheads.heads.base import TreeDrafter
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, DraftCache, Drafter
+from draftheads.heads.drafting import Committed, DraftCache
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -194,149 +194,6 @@ class Products(NamedTuple):
     logits_rv: list[Tensor] | None  # for each head: from codes to logits
 
 
-class RecurrentHead(SequentialHead):
-    """All tokens since the root change the state, by a recurrence of r numbers over the heads."""
-
-    conditioning = "recurrent"
-
-    def add_conditioning(self, rank: int | None) -> None:
-        width = self.hidden_size
-        rank = rank or width
-        self._products: Cached[Products] = Cached()
-        self.down = nn.ModuleList(nn.Linear(2 * width, rank) for _ in range(self.depth))
-        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(self.depth))
-        carries = range(self.depth - 1)
-        self.carry = nn.ModuleList(nn.Linear(rank, rank, bias=False) for _ in carries)
-        for parameter in (*self.up.parameters(), *self.carry.parameters()):
-            nn.init.zeros_(parameter)
-
-    def codes(self, index: int, tokens: Tensor, target: Target) -> Tensor:
-        """The part of a head's code (before SiLU) due to preceding tokens (...): (..., r)."""
-        down = linear(self.down, index)
-        return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
-
-    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
-        def step(
-            index: int, roots_M: Tensor, earlier_M: Tensor, codes_Mr: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            hidden_MD = self.blocks[index](at_places(inputs_BTD, roots_M))
-            own_Mr = self.codes(index, batch.tokens_BT.flatten()[roots_M + index], target)
-            mixer_rD = linear(self.down, index).weight[:, : self.hidden_size]
-            own_Mr = own_Mr + F.linear(hidden_MD, mixer_rD)
-            if codes_Mr is not None:
-                kept_M = torch.searchsorted(earlier_M, roots_M)  # roots of the depth before
-                own_Mr = own_Mr + self.carry[index - 1](codes_Mr.index_select(0, kept_M))
-            codes_Mr = F.silu(own_Mr)
-            return hidden_MD + self.up[index](codes_Mr), codes_Mr
-
-        roots = batch.roots(self.depth)
-        earlier_M = roots[0]
-        codes_Mr = None
-        for index, roots_M in enumerate(roots):
-            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M, earlier_M, codes_Mr)
-            earlier_M = roots_M
-            yield roots_M, hidden_MD, None
-
-    def products(self, target: Target) -> Products:
-        """The products of the current weights. lm_head and `up` are multiplied if this makes a node
-        cheaper.
-        """
-        width = self.hidden_size
-
-        def make() -> Products:
-            downs_rE = list(self.down.parameters())[::2]
-            mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
-            codes_Vr = None
-            if self.fits(self.vocab_size, target):
-                # in parts, because the embeddings of all tokens are large
-                parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
-                codes_Vr = []
-                for index in range(self.depth):
-                    codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
-            is_thin = len(downs_rE[0]) <= width
-            if not (is_thin and self.fits(self.draft_vocab_size, target)):
-                return Products(mixers_KDr, codes_Vr, None)
-            pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
-            logits_rv = [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
-            return Products(mixers_KDr, codes_Vr, logits_rv)
-
-        embeddings = target.model.get_input_embeddings().parameters()
-        return self._products.get(self.parameters(), make, embeddings)
-
-    def fits(self, tokens: int, target: Target) -> bool:
-        """Whether r numbers per token and head are few enough to keep."""
-        weight_rE = linear(self.down, 0).weight
-        size = self.depth * len(weight_rE) * weight_rE.element_size()
-        return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        return RecurrentDrafter(self, target, tree or self.tree)
-
-
-class HydraHead(SequentialHead):
-    """All tokens since the root are inputs of the head."""
-
-    conditioning = "hydra"
-
-    def add_conditioning(self, rank: int | None) -> None:
-        widths = [(k + 1) * self.hidden_size for k in range(1, self.depth + 1)]
-        self.blocks = nn.ModuleList(
-            ResidualBlock(self.hidden_size, self.layers, width) for width in widths
-        )
-        biases = range(len(self.lm_heads))
-        self.biases = nn.ParameterList(torch.zeros(self.draft_vocab_size) for _ in biases)
-
-    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
-        embedded_BTD = self.embed(batch.tokens_BT, target)
-
-        def hidden(index: int, roots_M: Tensor) -> Tensor:
-            path = [at_places(embedded_BTD, roots_M + step) for step in range(index + 1)]
-            inputs_MD = at_places(inputs_BTD, roots_M)
-            hidden_MD: Tensor = self.blocks[index](torch.cat([inputs_MD, *path], dim=1))
-            return hidden_MD
-
-        for index, roots_M in enumerate(batch.roots(self.depth)):
-            hidden_MD = self.checkpointed(hidden, index, roots_M)
-            bias = None
-            if self.own_lm_head:
-                bias_v1 = self.biases[index][:, None]
-                bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
-            yield roots_M, hidden_MD, bias
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
-        return HydraDrafter(self, target, tree or self.tree)
-
-
-CONDITIONINGS: dict[str, type[SequentialHead]] = {
-    kind.conditioning: kind for kind in (RecurrentHead, HydraHead)
-}
-
-
-class PrefixLayer(nn.Module):
-    """A decoder layer and a norm over the target's last states, run once per step (Hydra++).
-
-    Its branches are zero at first, so that new heads read the target's states, normed.
-    """
-
-    def __init__(self, shape: LayerShape, rope: Rope) -> None:
-        super().__init__()
-        self.shape = shape
-        self.rope = rope
-        self.layer = DecoderLayer(shape)
-        self.norm = RMSNorm(shape.hidden_size, shape.eps)
-        nn.init.zeros_(self.layer.self_attn.o_proj.weight)
-        nn.init.zeros_(self.layer.mlp.down_proj.weight)
-
-    def forward(self, features_BQD: Tensor, angles: Angles, memory: Memory) -> Tensor:
-        states_BQD: Tensor = self.norm(self.layer(features_BQD, angles, memory))
-        return states_BQD
-
-    def config(self) -> dict[str, Any]:
-        """The keys of a Llama config."""
-        rope = {"rope_theta": self.rope.theta, "rope_scaling": self.rope.scaling}
-        return {**self.shape.config(), **rope}
-
-
 class SequentialDrafter(TreeDrafter):
     """Reads the target's state once, then grows a tree level by level."""
 
@@ -417,6 +274,83 @@ class RecurrentDrafter(SequentialDrafter):
         return project(states_BFD.to(weight_vD.dtype), weight_vD).float()
 
 
+class RecurrentHead(SequentialHead):
+    """All tokens since the root change the state, by a recurrence of r numbers over the heads."""
+
+    conditioning = "recurrent"
+    Drafting = RecurrentDrafter
+
+    def add_conditioning(self, rank: int | None) -> None:
+        width = self.hidden_size
+        rank = rank or width
+        self._products: Cached[Products] = Cached()
+        self.down = nn.ModuleList(nn.Linear(2 * width, rank) for _ in range(self.depth))
+        self.up = nn.ModuleList(nn.Linear(rank, width, bias=False) for _ in range(self.depth))
+        carries = range(self.depth - 1)
+        self.carry = nn.ModuleList(nn.Linear(rank, rank, bias=False) for _ in carries)
+        for parameter in (*self.up.parameters(), *self.carry.parameters()):
+            nn.init.zeros_(parameter)
+
+    def codes(self, index: int, tokens: Tensor, target: Target) -> Tensor:
+        """The part of a head's code (before SiLU) due to preceding tokens (...): (..., r)."""
+        down = linear(self.down, index)
+        return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
+
+    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
+        def step(
+            index: int, roots_M: Tensor, earlier_M: Tensor, codes_Mr: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            hidden_MD = self.blocks[index](at_places(inputs_BTD, roots_M))
+            own_Mr = self.codes(index, batch.tokens_BT.flatten()[roots_M + index], target)
+            mixer_rD = linear(self.down, index).weight[:, : self.hidden_size]
+            own_Mr = own_Mr + F.linear(hidden_MD, mixer_rD)
+            if codes_Mr is not None:
+                kept_M = torch.searchsorted(earlier_M, roots_M)  # roots of the depth before
+                own_Mr = own_Mr + self.carry[index - 1](codes_Mr.index_select(0, kept_M))
+            codes_Mr = F.silu(own_Mr)
+            return hidden_MD + self.up[index](codes_Mr), codes_Mr
+
+        roots = batch.roots(self.depth)
+        earlier_M = roots[0]
+        codes_Mr = None
+        for index, roots_M in enumerate(roots):
+            hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M, earlier_M, codes_Mr)
+            earlier_M = roots_M
+            yield roots_M, hidden_MD, None
+
+    def products(self, target: Target) -> Products:
+        """The products of the current weights. lm_head and `up` are multiplied if this makes a node
+        cheaper.
+        """
+        width = self.hidden_size
+
+        def make() -> Products:
+            downs_rE = list(self.down.parameters())[::2]
+            mixers_KDr = torch.stack([down_rE[:, :width].T for down_rE in downs_rE])
+            codes_Vr = None
+            if self.fits(self.vocab_size, target):
+                # in parts, because the embeddings of all tokens are large
+                parts = torch.split(torch.arange(self.vocab_size, device=target.device), 1 << 13)
+                codes_Vr = []
+                for index in range(self.depth):
+                    codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
+            is_thin = len(downs_rE[0]) <= width
+            if not (is_thin and self.fits(self.draft_vocab_size, target)):
+                return Products(mixers_KDr, codes_Vr, None)
+            pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
+            logits_rv = [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
+            return Products(mixers_KDr, codes_Vr, logits_rv)
+
+        embeddings = target.model.get_input_embeddings().parameters()
+        return self._products.get(self.parameters(), make, embeddings)
+
+    def fits(self, tokens: int, target: Target) -> bool:
+        """Whether r numbers per token and head are few enough to keep."""
+        weight_rE = linear(self.down, 0).weight
+        size = self.depth * len(weight_rE) * weight_rE.element_size()
+        return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])
+
+
 class HydraDrafter(SequentialDrafter):
     """Each head reads the embedded path to its node."""
 
@@ -439,3 +373,65 @@ class HydraDrafter(SequentialDrafter):
             paths_BFE = gather_nodes(paths_BFE, builder.parents_BF)
             embedded_BFD = head.embed(builder.tokens_BF, self.target)
         return builder.tree(roots_B)
+
+
+class HydraHead(SequentialHead):
+    """All tokens since the root are inputs of the head."""
+
+    conditioning = "hydra"
+    Drafting = HydraDrafter
+
+    def add_conditioning(self, rank: int | None) -> None:
+        widths = [(k + 1) * self.hidden_size for k in range(1, self.depth + 1)]
+        self.blocks = nn.ModuleList(
+            ResidualBlock(self.hidden_size, self.layers, width) for width in widths
+        )
+        biases = range(len(self.lm_heads))
+        self.biases = nn.ParameterList(torch.zeros(self.draft_vocab_size) for _ in biases)
+
+    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
+        embedded_BTD = self.embed(batch.tokens_BT, target)
+
+        def hidden(index: int, roots_M: Tensor) -> Tensor:
+            path = [at_places(embedded_BTD, roots_M + step) for step in range(index + 1)]
+            inputs_MD = at_places(inputs_BTD, roots_M)
+            hidden_MD: Tensor = self.blocks[index](torch.cat([inputs_MD, *path], dim=1))
+            return hidden_MD
+
+        for index, roots_M in enumerate(batch.roots(self.depth)):
+            hidden_MD = self.checkpointed(hidden, index, roots_M)
+            bias = None
+            if self.own_lm_head:
+                bias_v1 = self.biases[index][:, None]
+                bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
+            yield roots_M, hidden_MD, bias
+
+
+CONDITIONINGS: dict[str, type[SequentialHead]] = {
+    kind.conditioning: kind for kind in (RecurrentHead, HydraHead)
+}
+
+
+class PrefixLayer(nn.Module):
+    """A decoder layer and a norm over the target's last states, run once per step (Hydra++).
+
+    Its branches are zero at first, so that new heads read the target's states, normed.
+    """
+
+    def __init__(self, shape: LayerShape, rope: Rope) -> None:
+        super().__init__()
+        self.shape = shape
+        self.rope = rope
+        self.layer = DecoderLayer(shape)
+        self.norm = RMSNorm(shape.hidden_size, shape.eps)
+        nn.init.zeros_(self.layer.self_attn.o_proj.weight)
+        nn.init.zeros_(self.layer.mlp.down_proj.weight)
+
+    def forward(self, features_BQD: Tensor, angles: Angles, memory: Memory) -> Tensor:
+        states_BQD: Tensor = self.norm(self.layer(features_BQD, angles, memory))
+        return states_BQD
+
+    def config(self) -> dict[str, Any]:
+        """The keys of a Llama config."""
+        rope = {"rope_theta": self.rope.theta, "rope_scaling": self.rope.scaling}
+        return {**self.shape.config(), **rope}

@@ -147,11 +147,8 @@ class Documents:
             mask[max(0, first) : max(0, first + size)] = True
         return mask
 
-    def learned_in(self, starts: Array, stops: Array) -> Array:
-        """int64: the number of learned tokens of each span."""
-        return self._learned_before(stops) - self._learned_before(starts)
-
-    def _learned_before(self, places: Array) -> Array:
+    def learned_before(self, places: Array) -> Array:
+        """int64: the number of learned tokens before each place."""
         if not len(self._starts_S):
             return np.zeros_like(places)
         after = np.searchsorted(self._starts_S, places)
@@ -260,7 +257,7 @@ class Rows:
         starts_P = np.repeat(starts_D - length * befores_D, counts_D)
         starts_P += length * np.arange(len(starts_P))
         stops_P = np.minimum(starts_P + length, np.repeat(stops_D, counts_D))
-        learned_P = documents.learned_in(starts_P + 1, stops_P)
+        learned_P = documents.learned_before(stops_P) - documents.learned_before(starts_P + 1)
         useful = np.flatnonzero(learned_P)
         useful = useful[_permutation(len(useful), seed)]
         sizes_P = (stops_P - starts_P)[useful].astype(np.int32)

@@ -73,26 +73,17 @@ class Learner(nn.Module):
 
     def optimizer(self, choices: OptimChoices) -> torch.optim.AdamW:
         """AdamW with weight decay for the heads' matrices only."""
-        matrices: list[nn.Parameter] = []
-        vectors: list[nn.Parameter] = []
-        adapter: list[nn.Parameter] = []
+        groups: dict[tuple[str, float], dict[str, Any]] = {}
         for name, parameter in self.trained().items():
-            if name.startswith(ADAPTER):
-                adapter.append(parameter)
-            elif parameter.ndim >= 2:
-                matrices.append(parameter)
-            else:
-                vectors.append(parameter)
-        groups: list[dict[str, Any]] = [
-            {"name": "heads", "params": matrices, "weight_decay": choices.weight_decay},
-            {"name": "heads", "params": vectors, "weight_decay": 0.0},
-            {"name": "adapter", "params": adapter, "weight_decay": 0.0},
-        ]
-        groups = [group for group in groups if group["params"]]
+            part = "adapter" if name.startswith(ADAPTER) else "heads"
+            is_matrix = part == "heads" and parameter.ndim >= 2
+            decay = choices.weight_decay if is_matrix else 0.0
+            group = {"name": part, "params": [], "weight_decay": decay}
+            groups.setdefault((part, decay), group)["params"].append(parameter)
         # on a CPU, one pass over weights, gradients and moments instead of a dozen
         on_host = all(p.device.type == "cpu" for p in self.trained().values())
         optimizer = torch.optim.AdamW(
-            groups, lr=choices.lr, betas=choices.betas, fused=True if on_host else None
+            groups.values(), lr=choices.lr, betas=choices.betas, fused=True if on_host else None
         )
         # fused kernels do not count it, and heads keep products of unchanged weights
         optimizer.register_step_post_hook(lambda *_: increment_version(self.trained().values()))
@@ -234,9 +225,9 @@ class Engine(ABC):
             meta[id(x)] = nn.Parameter(x.detach().to("meta"), x.requires_grad)
         self._blank = copy.deepcopy(head, meta)
 
-    @abstractmethod
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Context of one micro batch: gradients are exchanged at the last one only."""
+        return nullcontext()
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -378,9 +369,6 @@ class DeepSpeedEngine(Engine):
             self._zero.optimizer.state[flat] = {"step": torch.zeros(()), **empty}
         if plugin.zero_stage < 3:
             self._zero._lazy_init_hp_params_optimizer_state()
-
-    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.model.set_gradient_accumulation_boundary(last)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
-from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.engine import Speculator
@@ -282,7 +281,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:
     """A copy as `load_head` makes it: in the target's dtype, on its device, not compiled."""
-    copy = HEADS[head.kind].from_config(head.config(), head.state_dict())
+    copy = type(head).from_config(head.config(), head.state_dict())
     copy.load_state_dict(head.state_dict())
     copy.tree = head.tree
     return copy.to(target.device, target.dtype).requires_grad_(False).eval()

@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -77,7 +77,13 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     """The Accelerator of this process. Raises ValueError if the processes of this launch would not
     train together.
     """
-    check_trackers(recipe.run.trackers)
+    installed = [str(name) for name in get_available_trackers()]
+    for name in recipe.run.trackers:
+        if name not in installed:
+            raise ValueError(
+                f"run.trackers: expected some of {', '.join(installed)}, got {name!r}; install the "
+                "package of this tracker, or leave it out"
+            )
     has_gpu = torch.cuda.is_available()
     check_environment(os.environ, has_gpu=has_gpu)
     _join_restarted(os.environ, "nccl" if has_gpu else "gloo")
@@ -104,17 +110,6 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if plugin and not plugin.zero_stage:
         raise ValueError("expected ZeRO stage 1, 2 or 3, got 0; use recipes/accelerate-ddp.yaml")
     return accelerator
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for trackers that are not installed."""
-    installed = [str(name) for name in get_available_trackers()]
-    for name in names:
-        if name not in installed:
-            raise ValueError(
-                f"run.trackers: expected some of {', '.join(installed)}, got {name!r}; install the "
-                "package of this tracker, or leave it out"
-            )
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:

@@ -41,9 +41,10 @@ from draftheads.train.origin import sizes_of
 from draftheads.train.recipe import Recipe
 from draftheads.train.setup import TrainingData, training_facts
 
+AHEAD = 2
+"""Micro batches that are made ahead, at least."""
 SHOWN = 8
 """Documents listed in the line about a skipped step."""
-
 
 MicroBatch = tuple[int, list[int], Batch]
 """Its number in the step, its rows, and these in host memory."""
@@ -109,6 +110,9 @@ class Run:
             batch = self.data.train.batch(rows)
             return batch.pin_memory() if pins else batch
 
+        choices = self.recipe.features
+        asked = choices.in_flight * len(choices.server)  # rows, of servers
+        ahead = max(AHEAD, asked // size)
         # by the clock, nobody knows which step is the last
         end = sys.maxsize if self.recipe.run.minutes else self.state.steps
         due: deque[tuple[int, list[int], Future[Batch]]] = deque()
@@ -117,7 +121,7 @@ class Run:
                 for number, rows in share(self.order.step(step), size, rank, world):
                     due.append((number, rows, thread.submit(make, rows)))
                     self.features.ahead(rows)
-                    if len(due) > self.recipe.batches_ahead:
+                    if len(due) > ahead:
                         number, rows, future = due.popleft()
                         yield number, rows, future.result()
             for number, rows, future in due:

@@ -14,7 +14,7 @@ import torch
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.formats.hub import HeadFolder, open_head
+from draftheads.heads.formats.hub import open_head
 from draftheads.heads.mtp.checkpoint import NATIVE, native_head, native_shape
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
@@ -81,10 +81,11 @@ def initial_head(
     if is_native(recipe) and saved is None:
         head: DraftHead = native_head(target)
     else:
-        folder = open_head(saved or str(recipe.head.source))
-        shape_of(folder, recipe, target)
+        # other weights of the target are what a head is trained further for
         with warnings.catch_warnings(action="ignore"):
+            folder = open_head(saved or str(recipe.head.source))
             head = folder.load(target, dtype=torch.float32)
+        check_shape(head, recipe)
     size = recipe.head.draft_vocabulary
     if size is not None and isinstance(head, MtpHead):
         frequent = documents.frequent_tokens(size, target.vocab_size)
@@ -98,18 +99,18 @@ def initial_head(
 
 def initial_shape(recipe: Recipe, target: Target) -> DraftHead:
     """The head that head.from names, on the meta device. Raises as `initial_head`."""
-    if not is_native(recipe):
-        return shape_of(open_head(str(recipe.head.source)), recipe, target)
-    head: DraftHead = native_shape(target)
+    if is_native(recipe):
+        head: DraftHead = native_shape(target)
+    else:
+        with warnings.catch_warnings(action="ignore"):
+            head, _ = open_head(str(recipe.head.source)).read(target)
+        check_shape(head, recipe)
     head.train_with(recipe.head)
     return head
 
 
-def shape_of(folder: HeadFolder, recipe: Recipe, target: Target) -> DraftHead:
-    """The head of a folder on the meta device. Raises ValueError as `initial_head` does."""
-    # other weights of the target are what a head is trained further for
-    with warnings.catch_warnings(action="ignore"):
-        head, _ = folder.read(target)
+def check_shape(head: DraftHead, recipe: Recipe) -> None:
+    """Raise ValueError for a head of another kind or of other sizes than a recipe has."""
     if head.kind != recipe.head.kind:
         raise ValueError(
             f"head.from={recipe.head.source}: expected a head of kind {recipe.head.kind}, got "
@@ -124,8 +125,6 @@ def shape_of(folder: HeadFolder, recipe: Recipe, target: Target) -> DraftHead:
                 f"head.{key}: expected {value}, which the head has that head.from names, got "
                 f"{given}; leave it out, or leave head.from out to train a new head"
             )
-    head.train_with(recipe.head)
-    return head
 
 
 def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import logging
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -35,7 +35,6 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftheads.arguments import expected, suggestion
-from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.medusa import MedusaChoices
@@ -54,9 +53,6 @@ SERVER_KEYS = frozenset(
     {"server", "server_model", "api_key_env", "exchange", "in_flight", "timeout"}
 )
 """Keys of features that say where servers are."""
-
-AHEAD = 2
-"""Micro batches that are made ahead, at least."""
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 
@@ -228,12 +224,6 @@ class Recipe(Section):
         return self.eval.every != 0 and is_whole
 
     @property
-    def batches_ahead(self) -> int:
-        """Micro batches of a process that are made, or asked of servers, before they are due."""
-        rows = self.features.in_flight * len(self.features.server)
-        return max(AHEAD, rows // self.data.rows_per_batch)
-
-    @property
     def measure(self) -> Measure:
         """The measure that picks the best checkpoint."""
         return self.eval.best or ("tokens_per_step" if self.decodes else "simulated")
@@ -241,7 +231,9 @@ class Recipe(Section):
     @field_validator("head", mode="before")
     @classmethod
     def _of_kind(cls, value: Any) -> HeadChoices:
-        return _choices_of(tuple(HEADS.values())).validate_python(value)
+        union: Any = reduce(or_, (kind.Choices for kind in HEADS.values()))
+        choices = TypeAdapter[HeadChoices](Annotated[union, Field(discriminator="kind")])
+        return choices.validate_python(value)
 
     @model_validator(mode="after")
     def _check_together(self) -> Recipe:
@@ -277,13 +269,6 @@ class Recipe(Section):
         return self
 
 
-@cache
-def _choices_of(kinds: tuple[type[DraftHead], ...]) -> TypeAdapter[HeadChoices]:
-    """Validates a section `head` as the choices of the kind that it names."""
-    union: Any = reduce(or_, (kind.Choices for kind in kinds))
-    return TypeAdapter(Annotated[union, Field(discriminator="kind")])
-
-
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "medusa") -> Recipe:
     """Read a recipe: a file, or one that comes with the package, by name. Overrides are like
     "optim.lr=1e-3": literal text where the key takes text, else YAML. `head.kind=...` drops the
@@ -306,8 +291,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
     if isinstance(head, dict) and head.get("kind") is None:
         head["kind"] = kind
     overridden = [_override(values, text) for text in overrides]
-    if isinstance(values.get("run"), dict):
-        _replace_length(values["run"], overridden)
+    run = values.get("run")
+    if isinstance(run, dict):  # lengths of the file go, if overrides set one
+        typed = {name for name in LENGTHS if f"run.{name}" in overridden}
+        given = {name for name in typed if run.get(name) is not None}
+        for name in set(LENGTHS) - given if given else ():
+            run.pop(name, None)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:  # its message has several lines and a link
@@ -406,13 +395,6 @@ def _override(values: dict[str, Any], text: str) -> str:
     if key == "head.kind" and old_kind in HEADS and value in HEADS:
         _drop_keys(section, old_kind, value, text)
     return key
-
-
-def _replace_length(run: dict[str, Any], typed: Sequence[str]) -> None:
-    """Remove the lengths of the file, if overrides set one. typed: keys of overrides."""
-    given = {name for name in LENGTHS if f"run.{name}" in typed and run.get(name) is not None}
-    for name in set(LENGTHS) - given if given else ():
-        run.pop(name, None)
 
 
 def _drop_keys(head: dict[str, Any], old_kind: str, new_kind: str, text: str) -> None:

@@ -106,12 +106,17 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
     if "confidence_head.proj.weight" in tensors:
         zero_1 = tensors["confidence_head.proj.weight"].new_zeros(1)
         tensors.setdefault("confidence_head.proj.bias", zero_1)
-    if _is_silent(tensors) and not config.get("confidence_head_with_markov"):
+    markov = [each for name, each in tensors.items() if name.startswith("markov_head.")]
+    is_silent = not any(each.any() for each in markov)  # as in our exports of heads without one
+    if is_silent and not config.get("confidence_head_with_markov"):
         tensors = renamed(tensors, [(r"^markov_head\..*", "")])
+    norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
+    if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
+        raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
     facts = {"target": {"name": target_name(config)}, **stored.facts.json, "kind": "block"}
     ours = {
         **{key: config.get(key) for key in (*COPIED, "rope_parameters")},
-        **_sizes(tensors),
+        **layer_sizes(tensors, len(norm_W)),
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
         "max_position_embeddings": config.get("max_position_embeddings") or 32768,
         "vocab_size": vocab_size,
@@ -122,13 +127,6 @@ def from_block(stored: Stored, target: Target | None) -> Stored:
         "draftheads": facts,
     }
     return Stored(ours, tensors)
-
-
-def _sizes(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    norm_W = tensors.get("layers.0.self_attn.q_norm.weight")
-    if norm_W is None or norm_W.ndim != 1 or not len(norm_W):
-        raise ValueError("expected norms of queries and keys, as Qwen3 has, got none in layer 0")
-    return layer_sizes(tensors, len(norm_W))
 
 
 def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
@@ -148,12 +146,6 @@ def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
                 is_same = is_copy(ours_VD[:8], target.embed(tokens).cpu())
             if is_same:
                 del tensors[name]
-
-
-def _is_silent(tensors: dict[str, Tensor]) -> bool:
-    """Whether the Markov head adds nothing, as in our exports of heads without one."""
-    head = [each for name, each in tensors.items() if name.startswith("markov_head.")]
-    return bool(head) and not any(bool(each.any()) for each in head)
 
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:

@@ -19,9 +19,9 @@ from transformers import AutoConfig
 from draftheads.heads.eagle import SWITCHES, low_middle_high
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
+    MERGED,
     Stored,
     check_values,
-    engine_target,
     renamed,
     target_name,
 )
@@ -338,10 +338,9 @@ def speculators_config(
 
     Raises ValueError where the target is not recorded.
     """
-    name = engine_target(config)
-    if name is None:
-        raise ValueError("exporting to speculators needs the target model; pass --target")
     facts = HeadFacts(config["draftheads"])
+    loaded = MERGED if facts.target.lora else facts.target.name
+    name = require(loaded, "speculators' config names it")
     layer = {key: value for key, value in config.items() if key in OF_LAYERS}
     proposal = {
         "proposal_type": "greedy",

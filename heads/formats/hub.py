@@ -227,7 +227,7 @@ class HeadFolder:
 
     def read(self, target: Target | None = None) -> tuple[DraftHead, Stored]:
         """The head without weights (on the meta device), and its contents in our own layout, after
-        names, shapes and tree were checked. target and errors: as for `load`.
+        names, shapes and tree were checked. target, errors and warnings: as for `load`.
         """
         with named(self.path):
             stored = translated(read_files(self.path, self.config), target)
@@ -240,7 +240,14 @@ class HeadFolder:
             with torch.device("meta"):
                 head = HEADS[kind].from_config(stored.config, stored.tensors)
             if target is not None:
-                check_target(head, target, stored.facts)
+                its = stored.facts.target
+                head.check_fit(target, its.title if its.name else "its target")
+                if difference := target_difference(stored.facts, target):
+                    warnings.warn(
+                        f"this head was trained {difference}: output stays the target's own, but "
+                        "fewer draft tokens will be accepted",
+                        stacklevel=3,
+                    )
             stored.check(head.state_dict())
             if stored.facts.has_tree:
                 head.tree = stored.facts.tree
@@ -373,20 +380,6 @@ def _head_in(folder: Path) -> Path:
         f"{folder}: expected a head folder ({CONFIG}, {WEIGHTS}) or a run with step-* folders, "
         f"found {names}"
     )
-
-
-def check_target(head: DraftHead, target: Target, facts: HeadFacts) -> None:
-    """Raise ValueError when head and target differ in width or vocabulary or the head reads layers
-    that the target does not have; warn when the target's weights or adapter are not those recorded
-    in `facts`.
-    """
-    head.check_fit(target, facts.target.title if facts.target.name else "its target")
-    if difference := target_difference(facts, target):
-        warnings.warn(
-            f"this head was trained {difference}: output stays the target's own, but fewer draft "
-            "tokens will be accepted",
-            stacklevel=4,
-        )
 
 
 def target_difference(facts: HeadFacts, target: Target) -> str:

@@ -33,7 +33,9 @@ def write_target(head: MtpHead, target: Target, out: Path) -> None:
             f"{target.title}: expected a target that is not quantised, got {target.quantisation}; "
             "pass the model as it was trained"
         )
-    source = _folder(target)
+    source = Path(str(target.name)).expanduser()
+    if not source.is_dir():
+        source = Path(snapshot_download(str(target.name), revision=target.revision))
     files = tensor_files(str(source), None)
     family, places = _family(files, target)
     model, prefix, inner, stored = in_model(head, head.layer_tensors())
@@ -59,14 +61,6 @@ def write_target(head: MtpHead, target: Target, out: Path) -> None:
         config = read_json(source / CONFIG)
         config.get("text_config", config)[family.count] = 1
         write_json(folder / CONFIG, config)
-
-
-def _folder(target: Target) -> Path:
-    """The target's files on this machine."""
-    path = Path(str(target.name)).expanduser()
-    if path.is_dir():
-        return path
-    return Path(snapshot_download(str(target.name), revision=target.revision))
 
 
 def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:

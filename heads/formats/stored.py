@@ -152,12 +152,6 @@ MERGED = "adapted"
 """Where cards let `draftheads merge` write a target with what it was adapted by."""
 
 
-def engine_target(config: dict[str, Any]) -> str | None:
-    """The target that engines load with a head: `target_name`, or that with its LoRA merged."""
-    facts = HeadFacts(config.get("draftheads") or {}).target
-    return MERGED if facts.lora else target_name(config)
-
-
 def renamed(tensors: dict[str, Tensor], renames: Renames) -> dict[str, Tensor]:
     """Tensors under other names, by (pattern, replacement) for `re.sub`, in order. A tensor whose
     name becomes empty is dropped. Raises ValueError where two names become one.

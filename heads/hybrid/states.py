@@ -256,11 +256,6 @@ def install(model: PreTrainedModel) -> list[Mixer]:
     return mixers
 
 
-def has_mixers(model: PreTrainedModel) -> bool:
-    """Whether some layers have recurrent states, in a cache of transformers."""
-    return any(map(is_mixer, model.modules()))
-
-
 def is_mixer(module: nn.Module) -> bool:
     """Whether a module keeps recurrent states in a cache."""
     kind: Any = type(module)

@@ -196,9 +196,6 @@ class MtpHead(AutoregressiveHead):
         normed_BQD: Tensor = self.post_norm(hidden_BQD).to(hidden_BQD.dtype)
         return normed_BQD
 
-    def states(self, hidden_BQH: Tensor) -> Tensor:
-        return hidden_BQH
-
     def unembed_weight(self, target: Target) -> Tensor:
         return self._shared_rows.of(target, self.token_map)
 

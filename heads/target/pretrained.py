@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from draftheads.heads.cpu.attention import IMPLEMENTATION
-from draftheads.heads.hybrid.states import has_mixers
+from draftheads.heads.hybrid.states import is_mixer
 from draftheads.heads.tree import MOST_NODES
 
 
@@ -254,7 +254,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     """Raise ValueError, with the reason, for a model that cannot decode a token tree."""
     text = model.config.get_text_config(decoder=True)
     foreign = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION_LAYERS)
-    is_hybrid = has_mixers(model)
+    is_hybrid = any(map(is_mixer, model.modules()))
     if is_hybrid:
         foreign = [kind for kind in foreign if kind.endswith("_attention") and kind != RECURRENT]
     attention = {model.config._attn_implementation, text._attn_implementation} - set(MASKED)

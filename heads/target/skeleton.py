@@ -32,7 +32,7 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     """A causal LM whose layers were never loaded.
 
     Of a checkpoint on the Hub, only the files with these tensors are downloaded. Raises ValueError
-    for a checkpoint that has not got them, or has them quantised.
+    for a checkpoint that has not got them, or has them quantised or of other shapes.
     """
     revision = how.revision
     device = how.device or default_device()
@@ -50,35 +50,26 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings, norm, lm_head = outside(model)
     is_tied = config.get_text_config(decoder=True).tie_word_embeddings
+    files = tensor_files(path, revision)
     with torch.no_grad():
         for module in (embeddings, norm) if is_tied else (embeddings, norm, lm_head):
-            wanted = {names[id(parameter)]: parameter for parameter in module.parameters()}
-            tensors = read_tensors(path, revision, wanted)
+            wanted = [names[id(parameter)] for parameter in module.parameters()]
+            places = {name: checkpoint_name(name, files, path) for name in wanted}
+            tensors = stored_tensors(path, revision, files, places)
             module.to_empty(device=device)
             model._initialize_weights(module)  # buffers, too, which are in no checkpoint
             for name, tensor in tensors.items():
-                module.get_parameter(name.rpartition(".")[2]).copy_(tensor)
+                parameter = model.get_parameter(name)
+                if tensor.shape != parameter.shape:
+                    raise ValueError(
+                        f"target {path}: expected {places[name]} of shape "
+                        f"{tuple(parameter.shape)}, got {tuple(tensor.shape)}; download it again, "
+                        "or fix its config.json"
+                    )
+                parameter.copy_(tensor)
     if is_tied:
         lm_head.weight = embeddings.weight
     return model.to(kind)
-
-
-def read_tensors(
-    path: str, revision: str | None, wanted: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Tensors by our names. Raises ValueError for missing and quantised ones, and for others than
-    the config says.
-    """
-    files = tensor_files(path, revision)
-    places = {name: checkpoint_name(name, files, path) for name in wanted}
-    tensors = stored_tensors(path, revision, files, places)
-    for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            raise ValueError(
-                f"target {path}: expected {places[name]} of shape {tuple(wanted[name].shape)}, got "
-                f"{tuple(tensor.shape)}; download it again, or fix its config.json"
-            )
-    return tensors
 
 
 def stored_tensors(

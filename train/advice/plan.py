@@ -29,7 +29,6 @@ from draftheads.arguments import check_path
 from draftheads.heads.files import own_name, sweep
 from draftheads.heads.formats.hub import refusals
 from draftheads.heads.kinds import HEADS
-from draftheads.heads.target.adapter import Adapter
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import (
@@ -120,7 +119,7 @@ class Shapes:
                 head = HEADS[recipe.head.kind].create(self.target, recipe.head, vocabulary)
             if recipe.adapter:
                 keys = {"rank", "alpha", "layers", "modules"}
-                adapter = Adapter.create(model, "", **recipe.adapter.model_dump(include=keys))
+                adapter = self.target.adapt(**recipe.adapter.model_dump(include=keys))
                 self.adapter = sum(p.numel() for p in adapter.parameters.values())
         self.head, self.refusals = _count(head), refusals(head, self.target)
         self.states = len(head.training_layers)
@@ -425,19 +424,15 @@ def make_plan(
     plan = Plan(recipe, processes, engine, shapes, work, None, "--no-probe was given")
     if counted:
         counted(plan)
-    return _tried(plan) if probe else plan
-
-
-def _tried(plan: Plan) -> Plan:
-    """The plan with a trial, or with the reason for none."""
-    recipe, work = plan.recipe, plan.work
+    if not probe:
+        return plan
     alone = replace(plan, processes=1, engine="ddp")  # as it is tried
     if work.rows is None:
         return replace(plan, reason=f"no answers in {recipe.data.path} to try a step with")
     if alone.peak > alone.limit:
         return replace(plan, reason="memory cannot hold the run of one process")
     try:
-        return replace(plan, trial=try_steps(recipe, plan.shapes, work), reason="")
+        return replace(plan, trial=try_steps(recipe, shapes, work), reason="")
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         # shapes are worth printing
         return replace(plan, reason=f"a trial failed: {one_line(error)}")

@@ -81,18 +81,23 @@ def suggest(
         raise ValueError(f"--kind: expected {', '.join(WHY_KIND)}, got {kind!r}; choose one")
     name = target.rstrip("/").rpartition("/")[2].lower()
     folder = data or Path("out") / name / "answers"
+    config = read_config(target, revision).get_text_config(decoder=True)
     counts = None
-    is_complete = False
+    covered = None
     if (folder / "manifest.json").is_file():
         manifest = read_manifest(folder)
         counts = count(folder, manifest)
-        is_complete = bool(manifest["complete"] and counts.documents)
-    config = read_config(target, revision).get_text_config(decoder=True)
-    covered = answer_vocabulary(folder, config.vocab_size) if is_complete else None
+        if manifest["complete"] and counts.documents:
+            covered = answer_vocabulary(folder, config.vocab_size)
     has_bf16 = default_device() != "cpu" or answering_dtype(target, revision) == "bfloat16"
-    choices = [
-        Setting("target", target, ""),
-        *_placement(revision, lora, has_bf16),
+    choices = [Setting("target", target, "")]
+    if revision:
+        choices.append(Setting("target_revision", revision, ""))
+    if lora:
+        choices.append(Setting("target_adapter", lora, ""))
+    if has_bf16:
+        choices.append(Setting("target_dtype", "bfloat16", "as it will decode here"))
+    choices += [
         *_data(config, folder, counts, kind),
         *_head(config, target, revision, kind, covered),
         *_run(name, kind, counts, config.hidden_size, has_bf16),
@@ -100,15 +105,6 @@ def suggest(
     text = StringIO()
     YAML().dump(nested(choices), text)
     return text.getvalue()
-
-
-def _placement(revision: str | None, lora: str | None, has_bf16: bool) -> Iterator[Setting]:
-    if revision:
-        yield Setting("target_revision", revision, "")
-    if lora:
-        yield Setting("target_adapter", lora, "")
-    if has_bf16:
-        yield Setting("target_dtype", "bfloat16", "as it will decode here")
 
 
 def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterator[Setting]:
@@ -150,11 +146,17 @@ def _head(
     width = config.hidden_size
     vocabulary = config.vocab_size
     is_small = width < SMALL
+    rate = 5e-3 if is_small else RATES[kind]
     yield Setting("head.kind", kind, WHY_KIND[kind])
     if kind in ("sequential", "medusa"):
         yield Setting("head.depth", 5, "tokens drafted ahead")
     if kind == "sequential":
-        yield from _sequential(width)
+        rank = max(16, min(512, width // 4))
+        yield Setting("head.rank", rank, f"a quarter of the width, {width}")
+        if default_device() == "cpu" and not is_small:
+            why = "the target's: a ninth of what there is to learn, and little to read for a draft"
+            yield Setting("head.lm_head", "shared", why)
+            rate = SHARED
     is_native = kind == "mtp" and any(getattr(config, each.count, 0) for each in FAMILIES)
     if is_native:
         yield Setting("head.from", NATIVE, "its checkpoint has such a layer, which this tunes")
@@ -175,22 +177,7 @@ def _head(
     is_served = kind == "block" and default_device() != "cpu"  # by engines that take all tokens
     if not is_served and vocabulary >= 1.5 * reduced and reduced >= 512:
         yield Setting("head.vocabulary", reduced, share)
-    if kind != "sequential" or is_small:
-        rate = 5e-3 if is_small else RATES[kind]
-        yield Setting("optim.lr", TUNED if is_native else rate, "lower it if the loss jumps")
-
-
-def _sequential(width: int) -> Iterator[Setting]:
-    rank = max(16, min(512, width // 4))
-    yield Setting("head.rank", rank, f"a quarter of the width, {width}")
-    if width < SMALL:
-        return
-    rate = RATES["sequential"]
-    if default_device() == "cpu":
-        why = "the target's: a ninth of what there is to learn, and little to read for a draft"
-        yield Setting("head.lm_head", "shared", why)
-        rate = SHARED
-    yield Setting("optim.lr", rate, "lower it if the loss jumps")
+    yield Setting("optim.lr", TUNED if is_native else rate, "lower it if the loss jumps")
 
 
 def _run(

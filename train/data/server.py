@@ -453,10 +453,6 @@ class Server:
             raise Unreachable(self._reason(error)) from None
         except httpx.HTTPError as error:
             raise ServerFault(self._reason(error)) from None
-        return self._completion(response, request["max_tokens"])
-
-    def _completion(self, response: Any, limit: int) -> ServedCompletion:
-        """That of a response. Raises ServerError. limit: the tokens that were asked for."""
         completions = self._read(response, _Completions)
         name = completions.model  # also with a path, a date or a file's ending, or its weights'
         if name and name not in self._aliases and _bare(name) != _bare(self.model):
@@ -468,7 +464,7 @@ class Server:
         completion.kv_transfer_params = completions.kv_transfer_params
         if completion.text is None and completion.token_ids is None:
             raise ServerFault("expected text or token ids, got neither")
-        if len(completion.token_ids or ()) > limit:
+        if len(completion.token_ids or ()) > request["max_tokens"]:
             raise ServerFault("expected no more tokens than requested, got more")
         return completion
 

@@ -24,19 +24,14 @@ class TextSide:
     def load(cls, name: str, revision: str | None = None) -> TextSide:
         """Read from a folder or a Hub id. Raises OSError or ValueError if no tokenizer is found."""
         tokenizer = read_tokenizer(name, revision)
-        eos = _eos_token_id(name, revision)
+        generation = read_generation_config(name, revision)
+        eos: Any = None if generation is None else generation.eos_token_id
+        if eos is None:
+            try:
+                eos = getattr(read_config(name, revision), "eos_token_id", None)
+            except (OSError, ValueError):
+                if generation is not None:
+                    raise  # other end tokens would be learned without it
+                # else the folder may only have a tokenizer
         eos_ids = end_ids(tokenizer.eos_token_id if eos in (None, []) else eos, name)
         return cls(name, tokenizer, eos_ids, revision)
-
-
-def _eos_token_id(name: str, revision: str | None) -> Any:
-    """That of generation_config.json, else of config.json; None if neither has one."""
-    generation = read_generation_config(name, revision)
-    if generation is not None and generation.eos_token_id is not None:
-        return generation.eos_token_id
-    try:
-        return getattr(read_config(name, revision), "eos_token_id", None)
-    except (OSError, ValueError):
-        if generation is not None:
-            raise  # other end tokens would be learned without it
-        return None  # the folder may only have a tokenizer

@@ -164,21 +164,16 @@ class StateServers:
         for client in self._clients.values():
             await client.aclose()
 
-    async def _states(self, document: Document, server: Server | None) -> Tensor:
+    async def _states(self, document: Document, only: Server | None) -> Tensor:
+        """From the first server that gives them. Raises the error of the last one."""
         task = asyncio.current_task()
         assert task is not None
         self._asked.add(task)
-        servers = [server] if server else self.servers
-        if server is None:
+        task.add_done_callback(self._asked.discard)
+        servers = [only] if only else self.servers
+        if only is None:
             first = next(self._turns) % len(servers)
             servers = [*servers[first:], *servers[:first]]
-        try:
-            return await self._from_any(document, servers)
-        finally:
-            self._asked.discard(task)
-
-    async def _from_any(self, document: Document, servers: Sequence[Server]) -> Tensor:
-        """From the first server that gives them. Raises the error of the last one."""
         fault: ServerError | None = None
         for server in servers:
             if server not in self.servers:  # dropped meanwhile

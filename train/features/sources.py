@@ -46,6 +46,7 @@ from draftheads.train.features.served import served_features
 from draftheads.train.features.states import (
     COMPARED,
     StateChecks,
+    StateFeatures,
     StateLayout,
     check_layers,
     file_features,
@@ -72,12 +73,12 @@ class FeatureSource(Protocol):
         ...
 
     def ahead(self, numbers: Sequence[int]) -> None:
-        """Begin with these rows, which will be asked for."""
-        ...
+        """Begin with these rows, which will be asked for; nothing, where none is waited for."""
+        return
 
     def close(self) -> None:
-        """End what goes on beside training."""
-        ...
+        """End what goes on beside training; nothing, where nothing does."""
+        return
 
 
 class SharedFaults:
@@ -128,7 +129,7 @@ class SharedFaults:
             raise
 
 
-class OnlineFeatures:
+class OnlineFeatures(FeatureSource):
     """Computes features of every batch. adapted: with the target's adapter enabled."""
 
     def __init__(self, target: Target, layers: Sequence[int], *, adapted: bool = False) -> None:
@@ -147,22 +148,9 @@ class OnlineFeatures:
         """features_TD of one row, alone."""
         return self([number], rows.batch([number]).to(self.target.device))[0]
 
-    def ahead(self, numbers: Sequence[int]) -> None:
-        """Nothing: they are computed when they are needed."""
 
-    def close(self) -> None:
-        """Nothing goes on."""
-
-
-class RowSource(FeatureSource, Protocol):
-    """Of single rows, too."""
-
-    target: Target
-    layers: tuple[int, ...]
-
-    def row(self, rows: Rows, number: int) -> Tensor:
-        """features_TD of one row, alone."""
-        ...
+RowSource = OnlineFeatures | StateFeatures
+"""Sources of single rows, too."""
 
 
 class MemoryFeatures:
@@ -201,7 +189,7 @@ class MemoryFeatures:
         return features_TD
 
 
-class StoredFeatures:
+class StoredFeatures(FeatureSource):
     """Features of the first `count` rows in files, as the target computes them. bits: its own."""
 
     def __init__(
@@ -267,9 +255,6 @@ class StoredFeatures:
     def _check(self, number: int, content: Any) -> str:
         name = f"{self.manifest['rows_sha256']} {self.manifest['layers']} {number}"
         return f"{zlib.crc32(content, zlib.crc32(name.encode())):08x}"
-
-    def ahead(self, numbers: Sequence[int]) -> None:
-        """Nothing: they are in files."""
 
     def close(self) -> None:
         """End what computed them."""
@@ -381,29 +366,18 @@ def make_features(
     if foreign:
         sources = foreign_features(recipe, target, rows, layers, foreign)
         return sources[0], evaluated if target.adapter else sources[1]
-    stores = stored_features(recipe, rows, online, evaluated)
+    folder = recipe.features.path or Path(f"{recipe.data.path}-features")
+    bits = recipe.target_bits
+    stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
+    if not target.adapter:  # which changes those of held-out rows
+        count = heldout_rows(heldout)
+        stores.append(StoredFeatures(folder / "heldout", evaluated, heldout, count, bits))
     try:
         write_missing(stores, accelerator)
     except BaseException:
         online.close()
         raise
-    if target.adapter:
-        return stores[0], evaluated
-    return stores[0], stores[1]
-
-
-def stored_features(
-    recipe: Recipe, rows: tuple[Rows, Rows], online: RowSource, evaluated: RowSource
-) -> list[StoredFeatures]:
-    """Files of the training rows, and of held-out rows unless an adapter changes them."""
-    folder = recipe.features.path or Path(f"{recipe.data.path}-features")
-    train, heldout = rows
-    bits = recipe.target_bits
-    stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
-    if not online.target.adapter:
-        count = heldout_rows(heldout)
-        stores.append(StoredFeatures(folder / "heldout", evaluated, heldout, count, bits))
-    return stores
+    return stores[0], evaluated if target.adapter else stores[1]
 
 
 def foreign_features(
