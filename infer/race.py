@@ -159,8 +159,7 @@ def race(
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
-    places = batched(prompts, turns.batch) * options.repetitions
-    batches = [[prompts[place] for place in unit] for unit in places]
+    batches = batched(prompts, turns.batch) * options.repetitions
     keys = [
         json.dumps([turn, [each.number for each in batch], names])
         for turn, batch in enumerate(batches)
@@ -186,28 +185,27 @@ def race(
     except (KeyboardInterrupt, SystemExit) as stop:
         turns.stop = stop
     turns.left_out += sum(key not in turns.ended for key in keys)
-    runs = {each.name: by_place(each.name, keys, places, turns) for each in candidates}
-    reached = sorted(runs[names[0]])
+    runs = {each.name: by_number(each.name, keys, batches, turns) for each in candidates}
+    reached = [prompt for prompt in prompts if prompt.number in runs[names[0]]]
     if not reached:
         turns.check()
-    ended = {name: [own[place] for place in reached] for name, own in runs.items()}
-    return [prompts[place] for place in reached], ended
+    return reached, {name: [own[each.number] for each in reached] for name, own in runs.items()}
 
 
-def by_place(
-    name: str, keys: Sequence[str], places: Sequence[Sequence[int]], turns: Turns
+def by_number(
+    name: str, keys: Sequence[str], batches: Sequence[Sequence[BenchPrompt]], turns: Turns
 ) -> dict[int, list[TimedRun]]:
-    """The repetitions of one candidate, by the places of prompts. places: of each turn's batch."""
+    """The repetitions of one candidate, by the numbers of prompts."""
     runs: dict[int, list[TimedRun]] = defaultdict(list)
-    for key, unit in zip(keys, places, strict=True):
+    for key, batch in zip(keys, batches, strict=True):
         if key in turns.ended:
-            for place, run in zip(unit, turns.ended[key][name], strict=True):
-                runs[place].append(run)
+            for prompt, run in zip(batch, turns.ended[key][name], strict=True):
+                runs[prompt.number].append(run)
     return runs
 
 
 def warm_up(
-    candidates: Sequence[Candidate], batches: Sequence[list[BenchPrompt]], options: RaceOptions
+    candidates: Sequence[Candidate], batches: Sequence[Sequence[BenchPrompt]], options: RaceOptions
 ) -> None:
     """Decode the shortest batch by a step. Compiled code may know one length only, and
     transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
@@ -220,10 +218,9 @@ def warm_up(
         timed(each, batch, options.sampling)
 
 
-def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
-    """The places of prompts that are decoded together, up to `size`."""
-    places = list(range(len(prompts)))
-    return [places[first : first + size] for first in range(0, len(places), size)]
+def batched(prompts: Sequence[BenchPrompt], size: int) -> list[Sequence[BenchPrompt]]:
+    """Prompts that are decoded together, up to `size`."""
+    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
 def timed(
