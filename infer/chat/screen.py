@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
 from rich.console import Console
+
+from draftheads.infer.text import AnswerText
 
 ACCEPTED, NOTE = "green", "dim"
 
@@ -18,13 +19,13 @@ class Screen:
         self.console = console
         self._shown = 0  # characters
 
-    def show(self, text: str, accepted: Sequence[bool]) -> None:
+    def show(self, content: AnswerText) -> None:
         """Print what is new; characters that are accepted in green."""
-        new = zip(text[self._shown :], accepted[self._shown :], strict=True)
+        new = zip(content.text[self._shown :], content.accepted[self._shown :], strict=True)
         for mark, characters in groupby(new, itemgetter(1)):
             part = "".join(character for character, _ in characters)
             self.console.out(part, style=ACCEPTED if mark else None, end="", highlight=False)
-        self._shown = len(text)
+        self._shown = len(content.text)
 
     def close(self) -> None:
         """End the line."""
