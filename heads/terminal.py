@@ -29,11 +29,12 @@ def printable(text: str) -> str:
 
 class SafeConsole(Console):
     """A rich console that prints `printable` text and no escape sequences but its own. Square
-    brackets are no markup unless `markup` says so: names may contain them.
+    brackets are no markup and numbers have no colours, unless options say so: names may contain
+    them.
     """
 
-    def __init__(self, *, markup: bool = False, **options: Any) -> None:
-        super().__init__(markup=markup, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "highlight": False, **options})
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None

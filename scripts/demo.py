@@ -37,7 +37,7 @@ class Stages:
     """
 
     def __init__(self, run: Callable[[list[str]], int | None]) -> None:
-        self.console = SafeConsole(highlight=False)
+        self.console = SafeConsole()
         self._run = run
         self._numbers = count(1)
         self._began = time.monotonic()

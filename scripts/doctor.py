@@ -129,7 +129,7 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     """Print τ, and what was found."""
     from draftheads.heads.terminal import SafeConsole
 
-    console = SafeConsole(highlight=False)
+    console = SafeConsole()
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
         f"{evidence.head.kind} head on {evidence.target.title}: {diagnosis.measured:.2f} tokens "

@@ -349,14 +349,11 @@ class TunePrompts(BenchPrompts):
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(BenchRuns):
     """Search."""
 
     max_new_tokens: Annotated[int, Option(min=2)] = 64
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64
-    repetitions: Repetitions = 1
-    minutes: Minutes = None
-    seed: Seed = 0
 
 
 def tune(

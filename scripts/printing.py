@@ -82,7 +82,7 @@ set head.vocabulary or run.gradient_checkpointing, or divide the head's state ov
 
 def print_counts(plan: Plan) -> None:
     """Print what is known before a trial: parameters, memory as a table, steps."""
-    console = SafeConsole(highlight=False)
+    console = SafeConsole()
     shapes, work = plan.shapes, plan.work
     adapter = f" and {shapes.adapter:,} of an adapter" if shapes.adapter else ""
     console.print(
@@ -111,7 +111,7 @@ def print_counts(plan: Plan) -> None:
 
 def print_trial(plan: Plan) -> None:
     """Print what a trial has measured: activations, time, and whether the run fits."""
-    console = SafeConsole(highlight=False)
+    console = SafeConsole(soft_wrap=True)
     time = f"unknown: {plan.reason}"
     if plan.time:
         speed = plan.work.tokens_per_step / plan.time["step"]
@@ -121,9 +121,9 @@ def print_trial(plan: Plan) -> None:
             time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
     if plan.trial:
         console.print(f"activations: {_size(plan.trial.activations)}")
-    console.print(f"time: {time}", soft_wrap=True)
+    console.print(f"time: {time}")
     for line in plan.servers:
-        console.print(line, soft_wrap=True)
+        console.print(line)
     fits = is_fitting(plan)
     verdict = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
     if not fits:
@@ -133,7 +133,7 @@ def print_trial(plan: Plan) -> None:
         verdict += " without activations, which were not measured"
     if fits and plan.time:
         verdict += f", about {duration(plan.time['total'])}"
-    console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
+    console.print(verdict, style="bold green" if fits else "bold red")
 
 
 def is_fitting(plan: Plan) -> bool:
@@ -143,7 +143,7 @@ def is_fitting(plan: Plan) -> bool:
 
 def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
-    console = SafeConsole(highlight=False)
+    console = SafeConsole()
     columns = ["tree", "nodes", "depth", "τ", "predicted", "measured", "gain", "95 %"]
     present = tuned.trials[0]
     rows = [_trial_cells(trial, tuned) for trial in tuned.trials]
