@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.turns import Turns
 
-Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
 MINUTES = "end after about so long: fewer runs and prompts, the same for all rows"
-Minutes = Annotated[float | None, Option(min=0.01, help=MINUTES)]
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,8 @@ class BenchRuns:
     """Runs."""
 
     max_new_tokens: Annotated[int, Option(min=1)] = 128
-    repetitions: Repetitions = 1
-    minutes: Minutes = None
+    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 1
+    minutes: Annotated[float | None, Option(min=0.01, help=MINUTES)] = None
     seed: Seed = 0
 
 
@@ -135,7 +133,7 @@ class Outputs:
 
         print_report(report)
         for line in analysed(report) if self.analysis else ():
-            SafeConsole().print(line, markup=False, highlight=False)
+            SafeConsole().print(line)
         write_figures(self.json_out, asdict(report))
         if self.card and is_whole:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
