@@ -94,9 +94,9 @@ def load_target(
 def load_fast_target(
     name: str,
     place: Place,
-    revision: str | None = None,
-    heads: Sequence[HeadFolder] = (),
-    template_args: Mapping[str, Any] | None = None,
+    revision: str | None,
+    heads: Sequence[HeadFolder],
+    template_args: Mapping[str, Any] | None,
 ) -> Target:
     """`load_target`, with threads chosen; on a CPU with weights packed and, if `bits` asks for it,
     in int8, and with dtype "auto" as the faster one by a measurement. Not for what learns or writes
@@ -156,21 +156,19 @@ def load_parts(
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
-    one that the head records, with its LoRA. Raises ValueError if neither names a target.
+    one that the head records, with its LoRA. Raises ValueError for drafts that record none.
     """
-    from draftheads.infer.drafters.named import load_drafts, named_drafts
+    from draftheads.infer.drafters.draft_model import drawing
+    from draftheads.infer.drafters.named import named_drafts
 
-    drafts = named_drafts(head) if head else None
+    if not head:
+        assert target, "callers name a head or a target"
+        return load_fast_target(target, place, None, (), template_args), None
+    drafts = named_drafts(head)
     name = target
     revision = None
-    if drafts is not None and not target:
+    if not name:
         name, revision = drafts.target
         place = place.recorded(drafts.folders[0])
-    if name is None:
-        raise ValueError("expected a head or a target, got neither; pass one")
-    folders = drafts.folders if drafts else []
-    model = load_fast_target(name, place, revision, folders, template_args)
-    if drafts is None:
-        return model, None
-    *_, drafter = load_drafts({"": drafts}, model, sampling).values()
-    return model, drafter
+    model = load_fast_target(name, place, revision, drafts.folders, template_args)
+    return model, drawing(drafts.load(model), sampling)
