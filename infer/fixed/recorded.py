@@ -88,7 +88,7 @@ class Recording:
         try:
             self.replay = record(lambda: self._run(step))
         except RuntimeError as error:
-            raise CannotRecord(str(error).strip().partition("\n")[0]) from error
+            raise CannotRecord(str(error)) from error
 
     def _run(self, step: Callable[..., Outputs]) -> None:
         if self.leads:
