@@ -285,10 +285,12 @@ class TextGenerator:
                 f"expected sampling or {', '.join(numbers)}, got both; set the rule's own numbers"
             )
         if rule is None:
-            temperature = options.get("temperature", 0.0)
-            top_p = options.get("top_p", 1.0)
-            top_k = options.get("top_k", 0)
-            return seeded(temperature, top_p, top_k, limit)
+            return seeded(
+                options.get("temperature", 0.0),
+                options.get("top_p", 1.0),
+                options.get("top_k", 0),
+                limit,
+            )
         if "seed" in options:
             rule.seed(options["seed"])
         return rule
