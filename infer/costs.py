@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, product
 from operator import mul
 
 import numpy as np
@@ -152,17 +152,18 @@ def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[flo
     work_N4 = torch.tensor([(1, *work(tree)) for tree in steps], dtype=torch.float64)
     scaled_N4 = work_N4 / whole_N1
     share_N1 = seconds_N2[:, :1] / whole_N1
-    best = [0.0] * 4
+    best = torch.zeros(4)
     least = float(share_N1.norm())
-    for chosen in chain.from_iterable(combinations(range(4), count) for count in range(1, 5)):
-        columns = list(chosen)  # the best of all that are not negative is that of some columns
-        solved = torch.linalg.lstsq(scaled_N4[:, columns], share_N1, driver="gelsd").solution
-        error = float((scaled_N4[:, columns] @ solved - share_N1).norm())
-        if solved.min() >= 0 and error < least:
-            found = dict(zip(columns, solved[:, 0].tolist(), strict=True))
-            best = [found.get(number, 0.0) for number in range(4)]
+    # the best of all that are not negative is the best with some of them 0
+    for chosen in product([0.0, 1.0], repeat=4):
+        mask_4 = torch.tensor(chosen, dtype=torch.float64)
+        solution_41 = torch.linalg.lstsq(scaled_N4 * mask_4, share_N1, driver="gelsd").solution
+        solved_4 = solution_41[:, 0] * mask_4  # of rounding, nothing stays
+        error = float((scaled_N4 @ solved_4 - share_N1[:, 0]).norm())
+        if solved_4.min() >= 0 and error < least:
+            best = solved_4
             least = error
-    return tuple(best)
+    return tuple(best.tolist())
 
 
 def search(
