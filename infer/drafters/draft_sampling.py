@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Accepted, Sampled, take
 
 TINY = torch.finfo(torch.float32).tiny
@@ -119,10 +119,7 @@ class TreeSampler:
     def __init__(self, widths: Sequence[int], rule: SpeculativeSampling) -> None:
         self.widths = widths
         self.rule = rule
-        starts = level_starts(widths)
-        self.parents = [-1]
-        for start, end, width in zip(starts, starts[1:], widths, strict=False):
-            self.parents += [node for node in range(start, end) for _ in range(width)]
+        self.shape = StaticTree.from_widths(widths)
         self.start()
 
     def start(self) -> None:
@@ -146,6 +143,5 @@ class TreeSampler:
 
     def tree(self, roots_B: Tensor) -> DrawnTree:
         tokens_BN = torch.cat([roots_B[:, None], *self.tokens], dim=1)
-        parents_1N = torch.tensor([self.parents], device=roots_B.device)
-        topology = Topology(parents_1N, len(self.widths))
+        topology = self.shape.topology(roots_B.device)
         return DrawnTree(tokens_BN, topology, torch.cat(self.q, dim=1), self.widths)
