@@ -98,14 +98,6 @@ class Candidate:
     nodes: int | None = None
     clock: Callable[[], float] | None = None
 
-    def generate(
-        self, batch: Sequence[BenchPrompt], rule: Acceptance
-    ) -> Iterator[list[Step | None]]:
-        """Continue a batch of prompts, each by the new tokens that fit after all of them."""
-        prompts = [each.prompt for each in batch]
-        limit = min(each.limit for each in batch)
-        return self.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit)
-
 
 Runs = Mapping[str, list[list[TimedRun]]]
 """Name of a candidate -> for each prompt, its repetitions."""
@@ -230,16 +222,19 @@ def timed(
     clock: Callable[[], float] = perf_counter,
 ) -> list[TimedRun]:
     """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
-    clock: unless the candidate has its own.
+    Each prompt is continued by the new tokens that fit after all of them. clock: unless the
+    candidate has its own.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
     """
     clock = candidate.clock or clock
+    prompts = [each.prompt for each in batch]
+    limit = min(each.limit for each in batch)
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
         start = clock()
-        steps = list(candidate.generate(batch, rule))
+        steps = list(candidate.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit))
         share = (clock() - start) / len(batch)
     finally:
         if was_enabled:
