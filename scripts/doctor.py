@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from draftheads.infer.pipeline.loading import load_fast_target
-from draftheads.infer.threads import set_threads
 from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
@@ -70,7 +69,6 @@ def doctor(
             f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
             f"{folder.path}; give --prompts or --data"
         )
-    set_threads(placement.threads)
     variables = prepared(template_args)
     model = load_fast_target(target, placement.place(), None, [folder], variables)
     with warnings.catch_warnings():
