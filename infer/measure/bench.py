@@ -157,7 +157,6 @@ def bench(
         **vars(options),
         "target": target.title,
         "sampling": rule_name(options.sampling),
-        "nodes": list(options.nodes),
         "rival": options.rival is not None,
         "prompts": len(fitting),
         "turns_left_out": turns.left_out,
