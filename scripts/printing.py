@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
@@ -90,10 +88,8 @@ def print_counts(plan: Plan) -> None:
         f"{adapter} trained, {shapes.frozen:,} frozen; "
         f"{plan.processes} processes, {plan.engine}"
     )
-    table = Table("memory per process", "", box=box.SIMPLE_HEAD)
-    for part, size in plan.memory.items():
-        table.add_row(part, _size(size))
-    console.print(table)
+    sizes = [[part, _size(size)] for part, size in plan.memory.items()]
+    Grid(["memory per process", ""], sizes).print(console)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
     minutes = plan.recipe.run.minutes

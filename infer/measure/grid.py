@@ -20,7 +20,9 @@ class Grid:
     columns: list[str]
     rows: list[list[str]]
 
-    def print(self, console: Console, style: Callable[[Sequence[str]], str | None]) -> None:
+    def print(
+        self, console: Console, style: Callable[[Sequence[str]], str | None] = lambda row: None
+    ) -> None:
         """Print it. style: of a whole row."""
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, name in enumerate(self.columns):
