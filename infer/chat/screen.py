@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -12,20 +13,20 @@ from draftheads.infer.text import AnswerText
 ACCEPTED, NOTE = "green", "dim"
 
 
+@dataclass
 class Screen:
     """Prints text as it comes."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._shown = 0  # characters
+    console: Console
+    shown: int = 0  # characters
 
     def show(self, content: AnswerText) -> None:
         """Print what is new; characters that are accepted in green."""
-        new = zip(content.text[self._shown :], content.accepted[self._shown :], strict=True)
+        new = zip(content.text[self.shown :], content.accepted[self.shown :], strict=True)
         for mark, characters in groupby(new, itemgetter(1)):
             part = "".join(character for character, _ in characters)
             self.console.out(part, style=ACCEPTED if mark else None, end="", highlight=False)
-        self._shown = len(content.text)
+        self.shown = len(content.text)
 
     def close(self) -> None:
         """End the line."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,14 +16,14 @@ from draftheads.infer.accept import Acceptance
 from draftheads.infer.rows import Step
 
 
+@dataclass
 class Baseline:
     """transformers' own `generate`: with its default cache the baseline of every speedup, and the
     reference output. compile: with its static cache, and compiled.
     """
 
-    def __init__(self, target: Target, *, compile: bool = False) -> None:
-        self.target = target
-        self.compile = compile
+    target: Target
+    compile: bool = False
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int

@@ -159,14 +159,14 @@ def winner(trials: Sequence[Trial]) -> Trial:
     return max([trials[0], *better], key=lambda each: each.measured)
 
 
+@dataclass
 class Track:
     """Where trees race."""
 
-    def __init__(self, target: Target, head: DraftHead, options: TuneOptions, turns: Turns) -> None:
-        self.target = target
-        self.head = head
-        self.options = options
-        self.turns = turns
+    target: Target
+    head: DraftHead
+    options: TuneOptions
+    turns: Turns
 
     def race(
         self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int, share: float

@@ -120,13 +120,13 @@ class Completion:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass
 class Growth:
     """A completion while its steps arrive."""
 
-    def __init__(self, prompt: list[int], content: AnswerText) -> None:
-        self.completion = Completion(prompt)
-        self.content = content
-        self._start = perf_counter()
+    completion: Completion
+    content: AnswerText
+    start: float = field(default_factory=perf_counter)
 
     def add(self, step: Step) -> str:
         """Take a step; returns the text that it settles. Raises RuntimeError for a failed one."""
@@ -136,7 +136,7 @@ class Growth:
         completion.steps.append(step)
         completion.token_ids += step.tokens
         completion.finish = step.finish or ""
-        completion.seconds = perf_counter() - self._start
+        completion.seconds = perf_counter() - self.start
         tokens = step.tokens
         if step.finish == "eos":
             tokens = tokens[:-1]
@@ -259,7 +259,7 @@ class TextGenerator:
                 stream = TextStream(  # what follows a text has no reasoning
                     self.target.tokenizer, after=after, marks=None if after else marks
                 )
-                growing.append(Growth(prompt, AnswerText(stream, stop)))
+                growing.append(Growth(Completion(prompt), AnswerText(stream, stop)))
             steps = self.engine.generate_batch(
                 ids[part], sampling=rule, max_new_tokens=limits[part], stop=stop, seeds=seeds[part]
             )
