@@ -104,21 +104,19 @@ def load_fast_target(
     """
     from draftheads.heads.target.placement import default_device
 
-    device = place.device or default_device()
     set_threads(place.threads)
-    if device == "cpu":
-        bits = place.bits
-        if bits == 4:  # saves memory, but no time
-            raise ValueError(
-                "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer "
-                "than with int8 as soon as drafts are verified; use bits=8"
-            )
-        if place.dtype == "auto":
-            place = replace(place, dtype=faster_dtype(name, revision, place))
-        target = load_target(name, replace(place, bits=None), revision, heads, template_args)
-        target.pack(bits)
-    else:
-        target = load_target(name, place, revision, heads, template_args)
+    if (place.device or default_device()) != "cpu":
+        return load_target(name, place, revision, heads, template_args)
+    bits = place.bits
+    if bits == 4:  # saves memory, but no time
+        raise ValueError(
+            "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer "
+            "than with int8 as soon as drafts are verified; use bits=8"
+        )
+    if place.dtype == "auto":
+        place = replace(place, dtype=faster_dtype(name, revision, place))
+    target = load_target(name, replace(place, bits=None), revision, heads, template_args)
+    target.pack(bits)
     choose_threads(place.threads, target)
     return target
 
