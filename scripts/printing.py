@@ -15,7 +15,7 @@ from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
-from draftheads.infer.measure.report import partial
+from draftheads.infer.measure.report import MARK, partial, print_findings
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
@@ -139,24 +139,21 @@ def is_fitting(plan: Plan) -> bool:
 
 def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
-    console = SafeConsole()
     columns = ["tree", "nodes", "depth", "τ", "predicted", "measured", "gain", "95 %"]
     present = tuned.trials[0]
     rows = [_trial_cells(trial, tuned) for trial in tuned.trials]
-    Grid(columns, rows).print(console, lambda row: "bold green" if row[0].endswith("*") else None)
     tree = tuned.best.tree
     gain = f"{tuned.best.measured / tuned.plain.measured:.2f} times plain decoding"
     if tree.nodes == 1:
         gain = why_no_drafts(tuned)
     choice = "the present tree stays" if tuned.best is present else "a new tree"
-    for line in partial(tuned.settings):
-        console.print(line, style="yellow")
-    console.print(f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
-    console.print(
+    print_findings(
+        machine_line(tuned.machine),
+        [Grid(columns, rows)],
+        f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}",
+        partial(tuned.settings),
         "*: chosen. predicted, measured: tokens per second, prompt included, on prompts that "
-        "the trees were not fitted to. gain: over the present tree, 95 % of resampled prompts.\n"
-        f"machine: {machine_line(tuned.machine)}.",
-        style="dim",
+        "the trees were not fitted to. gain: over the present tree, 95 % of resampled prompts.",
     )
 
 
@@ -170,7 +167,7 @@ def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
         kind = "no drafts"
     name = f"present, {kind}" if trial is present else kind
     if trial is tuned.best:
-        name += "*"
+        name += MARK
     return [
         name,
         str(tree.draft_nodes),
