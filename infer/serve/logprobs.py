@@ -76,11 +76,10 @@ def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
     logp_NV = logp_NV.nan_to_num(nan=LEAST).clamp(min=LEAST)
     own_N1 = logp_NV.gather(1, tokens_N.clamp(min=0)[:, None])
     best = logp_NV.topk(min(top, logp_NV.shape[1]), dim=1)
-    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    pairs = [list(zip(ids, values, strict=True)) for ids, values in likeliest]
+    columns = (tokens_N, own_N1[:, 0], best.indices, best.values)
     return [
-        TokenScore(token, logprob, each)
-        for token, [logprob], each in zip(tokens_N.tolist(), own_N1.tolist(), pairs, strict=True)
+        TokenScore(token, logprob, list(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(*map(Tensor.tolist, columns), strict=True)
     ]
 
 
