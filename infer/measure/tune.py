@@ -230,13 +230,12 @@ class Track:
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():
-            interval = speedup_interval(sums_P2[tree], sums_P2[present])
             result = replace(
                 trial,
                 predicted=trial.predicted * pace,
                 tau=Statistics.of(steps_of(runs[tree])).tokens_per_step,
                 measured=speed(sums_P2[tree]),
-                gain_ci95=interval,
+                gain_ci95=speedup_interval(sums_P2[tree], sums_P2[present]),
             )
             results.append(result)
         return results
