@@ -127,13 +127,12 @@ class Outputs:
         self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
     ) -> None:
         """Write and print all of them. is_whole: else no card is written."""
-        from draftheads.heads.terminal import SafeConsole
         from draftheads.infer.measure.analysis import analysed
         from draftheads.infer.measure.report import print_report, write_cards
 
         print_report(report)
         for line in analysed(report) if self.analysis else ():
-            SafeConsole().print(line)
+            say(line)
         write_figures(self.json_out, asdict(report))
         if self.card and is_whole:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
@@ -196,7 +195,7 @@ def bench(
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
     is_comparable = model.device.type == "cpu" and not model.lora
-    longest = max(map(len, ids), default=0) + runs.max_new_tokens
+    longest = max(map(len, ids)) + runs.max_new_tokens
     with ExitStack() as stack:
         turns = stack.enter_context(turns_of(outputs.json_out, model, folders, options, ids))
         if is_comparable and isinstance(options.sampling, Greedy):

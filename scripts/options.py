@@ -146,7 +146,6 @@ PROMPT_CHECK = early(check_source)
 TARGET_CHECK = early(check_path)
 OUT_CHECK = early(check_folder)
 NEW_CHECK = early(check_new)
-FILE_CHECK = early(check_file)
 
 TargetName = Annotated[
     str,
@@ -185,7 +184,9 @@ RecipeFile = Annotated[
     Path, Argument(callback=early(find_recipe), help="a recipe, e.g. recipes/demo-medusa.yaml")
 ]
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
-Json = Annotated[Path | None, Option("--json", callback=FILE_CHECK, help="write the figures here")]
+Json = Annotated[
+    Path | None, Option("--json", callback=early(check_file), help="write the figures here")
+]
 
 
 @dataclass(frozen=True)
