@@ -98,12 +98,11 @@ def fitted_costs(runs: TreeRuns) -> Costs:
     """
     steps = {tree: _halves(each) for tree, each in runs.items()}
     prompt = _prompt_seconds(runs, steps)
-    curve: dict[int, float] = {}
-    for tree, (_, seconds) in steps.items():
-        curve[tree.draft_nodes] = min(seconds, curve.get(tree.draft_nodes, seconds))
     # noise only adds: no tree takes longer to verify than a larger one
-    sizes = sorted(curve)
-    verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
+    verify = {
+        size: min(seconds for tree, (_, seconds) in steps.items() if tree.draft_nodes >= size)
+        for size in sorted({tree.draft_nodes for tree in steps})
+    }
     if verify[0] <= 0:
         raise ValueError(
             "expected times that add up, got steps of no time; nothing was written: leave the "
