@@ -54,7 +54,7 @@ class SpeculativeSampling(Sampled):
         rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
         last_B = torch.zeros_like(rows_B)
         left_BV = p_BNV[:, 0]  # of the target, after the rejections so far
-        starts = level_starts(tree.widths)
+        starts = [0, *accumulate([1, *accumulate(tree.widths[:-1], mul)])]  # of levels
         for start, end, width in zip(starts, starts[1:], tree.widths, strict=False):
             first_B = end + (last_B - start) * width
             q_BV = tree.q_BMV[rows_B, last_B.clamp(max=tree.q_BMV.shape[1] - 1)]
@@ -86,11 +86,6 @@ class SpeculativeSampling(Sampled):
     def probabilities(self, logits: Tensor) -> Tensor:
         """float32 (..., V): the distribution that is sampled."""
         return torch.softmax(self.scores(logits), dim=-1)
-
-
-def level_starts(widths: Sequence[int]) -> list[int]:
-    """The first node of each level."""
-    return [0, *accumulate([1, *accumulate(widths[:-1], mul)])]
 
 
 def full_widths(tree: Tree) -> tuple[int, ...]:
