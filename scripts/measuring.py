@@ -155,7 +155,7 @@ def bench(
     outputs: Outputs,
     target: Annotated[
         str | None,
-        Option("--target", callback=TARGET_CHECK, help="model; default: the one --server serves"),
+        Option(callback=TARGET_CHECK, help="model; default: the one --server serves"),
     ] = None,
     revision: Revision = None,
 ) -> None:

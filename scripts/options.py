@@ -149,11 +149,11 @@ NEW_CHECK = early(check_new)
 
 TargetName = Annotated[
     str,
-    Option("--target", callback=TARGET_CHECK, help="target model: a folder, a Hub id, or smollm2"),
+    Option(callback=TARGET_CHECK, help="target model: a folder, a Hub id, or smollm2"),
 ]
 MaybeTarget = Annotated[
     str | None,
-    Option("--target", callback=TARGET_CHECK, help="default: the one the head records"),
+    Option(callback=TARGET_CHECK, help="default: the one the head records"),
 ]
 LORA_CHECK = early(lambda source: head_folder(source, "PEFT adapter"))
 LORA = """LoRA of the target in PEFT's format, to be merged into it: a folder or a Hub id
@@ -173,7 +173,7 @@ these tools for all"""
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 MaybeTemplateArgs = Annotated[
     str | None,
-    Option("--template-args", help="chat template variables, as JSON; default: the head's data's"),
+    Option(help="chat template variables, as JSON; default: the head's data's"),
 ]
 Dtypes = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[Dtypes, Option()]
