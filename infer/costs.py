@@ -205,10 +205,8 @@ def _places(tree: StaticTree, ranks_TK: Tensor) -> list[list[int]]:
     numbers = {path: number for number, path in enumerate(tree.paths)}
     rows = []
     for ranks in map(tuple, ranks_TK.tolist()):
-        row: list[int] = []
-        while len(row) < len(ranks) and ranks[: len(row) + 1] in numbers:
-            row.append(numbers[ranks[: len(row) + 1]])
-        rows.append(row)
+        paths = [ranks[:depth] for depth in range(1, len(ranks) + 1)]
+        rows.append([numbers[path] for path in paths if path in numbers])  # with its parents
     return rows
 
 
