@@ -124,9 +124,11 @@ def fitting_prompts(
     target: WithContext, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
     """The prompts that leave room in the context. Raises ValueError if there are none."""
-    rooms = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
-    numbered = enumerate(zip(prompts, rooms, strict=True))
-    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
+    fitting = [
+        BenchPrompt(number, prompt, min(max_new_tokens, target.context - len(prompt)))
+        for number, prompt in enumerate(prompts)
+        if len(prompt) < target.context
+    ]
     if not fitting:
         raise ValueError(
             f"expected a prompt shorter than the context of {target.name} ({target.context} "
