@@ -88,7 +88,7 @@ class TokenTexts:
     tokenizer's own name for it. marks: as of `TextStream`, for chats.
     """
 
-    def __init__(self, tokenizer: Any, marks: Marks | None = None) -> None:
+    def __init__(self, tokenizer: Any, marks: Marks | None) -> None:
         self.tokenizer = tokenizer
         self.marks = marks
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
