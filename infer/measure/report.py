@@ -47,15 +47,6 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
         record_measured(folder.path, [measured_facts(report, each) for each in results])
 
 
-def title(report: BenchReport) -> str:
-    """The target and the settings of a bench."""
-    settings = report.settings
-    return (
-        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
-        f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
-    )
-
-
 MARK = "*"
 """After the name of the fastest candidate with drafts."""
 
@@ -102,8 +93,13 @@ def fastest(report: BenchReport) -> list[Result]:
 
 def print_report(report: BenchReport, console: Console | None = None) -> None:
     """Print the tables, what was found, and what to know about it."""
-    found = verdict(report)
-    print_findings(title(report), [results_grid(report)], found, cautions(report), LEGEND, console)
+    settings = report.settings
+    heading = (
+        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
+        f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
+    )
+    tables = [results_grid(report)]
+    print_findings(heading, tables, verdict(report), cautions(report), LEGEND, console)
 
 
 def print_findings(

@@ -108,13 +108,14 @@ def measure(
     differing = None
     if isinstance(options.sampling, Greedy):
         differing = len(differing_outputs(prompts, runs[PLAIN], runs[HEAD]))
-    own = {
-        "sampling": rule_name(options.sampling),
-        "prompts": len(prompts),
-        "turns_left_out": turns.left_out,
-    }
     return ServedReport(
-        settings={**vars(options), **settings, **own},
+        settings={
+            **vars(options),
+            **settings,
+            "sampling": rule_name(options.sampling),
+            "prompts": len(prompts),
+            "turns_left_out": turns.left_out,
+        },
         tokens_per_step=1 + growth["accepted"] / drafts if drafts else None,
         acceptance_by_depth=[count / (drafts or 1) for count in by_position(growth)],
         drafts=int(drafts or 0),
