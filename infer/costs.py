@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations
+from itertools import chain, product
 from operator import mul
 
 import numpy as np
@@ -98,12 +98,11 @@ def fitted_costs(runs: TreeRuns) -> Costs:
     """
     steps = {tree: _halves(each) for tree, each in runs.items()}
     prompt = _prompt_seconds(runs, steps)
-    curve: dict[int, float] = {}
-    for tree, (_, seconds) in steps.items():
-        curve[tree.draft_nodes] = min(seconds, curve.get(tree.draft_nodes, seconds))
     # noise only adds: no tree takes longer to verify than a larger one
-    sizes = sorted(curve)
-    verify = {size: min(curve[each] for each in sizes[at:]) for at, size in enumerate(sizes)}
+    verify = {
+        size: min(seconds for tree, (_, seconds) in steps.items() if tree.draft_nodes >= size)
+        for size in sorted({tree.draft_nodes for tree in steps})
+    }
     if verify[0] <= 0:
         raise ValueError(
             "expected times that add up, got steps of no time; nothing was written: leave the "
@@ -152,17 +151,18 @@ def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[flo
     work_N4 = torch.tensor([(1, *work(tree)) for tree in steps], dtype=torch.float64)
     scaled_N4 = work_N4 / whole_N1
     share_N1 = seconds_N2[:, :1] / whole_N1
-    best = [0.0] * 4
+    best = torch.zeros(4)
     least = float(share_N1.norm())
-    for chosen in chain.from_iterable(combinations(range(4), count) for count in range(1, 5)):
-        columns = list(chosen)  # the best of all that are not negative is that of some columns
-        solved = torch.linalg.lstsq(scaled_N4[:, columns], share_N1, driver="gelsd").solution
-        error = float((scaled_N4[:, columns] @ solved - share_N1).norm())
-        if solved.min() >= 0 and error < least:
-            found = dict(zip(columns, solved[:, 0].tolist(), strict=True))
-            best = [found.get(number, 0.0) for number in range(4)]
+    # the best of all that are not negative is the best with some of them 0
+    for chosen in product([0.0, 1.0], repeat=4):
+        mask_4 = torch.tensor(chosen, dtype=torch.float64)
+        solution_41 = torch.linalg.lstsq(scaled_N4 * mask_4, share_N1, driver="gelsd").solution
+        solved_4 = solution_41[:, 0] * mask_4  # of rounding, nothing stays
+        error = float((scaled_N4 @ solved_4 - share_N1[:, 0]).norm())
+        if solved_4.min() >= 0 and error < least:
+            best = solved_4
             least = error
-    return tuple(best)
+    return tuple(best.tolist())
 
 
 def search(
@@ -205,10 +205,8 @@ def _places(tree: StaticTree, ranks_TK: Tensor) -> list[list[int]]:
     numbers = {path: number for number, path in enumerate(tree.paths)}
     rows = []
     for ranks in map(tuple, ranks_TK.tolist()):
-        row: list[int] = []
-        while len(row) < len(ranks) and ranks[: len(row) + 1] in numbers:
-            row.append(numbers[ranks[: len(row) + 1]])
-        rows.append(row)
+        paths = [ranks[:depth] for depth in range(1, len(ranks) + 1)]
+        rows.append([numbers[path] for path in paths if path in numbers])  # with its parents
     return rows
 
 

@@ -42,8 +42,7 @@ def stacked(
     for root, paths in zip(roots, rows, strict=True):
         padding = nodes - len(paths)
         filler = paths[0][-1] if paths else root
-        numbers = {path: number for number, path in enumerate(paths, start=1)}
-        numbers[()] = 0
+        numbers = {path: number for number, path in enumerate([(), *paths])}
         tokens.append([root, *(path[-1] for path in paths), *[filler] * padding])
         parents.append([-1, *(numbers[path[:-1]] for path in paths), *[0] * padding])
     height = max((len(path) for paths in rows for path in paths), default=0)

@@ -98,14 +98,6 @@ class Candidate:
     nodes: int | None = None
     clock: Callable[[], float] | None = None
 
-    def generate(
-        self, batch: Sequence[BenchPrompt], rule: Acceptance
-    ) -> Iterator[list[Step | None]]:
-        """Continue a batch of prompts, each by the new tokens that fit after all of them."""
-        prompts = [each.prompt for each in batch]
-        limit = min(each.limit for each in batch)
-        return self.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit)
-
 
 Runs = Mapping[str, list[list[TimedRun]]]
 """Name of a candidate -> for each prompt, its repetitions."""
@@ -132,9 +124,11 @@ def fitting_prompts(
     target: WithContext, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
     """The prompts that leave room in the context. Raises ValueError if there are none."""
-    rooms = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
-    numbered = enumerate(zip(prompts, rooms, strict=True))
-    fitting = [BenchPrompt(number, prompt, room) for number, (prompt, room) in numbered if room > 0]
+    fitting = [
+        BenchPrompt(number, prompt, min(max_new_tokens, target.context - len(prompt)))
+        for number, prompt in enumerate(prompts)
+        if len(prompt) < target.context
+    ]
     if not fitting:
         raise ValueError(
             f"expected a prompt shorter than the context of {target.name} ({target.context} "
@@ -159,8 +153,7 @@ def race(
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
-    places = batched(prompts, turns.batch) * options.repetitions
-    batches = [[prompts[place] for place in unit] for unit in places]
+    batches = batched(prompts, turns.batch) * options.repetitions
     keys = [
         json.dumps([turn, [each.number for each in batch], names])
         for turn, batch in enumerate(batches)
@@ -186,28 +179,27 @@ def race(
     except (KeyboardInterrupt, SystemExit) as stop:
         turns.stop = stop
     turns.left_out += sum(key not in turns.ended for key in keys)
-    runs = {each.name: by_place(each.name, keys, places, turns) for each in candidates}
-    reached = sorted(runs[names[0]])
+    runs = {each.name: by_number(each.name, keys, batches, turns) for each in candidates}
+    reached = [prompt for prompt in prompts if prompt.number in runs[names[0]]]
     if not reached:
         turns.check()
-    ended = {name: [own[place] for place in reached] for name, own in runs.items()}
-    return [prompts[place] for place in reached], ended
+    return reached, {name: [own[each.number] for each in reached] for name, own in runs.items()}
 
 
-def by_place(
-    name: str, keys: Sequence[str], places: Sequence[Sequence[int]], turns: Turns
+def by_number(
+    name: str, keys: Sequence[str], batches: Sequence[Sequence[BenchPrompt]], turns: Turns
 ) -> dict[int, list[TimedRun]]:
-    """The repetitions of one candidate, by the places of prompts. places: of each turn's batch."""
+    """The repetitions of one candidate, by the numbers of prompts."""
     runs: dict[int, list[TimedRun]] = defaultdict(list)
-    for key, unit in zip(keys, places, strict=True):
+    for key, batch in zip(keys, batches, strict=True):
         if key in turns.ended:
-            for place, run in zip(unit, turns.ended[key][name], strict=True):
-                runs[place].append(run)
+            for prompt, run in zip(batch, turns.ended[key][name], strict=True):
+                runs[prompt.number].append(run)
     return runs
 
 
 def warm_up(
-    candidates: Sequence[Candidate], batches: Sequence[list[BenchPrompt]], options: RaceOptions
+    candidates: Sequence[Candidate], batches: Sequence[Sequence[BenchPrompt]], options: RaceOptions
 ) -> None:
     """Decode the shortest batch by a step. Compiled code may know one length only, and
     transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
@@ -220,10 +212,9 @@ def warm_up(
         timed(each, batch, options.sampling)
 
 
-def batched(prompts: Sequence[BenchPrompt], size: int) -> list[list[int]]:
-    """The places of prompts that are decoded together, up to `size`."""
-    places = list(range(len(prompts)))
-    return [places[first : first + size] for first in range(0, len(places), size)]
+def batched(prompts: Sequence[BenchPrompt], size: int) -> list[Sequence[BenchPrompt]]:
+    """Prompts that are decoded together, up to `size`."""
+    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
 def timed(
@@ -233,16 +224,19 @@ def timed(
     clock: Callable[[], float] = perf_counter,
 ) -> list[TimedRun]:
     """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
-    clock: unless the candidate has its own.
+    Each prompt is continued by the new tokens that fit after all of them. clock: unless the
+    candidate has its own.
 
     Token ids end up on the CPU in every step, so no device work is left when the clock is read.
     """
     clock = candidate.clock or clock
+    prompts = [each.prompt for each in batch]
+    limit = min(each.limit for each in batch)
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # the process needs its collector after an error or Ctrl-C
         start = clock()
-        steps = list(candidate.generate(batch, rule))
+        steps = list(candidate.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit))
         share = (clock() - start) / len(batch)
     finally:
         if was_enabled:

@@ -66,13 +66,8 @@ RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
-LEARNING = (
-    *("data-preview", "demo", "distill", "import-answers", "init", "plan", "questions", "train"),
-)
-NEEDS = {
-    **dict.fromkeys(LEARNING, ("pyarrow", "ruamel.yaml")),
-    "gguf": ("gguf",),
-}
+LEARNING = "data-preview demo distill import-answers init plan questions train"
+NEEDS = {**dict.fromkeys(LEARNING.split(), ("pyarrow", "ruamel.yaml")), "gguf": ("gguf",)}
 """Words of a command line -> packages of extras, missed only once torch is loaded otherwise."""
 
 UsageError: Any = typer.BadParameter.__base__

@@ -95,12 +95,10 @@ def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
     """
     if dtype == "auto":
         return tensors
-    result = {
-        name: x.to(getattr(torch, dtype)) if x.is_floating_point() else x
-        for name, x in tensors.items()
-    }
-    for name, x in result.items():
-        if not x.isfinite().all():
+    result = {}
+    for name, x in tensors.items():
+        result[name] = x.to(getattr(torch, dtype)) if x.is_floating_point() else x
+        if not result[name].isfinite().all():
             raise ValueError(
                 f"--dtype {dtype}: expected numbers that it can hold, got larger ones in {name}; "
                 "choose bfloat16 or float32"
@@ -157,7 +155,6 @@ def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | Non
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(staging)
         training = {**folder.facts.training, "merged_adapter": folder.facts.adapter}
-        training = public_facts(training)
         plain = Target(model.model, name=str(out))
-        save_head(heads, staging / "heads", target=plain, training=training)
+        save_head(heads, staging / "heads", target=plain, training=public_facts(training))
     return out / "heads"

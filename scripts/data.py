@@ -278,7 +278,7 @@ def data_preview(
     if target:
         origin = {"name": target}
     side = TextSide.load(origin["name"], origin.get("revision"))
-    out = SafeConsole(highlight=False, soft_wrap=True)
+    out = SafeConsole(soft_wrap=True)
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
     show_answers(path, pen, count, out)
     say_init(side.name, path)

@@ -37,18 +37,18 @@ class Stages:
     """
 
     def __init__(self, run: Callable[[list[str]], int | None]) -> None:
-        self.console = SafeConsole(highlight=False)
+        self.console = SafeConsole()
         self._run = run
         self._numbers = count(1)
         self._began = time.monotonic()
 
-    def stage(self, title: str, *words: object) -> None:
-        """Run a command. Raises Exit where it fails."""
+    def stage(self, title: str, command: str = "", *more: object) -> None:
+        """Run a command. more: words after it, such as paths. Raises Exit where it fails."""
         self.console.rule(Text(f"{next(self._numbers)}: {title}", "bold"))
-        command = [str(word) for word in words]
-        if command:
-            self.console.print(f"$ draftheads {shlex.join(command)}", soft_wrap=True)
-            code = self._run(command)
+        words = [*command.split(), *map(str, more)]
+        if words:
+            self.console.print(f"$ draftheads {shlex.join(words)}", soft_wrap=True)
+            code = self._run(words)
             if code:
                 raise Exit(code)
 
@@ -65,26 +65,28 @@ def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
         "standard library."
     )
     threads = torch.get_num_threads()  # decoding may choose fewer
-    target = ["--target", "demo-target"]
     stages.stage(
         "the target answers prompts, its tokens are the data",
-        *["distill", *target, "--prompts", "demo-prompts", "--out", out / "data"],
-        *["--max-new-tokens", 128, "--batch-size", 64],
+        "distill --target demo-target --prompts demo-prompts --max-new-tokens 128 --batch-size 64",
+        "--out",
+        out / "data",
     )
     for kind, what in KINDS.items():
-        places = [f"data.path={out / 'data'}", f"run.output={out / kind}"]
-        stages.stage(what, "train", f"demo-{kind}", *places, "--threads", threads)
+        command = f"train demo-{kind} --threads {threads}"
+        stages.stage(what, command, f"data.path={out / 'data'}", f"run.output={out / kind}")
+    heads = [word for kind in KINDS for word in ("--head", out / kind)]
     stages.stage(
         "which is fastest on held-out prompts, against transformers' generate?",
-        *["bench", *target, "--prompts", "demo-heldout", "--json", out / "bench.json"],
-        *["--nodes", "4,8,16", "--repetitions", 1],
-        *(word for kind in KINDS for word in ("--head", out / kind)),
+        "bench --target demo-target --prompts demo-heldout --nodes 4,8,16 --json",
+        out / "bench.json",
+        *heads,
     )
     results = json.loads((out / "bench.json").read_text())["heads"]
     best = max(results, key=lambda result: result["speedup"])["name"].partition("@")[0]
     stages.stage(
         f"which tree of the {best} head is fastest here?",
-        *["tune", "--head", out / best, "--prompts", "demo-heldout"],
+        "tune --prompts demo-heldout --head",
+        out / best,
     )
     stages.stage("a chat with this tree; accepted draft tokens are coloured")
     sample_chat(load(out / best).engine, QUESTIONS, console=stages.console)
@@ -109,31 +111,42 @@ def own_demo(
         if not file.exists() and not (prompts and file == own):
             stages.stage(
                 "the target asks itself questions",
-                *["questions", *named, "--out", file, "--count", number, "--seed", number],
+                f"questions --count {number} --seed {number} --out",
+                file,
+                *named,
             )
     stages.stage(
         "the target answers them, its tokens are the data",
-        *["distill", *named, "--prompts", prompts or own, "--out", out / "data"],
-        *["--max-new-tokens", 256, "--batch-size", 64],
+        "distill --max-new-tokens 256 --batch-size 64 --prompts",
+        prompts or own,
+        *named,
+        "--out",
+        out / "data",
     )
     recipe = out / "recipe.yaml"
     if not recipe.exists():
         stages.stage(
             "a recipe for this target and this machine",
-            *["init", *named, "--data", out / "data", "--out", recipe],
+            "init --out",
+            recipe,
+            *named,
+            "--data",
+            out / "data",
         )
     head = out / "head"
+    drafts = ["--head", head, "--prompts", heldout]
     stages.stage(
         "heads learn to predict the next tokens",
-        *["train", recipe, f"run.output={head}", f"run.minutes={minutes:g}"],
+        "train",
+        recipe,
+        f"run.output={head}",
+        f"run.minutes={minutes:g}",
     )
     stages.stage(
         "how fast is it on held-out questions, against transformers' generate?",
-        *["bench", *named, "--head", head, "--prompts", heldout, "--nodes", "4,8"],
-        *["--minutes", DECODING],
+        f"bench --nodes 4,8 --minutes {DECODING}",
+        *named,
+        *drafts,
     )
-    stages.stage(
-        "which tree is fastest here?",
-        *["tune", "--head", head, "--prompts", heldout, "--minutes", DECODING],
-    )
+    stages.stage("which tree is fastest here?", f"tune --minutes {DECODING}", *drafts)
     stages.say_time()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from draftheads.infer.pipeline.loading import load_fast_target
-from draftheads.infer.threads import set_threads
 from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
@@ -70,7 +69,6 @@ def doctor(
             f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
             f"{folder.path}; give --prompts or --data"
         )
-    set_threads(placement.threads)
     variables = prepared(template_args)
     model = load_fast_target(target, placement.place(), None, [folder], variables)
     with warnings.catch_warnings():
@@ -129,7 +127,7 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
     """Print τ, and what was found."""
     from draftheads.heads.terminal import SafeConsole
 
-    console = SafeConsole(highlight=False)
+    console = SafeConsole()
     recorded = f", training recorded {diagnosis.expected:.2f}" if diagnosis.expected else ""
     console.print(
         f"{evidence.head.kind} head on {evidence.target.title}: {diagnosis.measured:.2f} tokens "

@@ -53,9 +53,7 @@ if TYPE_CHECKING:
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.turns import Turns
 
-Repetitions = Annotated[int, Option(min=1, help="runs of every prompt")]
 MINUTES = "end after about so long: fewer runs and prompts, the same for all rows"
-Minutes = Annotated[float | None, Option(min=0.01, help=MINUTES)]
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,8 @@ class BenchRuns:
     """Runs."""
 
     max_new_tokens: Annotated[int, Option(min=1)] = 128
-    repetitions: Repetitions = 1
-    minutes: Minutes = None
+    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 1
+    minutes: Annotated[float | None, Option(min=0.01, help=MINUTES)] = None
     seed: Seed = 0
 
 
@@ -135,7 +133,7 @@ class Outputs:
 
         print_report(report)
         for line in analysed(report) if self.analysis else ():
-            SafeConsole().print(line, markup=False, highlight=False)
+            SafeConsole().print(line)
         write_figures(self.json_out, asdict(report))
         if self.card and is_whole:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
@@ -158,7 +156,7 @@ def bench(
     outputs: Outputs,
     target: Annotated[
         str | None,
-        Option("--target", callback=TARGET_CHECK, help="model; default: the one --server serves"),
+        Option(callback=TARGET_CHECK, help="model; default: the one --server serves"),
     ] = None,
     revision: Revision = None,
 ) -> None:
@@ -198,7 +196,7 @@ def bench(
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
     is_comparable = model.device.type == "cpu" and not model.lora
-    longest = max(map(len, ids), default=0) + runs.max_new_tokens
+    longest = max(map(len, ids)) + runs.max_new_tokens
     with ExitStack() as stack:
         turns = stack.enter_context(turns_of(outputs.json_out, model, folders, options, ids))
         if is_comparable and isinstance(options.sampling, Greedy):
@@ -349,14 +347,11 @@ class TunePrompts(BenchPrompts):
 
 
 @dataclass(frozen=True)
-class Search:
+class Search(BenchRuns):
     """Search."""
 
     max_new_tokens: Annotated[int, Option(min=2)] = 64
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64
-    repetitions: Repetitions = 1
-    minutes: Minutes = None
-    seed: Seed = 0
 
 
 def tune(

@@ -146,15 +146,14 @@ PROMPT_CHECK = early(check_source)
 TARGET_CHECK = early(check_path)
 OUT_CHECK = early(check_folder)
 NEW_CHECK = early(check_new)
-FILE_CHECK = early(check_file)
 
 TargetName = Annotated[
     str,
-    Option("--target", callback=TARGET_CHECK, help="target model: a folder, a Hub id, or smollm2"),
+    Option(callback=TARGET_CHECK, help="target model: a folder, a Hub id, or smollm2"),
 ]
 MaybeTarget = Annotated[
     str | None,
-    Option("--target", callback=TARGET_CHECK, help="default: the one the head records"),
+    Option(callback=TARGET_CHECK, help="default: the one the head records"),
 ]
 LORA_CHECK = early(lambda source: head_folder(source, "PEFT adapter"))
 LORA = """LoRA of the target in PEFT's format, to be merged into it: a folder or a Hub id
@@ -174,7 +173,7 @@ these tools for all"""
 TemplateArgs = Annotated[str, Option(help="chat template variables, as JSON")]
 MaybeTemplateArgs = Annotated[
     str | None,
-    Option("--template-args", help="chat template variables, as JSON; default: the head's data's"),
+    Option(help="chat template variables, as JSON; default: the head's data's"),
 ]
 Dtypes = Literal["auto", "float32", "bfloat16", "float16"]
 Dtype = Annotated[Dtypes, Option()]
@@ -185,7 +184,9 @@ RecipeFile = Annotated[
     Path, Argument(callback=early(find_recipe), help="a recipe, e.g. recipes/demo-medusa.yaml")
 ]
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
-Json = Annotated[Path | None, Option("--json", callback=FILE_CHECK, help="write the figures here")]
+Json = Annotated[
+    Path | None, Option("--json", callback=early(check_file), help="write the figures here")
+]
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole, printable
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.costs import Trial
 from draftheads.infer.measure.grid import Grid
-from draftheads.infer.measure.report import partial
+from draftheads.infer.measure.report import MARK, partial, print_findings
 from draftheads.infer.measure.tune import Tuned
 from draftheads.infer.race import machine_line
 from draftheads.infer.text import TextStream
@@ -82,7 +80,7 @@ set head.vocabulary or run.gradient_checkpointing, or divide the head's state ov
 
 def print_counts(plan: Plan) -> None:
     """Print what is known before a trial: parameters, memory as a table, steps."""
-    console = SafeConsole(highlight=False)
+    console = SafeConsole()
     shapes, work = plan.shapes, plan.work
     adapter = f" and {shapes.adapter:,} of an adapter" if shapes.adapter else ""
     console.print(
@@ -90,10 +88,8 @@ def print_counts(plan: Plan) -> None:
         f"{adapter} trained, {shapes.frozen:,} frozen; "
         f"{plan.processes} processes, {plan.engine}"
     )
-    table = Table("memory per process", "", box=box.SIMPLE_HEAD)
-    for part, size in plan.memory.items():
-        table.add_row(part, _size(size))
-    console.print(table)
+    sizes = [[part, _size(size)] for part, size in plan.memory.items()]
+    Grid(["memory per process", ""], sizes).print(console)
     rows = f"{work.rows:,} rows" if work.rows else "no data found: full rows are assumed"
     epochs = f"{work.epochs:.1f} epochs of " if work.epochs else ""
     minutes = plan.recipe.run.minutes
@@ -111,7 +107,7 @@ def print_counts(plan: Plan) -> None:
 
 def print_trial(plan: Plan) -> None:
     """Print what a trial has measured: activations, time, and whether the run fits."""
-    console = SafeConsole(highlight=False)
+    console = SafeConsole(soft_wrap=True)
     time = f"unknown: {plan.reason}"
     if plan.time:
         speed = plan.work.tokens_per_step / plan.time["step"]
@@ -121,9 +117,9 @@ def print_trial(plan: Plan) -> None:
             time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
     if plan.trial:
         console.print(f"activations: {_size(plan.trial.activations)}")
-    console.print(f"time: {time}", soft_wrap=True)
+    console.print(f"time: {time}")
     for line in plan.servers:
-        console.print(line, soft_wrap=True)
+        console.print(line)
     fits = is_fitting(plan)
     verdict = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
     if not fits:
@@ -133,7 +129,7 @@ def print_trial(plan: Plan) -> None:
         verdict += " without activations, which were not measured"
     if fits and plan.time:
         verdict += f", about {duration(plan.time['total'])}"
-    console.print(verdict, style="bold green" if fits else "bold red", soft_wrap=True)
+    console.print(verdict, style="bold green" if fits else "bold red")
 
 
 def is_fitting(plan: Plan) -> bool:
@@ -143,24 +139,21 @@ def is_fitting(plan: Plan) -> bool:
 
 def print_tuned(tuned: Tuned) -> None:
     """Print the trees that raced, and which one is the fastest."""
-    console = SafeConsole(highlight=False)
     columns = ["tree", "nodes", "depth", "τ", "predicted", "measured", "gain", "95 %"]
     present = tuned.trials[0]
     rows = [_trial_cells(trial, tuned) for trial in tuned.trials]
-    Grid(columns, rows).print(console, lambda row: "bold green" if row[0].endswith("*") else None)
     tree = tuned.best.tree
     gain = f"{tuned.best.measured / tuned.plain.measured:.2f} times plain decoding"
     if tree.nodes == 1:
         gain = why_no_drafts(tuned)
     choice = "the present tree stays" if tuned.best is present else "a new tree"
-    for line in partial(tuned.settings):
-        console.print(line, style="yellow")
-    console.print(f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}")
-    console.print(
+    print_findings(
+        machine_line(tuned.machine),
+        [Grid(columns, rows)],
+        f"{choice}: {tree.draft_nodes} draft nodes, {tree.depth} deep; {gain}",
+        partial(tuned.settings),
         "*: chosen. predicted, measured: tokens per second, prompt included, on prompts that "
-        "the trees were not fitted to. gain: over the present tree, 95 % of resampled prompts.\n"
-        f"machine: {machine_line(tuned.machine)}.",
-        style="dim",
+        "the trees were not fitted to. gain: over the present tree, 95 % of resampled prompts.",
     )
 
 
@@ -174,7 +167,7 @@ def _trial_cells(trial: Trial, tuned: Tuned) -> list[str]:
         kind = "no drafts"
     name = f"present, {kind}" if trial is present else kind
     if trial is tuned.best:
-        name += "*"
+        name += MARK
     return [
         name,
         str(tree.draft_nodes),

@@ -37,7 +37,6 @@ def convert(
     to: Annotated[
         str,
         Option(
-            "--to",
             help="draftheads, vllm, sglang, gguf, openvino, mlx, speculators or mtp",
         ),
     ],

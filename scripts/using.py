@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -108,12 +109,7 @@ def demo(
     """
     from draftheads.scripts import demo as journeys
 
-    commands = context.find_root().command
-
-    def run(words: list[str]) -> int | None:
-        code: int | None = commands.main(words, standalone_mode=False)
-        return code
-
+    run = partial(context.find_root().command.main, standalone_mode=False)
     if target:
         journeys.own_demo(out, run, target, prompts, minutes)
     else:

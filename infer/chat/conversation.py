@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from draftheads.heads.target.model import Target
@@ -26,23 +26,21 @@ class ChatAnswer:
     steps: list[Step] = field(default_factory=list)
     finish: str = ""  # as in `Step`, or "interrupted", or "refused": the question does not fit
 
-    def grow(self, steps: Iterator[Step], content: AnswerText) -> Generator[None]:
-        """Add these steps one by one, until the end or until this iterator is closed."""
-        self.accepted = content.accepted  # the same list, which grows
-        try:  # a closed one ends with half a character, too
-            for step in steps:
-                self.steps.append(step)
-                tokens = step.tokens
-                if step.finish == "eos":
-                    tokens = tokens[:-1]
-                content.add(tokens, step.accepted)
-                self.text = content.text
-                self.finish = step.finish or ""
-                yield
-        finally:
-            content.end()
-            self.text = content.text
-            self.finish = self.finish or "interrupted"
+    def add(self, step: Step, content: AnswerText) -> None:
+        """Take a step. content: the text of all of them."""
+        tokens = step.tokens
+        if step.finish == "eos":
+            tokens = tokens[:-1]
+        content.add(tokens, step.accepted)
+        self.steps.append(step)
+        self.finish = step.finish or ""
+
+    def end(self, content: AnswerText) -> None:
+        """Take the whole text; of an answer that was stopped, half a character, too."""
+        content.end()
+        self.text = content.text
+        self.accepted = content.accepted
+        self.finish = self.finish or "interrupted"
 
     @property
     def tokens(self) -> int:

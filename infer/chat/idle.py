@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from threading import Event, Thread
 
 from draftheads.infer.background import LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Speculator
 
 
+@dataclass
 class IdleTime:
     """Lets a background work in a thread of its own, from entering to leaving this context, which
     waits for the end of a piece. So the engine is used by one thread at a time.
@@ -15,11 +17,11 @@ class IdleTime:
     engine: for later answers. fault: the exception that ended the work.
     """
 
-    def __init__(self, background: Background | None, engine: Speculator) -> None:
-        self.background, self.engine = background, engine
-        self.fault: Exception | None = None
-        self._is_over = Event()
-        self._thread: Thread | None = None
+    background: Background | None
+    engine: Speculator
+    fault: Exception | None = None
+    _is_over: Event = field(default_factory=Event)
+    _thread: Thread | None = None
 
     def __enter__(self) -> None:
         self._end()  # of a piece that Ctrl-C has left alone

@@ -259,14 +259,16 @@ class _Conversation:
         marks = PromptRenderer(target, target.template_args).marks
         after = () if self.history.has_template else prompt
         stream = TextStream(target.tokenizer, after=after, marks=marks)
-        steps = answer.grow(generated, AnswerText(stream, clean=printable))
-        with interruptible() as stopped, closing(Screen(self.console)) as screen, closing(steps):
-            for _ in steps:
-                screen.show(answer.text, answer.accepted)
+        content = AnswerText(stream, clean=printable)
+        with interruptible() as stopped, closing(Screen(self.console)) as screen:
+            for step in generated:
+                answer.add(step, content)
+                screen.show(content)
                 if stopped.is_set():
                     break
-            steps.close()
-            screen.show(answer.text, answer.accepted)
+            generated.close()
+            answer.end(content)
+            screen.show(content)
         self.note(answer.summary(self.plain))
         self.history.add(question, answer.text)
         self.answers += 1

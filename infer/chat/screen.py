@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
 from rich.console import Console
 
+from draftheads.infer.text import AnswerText
+
 ACCEPTED, NOTE = "green", "dim"
 
 
+@dataclass
 class Screen:
     """Prints text as it comes."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self._shown = 0  # characters
+    console: Console
+    shown: int = 0  # characters
 
-    def show(self, text: str, accepted: Sequence[bool]) -> None:
+    def show(self, content: AnswerText) -> None:
         """Print what is new; characters that are accepted in green."""
-        new = zip(text[self._shown :], accepted[self._shown :], strict=True)
+        new = zip(content.text[self.shown :], content.accepted[self.shown :], strict=True)
         for mark, characters in groupby(new, itemgetter(1)):
             part = "".join(character for character, _ in characters)
             self.console.out(part, style=ACCEPTED if mark else None, end="", highlight=False)
-        self._shown = len(text)
+        self.shown = len(content.text)
 
     def close(self) -> None:
         """End the line."""

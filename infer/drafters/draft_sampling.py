@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree import StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Accepted, Sampled, take
 
 TINY = torch.finfo(torch.float32).tiny
@@ -54,14 +54,12 @@ class SpeculativeSampling(Sampled):
         rows_B = torch.arange(len(p_BNV), device=p_BNV.device)
         last_B = torch.zeros_like(rows_B)
         left_BV = p_BNV[:, 0]  # of the target, after the rejections so far
-        is_open_B = torch.ones_like(last_B, dtype=torch.bool)  # whether it goes on
-        starts = level_starts(tree.widths)
+        starts = [0, *accumulate([1, *accumulate(tree.widths[:-1], mul)])]  # of levels
         for start, end, width in zip(starts, starts[1:], tree.widths, strict=False):
             first_B = end + (last_B - start) * width
             q_BV = tree.q_BMV[rows_B, last_B.clamp(max=tree.q_BMV.shape[1] - 1)]
             q_BV = F.pad(q_BV, (0, p_BNV.shape[2] - q_BV.shape[1]))
-            is_tried_B = is_open_B
-            is_open_B = torch.zeros_like(is_open_B)
+            is_tried_B = last_B >= start  # else an earlier level has rejected all
             for child in range(width):
                 node_B = (first_B + child).clamp(max=p_BNV.shape[1] - 1)
                 drafts_B1 = tree.tokens_BN[rows_B, node_B][:, None]
@@ -70,16 +68,15 @@ class SpeculativeSampling(Sampled):
                 # a draw between two outcomes, as the rule's stream draws tokens
                 odds_B2 = torch.cat([p_B1, (q_B1 - p_B1).clamp(min=0)], dim=1)
                 is_kept_B = is_tried_B & (self.draws.draw(odds_B2.log()) == 0)
+                is_tried_B = is_tried_B & ~is_kept_B
                 more_BV = (left_BV - q_BV).clamp(min=0)
                 sum_B1 = more_BV.sum(1, keepdim=True)
-                is_rejected_B1 = (is_tried_B & ~is_kept_B)[:, None] & (sum_B1 > 0)  # else p is q
+                is_rejected_B1 = is_tried_B[:, None] & (sum_B1 > 0)  # else p is q
                 left_BV = torch.where(is_rejected_B1, more_BV / sum_B1, left_BV)
                 left_BV = torch.where(is_kept_B[:, None], p_BNV[rows_B, node_B], left_BV)
                 last_B = torch.where(is_kept_B, node_B, last_B)
                 q_BV = q_BV.scatter(1, drafts_B1, 0.0)
                 q_BV = q_BV / q_BV.sum(1, keepdim=True).clamp(min=TINY)
-                is_tried_B = is_tried_B & ~is_kept_B
-                is_open_B = is_open_B | is_kept_B
         return take(tree, last_B, self.draws.draw(left_BV.log()))
 
     def constants(self) -> NoReturn:
@@ -89,11 +86,6 @@ class SpeculativeSampling(Sampled):
     def probabilities(self, logits: Tensor) -> Tensor:
         """float32 (..., V): the distribution that is sampled."""
         return torch.softmax(self.scores(logits), dim=-1)
-
-
-def level_starts(widths: Sequence[int]) -> list[int]:
-    """The first node of each level."""
-    return [0, *accumulate([1, *accumulate(widths[:-1], mul)])]
 
 
 def full_widths(tree: Tree) -> tuple[int, ...]:
@@ -119,10 +111,7 @@ class TreeSampler:
     def __init__(self, widths: Sequence[int], rule: SpeculativeSampling) -> None:
         self.widths = widths
         self.rule = rule
-        starts = level_starts(widths)
-        self.parents = [-1]
-        for start, end, width in zip(starts, starts[1:], widths, strict=False):
-            self.parents += [node for node in range(start, end) for _ in range(width)]
+        self.shape = StaticTree.from_widths(widths)
         self.start()
 
     def start(self) -> None:
@@ -146,6 +135,5 @@ class TreeSampler:
 
     def tree(self, roots_B: Tensor) -> DrawnTree:
         tokens_BN = torch.cat([roots_B[:, None], *self.tokens], dim=1)
-        parents_1N = torch.tensor([self.parents], device=roots_B.device)
-        topology = Topology(parents_1N, len(self.widths))
+        topology = self.shape.topology(roots_B.device)
         return DrawnTree(tokens_BN, topology, torch.cat(self.q, dim=1), self.widths)

@@ -25,8 +25,8 @@ class NamedDrafts:
     """What a --head option names; so far, only the config.json of its heads has been read."""
 
     name: str
-    folders: list[HeadFolder]
     load: Callable[[Target], DrafterSource]
+    folders: Sequence[HeadFolder] = ()
 
     @property
     def target(self) -> tuple[str, str | None]:
@@ -65,17 +65,17 @@ def named_drafts(source: str) -> NamedDrafts:
     parts = [_part(text) for text in source.split("+")]
     return NamedDrafts(
         "+".join(part.name for part in parts),
-        [folder for part in parts for folder in part.folders],
         lambda target: Merged([part.load(target) for part in parts]),
+        [folder for part in parts for folder in part.folders],
     )
 
 
 def _part(text: str) -> NamedDrafts:
     kind, colon, value = text.partition(":")
     if text == "ngram":
-        return NamedDrafts(text, [], lambda _: NGram())
+        return NamedDrafts(text, lambda _: NGram())
     if text == "lookahead":
-        return NamedDrafts(text, [], lambda _: Lookahead())
+        return NamedDrafts(text, lambda _: Lookahead())
     if kind == "retrieve":
         path = Path(value).expanduser()
         if not (value and path.exists()):
@@ -83,19 +83,17 @@ def _part(text: str) -> NamedDrafts:
                 f"head {text}: expected a file or folder of texts, found none; check the path"
             )
         name = f"retrieve:{path.name}"
-        return NamedDrafts(name, [], lambda target: NGram(memory=read_files(path, target)))
+        return NamedDrafts(name, lambda target: NGram(memory=read_files(path, target)))
     if kind == "mtp":
         tokens = _number(text, "tokens, as in mtp:32768") if colon else None
-        return NamedDrafts(text, [], lambda target: native_head(target, tokens).pack(target))
+        return NamedDrafts(text, lambda target: native_head(target, tokens).pack(target))
     if kind == "model":
-        return NamedDrafts(
-            f"model:{Path(value).name}", [], lambda target: _draft_model(value, target)
-        )
+        return NamedDrafts(f"model:{Path(value).name}", lambda target: _draft_model(value, target))
     if kind == "early-exit":
         layers = _number(text, "layers, as in early-exit:4")
-        return NamedDrafts(text, [], lambda target: _checked(EarlyExit(layers), target))
+        return NamedDrafts(text, lambda target: _checked(EarlyExit(layers), target))
     folder = open_head(text)
-    return NamedDrafts(Path(text).name, [folder], lambda target: folder.load(target).pack(target))
+    return NamedDrafts(Path(text).name, lambda target: folder.load(target).pack(target), [folder])
 
 
 def _number(text: str, of_what: str) -> int:

@@ -80,7 +80,7 @@ class Recording:
         self.leads = drafts is committed
         self.committed = [tensor.clone() for tensor in committed]
         self.drafts = [tensor.clone() for tensor in drafts]
-        self.told_BC = torch.zeros_like(self.committed[2][:, None]).repeat(1, told)
+        self.told_BC = self.committed[2].new_zeros(len(running), told)
         self.running = running
         self.running_B = torch.tensor(running, device=self.told_BC.device)
         self.numbers = [draws.numbers for draws, _ in sources]
@@ -88,7 +88,7 @@ class Recording:
         try:
             self.replay = record(lambda: self._run(step))
         except RuntimeError as error:
-            raise CannotRecord(str(error).strip().partition("\n")[0]) from error
+            raise CannotRecord(str(error)) from error
 
     def _run(self, step: Callable[..., Outputs]) -> None:
         if self.leads:

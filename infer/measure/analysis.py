@@ -9,6 +9,7 @@ being the time of one draft token over that of a plain step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from draftheads.infer.measure.bench import BenchReport, Result
 from draftheads.infer.measure.report import fastest
@@ -26,7 +27,7 @@ def tokens(rates: Sequence[float]) -> float:
 def rates(result: Result) -> list[float]:
     """Of each depth, of the steps in which the drafts before it were right."""
     reached = [1.0, *result.acceptance_by_depth]
-    return [now / before for before, now in zip(reached, reached[1:], strict=False) if before]
+    return [now / before for before, now in pairwise(reached) if before]
 
 
 def best_depth(rates: Sequence[float], cost: float) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.target.model import Target
@@ -13,14 +16,14 @@ from draftheads.infer.accept import Acceptance
 from draftheads.infer.rows import Step
 
 
+@dataclass
 class Baseline:
     """transformers' own `generate`: with its default cache the baseline of every speedup, and the
     reference output. compile: with its static cache, and compiled.
     """
 
-    def __init__(self, target: Target, *, compile: bool = False) -> None:
-        self.target = target
-        self.compile = compile
+    target: Target
+    compile: bool = False
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
@@ -46,19 +49,14 @@ class Baseline:
             config.cache_implementation = "static"
             config.compile_config = CompileConfig(mode=None, fullgraph=False)
             config.compile_config._compile_all_devices = True  # the CPU, too
-        width = max(map(len, prompts))
-        tokens = []
-        mask = []
-        for prompt in prompts:
-            padding = width - len(prompt)
-            tokens.append([config.pad_token_id] * padding + list(prompt))
-            mask.append([0] * padding + [1] * len(prompt))
+        rows = [torch.tensor(prompt, device=self.target.device) for prompt in prompts]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        tokens_BT = padded(rows, padding_value=config.pad_token_id)
+        mask_BT = padded([torch.ones_like(row) for row in rows])
         out_BT = self.target.model.generate(
-            torch.tensor(tokens, device=self.target.device),
-            attention_mask=torch.tensor(mask, device=self.target.device),
-            generation_config=config,
+            tokens_BT, attention_mask=mask_BT, generation_config=config
         )
-        yield [self._step(row) for row in out_BT[:, width:].tolist()]
+        yield [self._step(row) for row in out_BT[:, tokens_BT.shape[1] :].tolist()]
 
     def _step(self, tokens: list[int]) -> Step:
         """A row's new tokens, up to its end."""

@@ -157,7 +157,6 @@ def bench(
         **vars(options),
         "target": target.title,
         "sampling": rule_name(options.sampling),
-        "nodes": list(options.nodes),
         "rival": options.rival is not None,
         "prompts": len(fitting),
         "turns_left_out": turns.left_out,
@@ -182,10 +181,9 @@ def _candidates(
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
-            nodes = shape.draft_nodes if shape else None  # a drafter with a tree of its own
             for ending, compile in endings.items():
                 engine = Speculator(target, drafts, tree=shape, compile=compile, profile=True)
-                yield Candidate(label + ending, engine, nodes)
+                yield Candidate(label + ending, engine, shape.draft_nodes)
     if options.rival:
         clock = fair_clock(target.device)
         if clock is not perf_counter:
@@ -195,13 +193,11 @@ def _candidates(
 
 def _trees(
     name: str, drafts: DrafterSource, tree: Tree | None, nodes: Sequence[int]
-) -> dict[str, Tree | None]:
+) -> dict[str, Tree]:
     """The trees to try with these drafts, by the names of their candidates."""
-    if tree is not None:
-        return {name: tree}
+    if tree or not nodes:
+        return {name: tree or drafts.tree}
     sizes = sorted({min(size, drafts.tree.largest) for size in nodes})
-    if not sizes:
-        return {name: drafts.tree}
     return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
 
 
@@ -218,9 +214,8 @@ def summarize(
     sums_P2 = {each: sums_of(runs[each]) for each in (*baselines, name)}
     speeds = {each: speed(sums) for each, sums in sums_P2.items()}
     ours_P2 = sums_P2[name]
-    generate_P2 = sums_P2[GENERATE]
     best = max(baselines, key=lambda each: speeds[each])
-    speedup, speedup_ci95 = compared(ours_P2, generate_P2)
+    speedup, speedup_ci95 = compared(ours_P2, sums_P2[GENERATE])
     over_best, over_best_ci95 = compared(ours_P2, sums_P2[best])
     statistics = Statistics.of(steps_of(runs[name]))
     reason = _why_not_comparable(target, options.sampling)

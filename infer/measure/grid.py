@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console, JustifyMethod
+from rich.console import Console
 from rich.table import Table
 
 NARROW = {"vs best": "vs\nbest", "lossless": "loss-\nless"}
@@ -20,12 +20,14 @@ class Grid:
     columns: list[str]
     rows: list[list[str]]
 
-    def print(self, console: Console, style: Callable[[Sequence[str]], str | None]) -> None:
+    def print(
+        self, console: Console, style: Callable[[Sequence[str]], str | None] = lambda row: None
+    ) -> None:
         """Print it. style: of a whole row."""
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         for place, name in enumerate(self.columns):
-            justify: JustifyMethod = "left" if place == 0 else "right"
-            table.add_column(NARROW.get(name, name), justify=justify, overflow="fold")
+            title = NARROW.get(name, name)
+            table.add_column(title, justify="right" if place else "left", overflow="fold")
         for row in self.rows:
             table.add_row(*row, style=style(row))
         console.print(table, "")

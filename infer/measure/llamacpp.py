@@ -43,7 +43,7 @@ def find_server() -> Path | None:
     of an installed distribution, which is not imported.
     """
     folder = os.environ.get(PLACE, "")
-    found = shutil.which(PROGRAM, path=folder) if folder else shutil.which(PROGRAM)
+    found = shutil.which(PROGRAM, path=folder or None)
     if found or folder:
         return Path(found) if found else None
     try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.terminal import SafeConsole
@@ -46,15 +47,6 @@ def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
         record_measured(folder.path, [measured_facts(report, each) for each in results])
 
 
-def title(report: BenchReport) -> str:
-    """The target and the settings of a bench."""
-    settings = report.settings
-    return (
-        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
-        f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
-    )
-
-
 MARK = "*"
 """After the name of the fastest candidate with drafts."""
 
@@ -86,25 +78,28 @@ def results_grid(report: BenchReport) -> Grid:
     return Grid(["candidate", *COLUMNS], rows)
 
 
-def families(report: BenchReport) -> dict[str, list[Result]]:
-    """Name of a head, or of another drafter -> its results; without baselines."""
-    results: dict[str, list[Result]] = {}
-    for result in report.heads:
-        if result.name not in BASELINES:
-            name = result.name.removesuffix(COMPILED).partition("@")[0]
-            results.setdefault(name, []).append(result)
-    return results
+def drafted(report: BenchReport) -> list[Result]:
+    """The results with drafts."""
+    return [result for result in report.heads if result.name not in BASELINES]
 
 
 def fastest(report: BenchReport) -> list[Result]:
-    """The fastest result of each head."""
-    return [max(results, key=lambda each: each.speedup) for results in families(report).values()]
+    """The fastest result of each head, and of each other drafter."""
+    results: dict[str, Result] = {}
+    for result in sorted(drafted(report), key=lambda each: -each.speedup):
+        results.setdefault(result.name.removesuffix(COMPILED).partition("@")[0], result)
+    return list(results.values())
 
 
 def print_report(report: BenchReport, console: Console | None = None) -> None:
     """Print the tables, what was found, and what to know about it."""
-    found = verdict(report)
-    print_findings(title(report), [results_grid(report)], found, cautions(report), LEGEND, console)
+    settings = report.settings
+    heading = (
+        f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
+        f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
+    )
+    tables = [results_grid(report)]
+    print_findings(heading, tables, verdict(report), cautions(report), LEGEND, console)
 
 
 def print_findings(
@@ -117,13 +112,13 @@ def print_findings(
 ) -> None:
     """Print tables under a heading, then what was found, what to know about it, and a legend."""
     console = console or SafeConsole()
-    console.print(heading, style="italic", justify="center", markup=False, highlight=False)
+    console.print(Text(heading, "italic"), justify="center")
     for grid in tables:
         grid.print(console, _style)
-    console.print(found, style="bold", markup=False, highlight=False)
+    console.print(Text(found, "bold"))
     for note in notes:
-        console.print(note, style="yellow", markup=False, highlight=False)
-    console.print(legend, style="dim", markup=False, highlight=False)
+        console.print(Text(note, "yellow"))
+    console.print(Text(legend, "dim"))
 
 
 def _style(row: Sequence[str]) -> str | None:
@@ -134,8 +129,7 @@ def _style(row: Sequence[str]) -> str | None:
 
 def best(report: BenchReport) -> Result | None:
     """The fastest result with drafts, if any is faster than the best decoding without."""
-    results = [result for results in families(report).values() for result in results]
-    faster = [result for result in results if result.speedup_over_best > 1]
+    faster = [result for result in drafted(report) if result.speedup_over_best > 1]
     return max(faster, key=_merit, default=None)
 
 
@@ -151,7 +145,7 @@ draft, verify: ms per step. *: the fastest with drafts."""
 
 def verdict(report: BenchReport) -> str:
     """What was found, in a sentence."""
-    results = [result for results in families(report).values() for result in results]
+    results = drafted(report)
     if not results:
         return "Nothing with drafts was measured."
     result = best(report) or max(results, key=_merit)

@@ -7,6 +7,7 @@ Source: v1/spec_decode/metrics.py of vLLM 0.32.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -84,8 +85,7 @@ def measure(
     for servers that are not what they should be, and for counters that cannot be right; OSError for
     one that does not answer.
     """
-    engines = {HEAD: head, PLAIN: plain}
-    candidates = [Candidate(*each) for each in engines.items()]
+    candidates = [Candidate(HEAD, head), Candidate(PLAIN, plain)]
     before: dict[str, float] = {}
 
     def begin() -> None:
@@ -100,23 +100,22 @@ def measure(
     # counters do not tell requests apart, so what is stopped is lost
     with Turns(batch=batch) as turns:
         prompts, runs = race(candidates, prompts, options, begin=begin, turns=turns)
-    answers = [run for repeated in runs[HEAD] for run in repeated]
-    tokens = sum(len(run.tokens) for run in answers)
-    after = counts_of(head)
-    growth = growth_of(before, after, head.url)
+    growth = growth_of(before, counts_of(head), head.url)
     drafts = growth.get("drafts")
     sums = {name: sums_of(repeated, batch) for name, repeated in runs.items()}
+    tokens = int(sums[HEAD][:, 0].sum())
     speedup, interval = compared(sums[HEAD], sums[PLAIN])
     differing = None
     if isinstance(options.sampling, Greedy):
         differing = len(differing_outputs(prompts, runs[PLAIN], runs[HEAD]))
-    own = {
-        "sampling": rule_name(options.sampling),
-        "prompts": len(prompts),
-        "turns_left_out": turns.left_out,
-    }
     return ServedReport(
-        settings={**vars(options), **settings, **own},
+        settings={
+            **vars(options),
+            **settings,
+            "sampling": rule_name(options.sampling),
+            "prompts": len(prompts),
+            "turns_left_out": turns.left_out,
+        },
         tokens_per_step=1 + growth["accepted"] / drafts if drafts else None,
         acceptance_by_depth=[count / (drafts or 1) for count in by_position(growth)],
         drafts=int(drafts or 0),
@@ -132,12 +131,11 @@ def measure(
 
 def counts_of(engine: Served) -> dict[str, float]:
     """What an engine has counted, by the values of `NAMES`, over all of its processes."""
-    counts: dict[str, float] = {}
+    counts: dict[str, float] = defaultdict(float)
     for name, labels, text in SAMPLE.findall(engine.metrics() or ""):
         if name in NAMES:
             place = POSITION.search(labels)
-            key = NAMES[name] + (place[1] if place else "")
-            counts[key] = counts.get(key, 0.0) + float(text)
+            counts[NAMES[name] + (place[1] if place else "")] += float(text)
     return counts
 
 

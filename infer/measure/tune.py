@@ -159,20 +159,21 @@ def winner(trials: Sequence[Trial]) -> Trial:
     return max([trials[0], *better], key=lambda each: each.measured)
 
 
+@dataclass
 class Track:
     """Where trees race."""
 
-    def __init__(self, target: Target, head: DraftHead, options: TuneOptions, turns: Turns) -> None:
-        self.target = target
-        self.head = head
-        self.options = options
-        self.turns = turns
+    target: Target
+    head: DraftHead
+    options: TuneOptions
+    turns: Turns
 
     def race(
         self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int, share: float
-    ) -> dict[Tree, list[list[TimedRun]]]:
+    ) -> tuple[list[BenchPrompt], dict[Tree, list[list[TimedRun]]]]:
         """Time every tree on every prompt, in turns, until this share of the minutes is over. A
-        single thread is timed by its CPU seconds, in which other processes hardly count.
+        single thread is timed by its CPU seconds, in which other processes hardly count. Returns
+        the prompts that were reached, and the runs of each tree.
         """
         self.turns.share = share
         candidates = {
@@ -181,14 +182,14 @@ class Track:
             )
             for tree in trees
         }
-        _, runs = race(
+        reached, runs = race(
             [*candidates.values()],
             prompts,
             replace(self.options, repetitions=repetitions),
             fair_clock(self.target.device),
             turns=self.turns,
         )
-        return {tree: runs[candidate.name] for tree, candidate in candidates.items()}
+        return reached, {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
         """What steps cost, by those of fixed trees."""
@@ -197,7 +198,7 @@ class Track:
             replace(each, limit=min(each.limit, COST_TOKENS)) for each in prompts[:COST_PROMPTS]
         ]
         self.turns.runs += len(trees) * len(chosen)
-        runs = self.race(trees, chosen, 1, COSTS_END)
+        _, runs = self.race(trees, chosen, 1, COSTS_END)
         self.turns.check()
         return fitted_costs({tree: runs[tree] for tree in trees})
 
@@ -206,13 +207,10 @@ class Track:
         """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
         new token i. share: as of `race`.
         """
-        engine = Candidate("text", Speculator(self.target, self.head))
-        self.turns.share = share
-        options = replace(self.options, repetitions=1)
-        prompts, runs = race([engine], prompts, options, turns=self.turns)
+        reached, runs = self.race([self.head.tree], prompts, 1, share)
         self.turns.check()
         texts = []
-        for each, [run] in zip(prompts, runs[engine.name], strict=True):
+        for each, [run] in zip(reached, runs[self.head.tree], strict=True):
             tokens_1T = torch.tensor([[*each.prompt, *run.tokens]], device=self.target.device)
             positions_1T = torch.arange(tokens_1T.shape[1], device=self.target.device)[None]
             learned_1T = positions_1T >= len(each.prompt)
@@ -227,18 +225,17 @@ class Track:
         """
         trials = {each.tree: each for each in chosen}
         present = chosen[0].tree
-        runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
+        _, runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
         sums_P2 = {tree: sums_of(each) for tree, each in runs.items()}
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []
         for tree, trial in trials.items():
-            interval = speedup_interval(sums_P2[tree], sums_P2[present])
             result = replace(
                 trial,
                 predicted=trial.predicted * pace,
                 tau=Statistics.of(steps_of(runs[tree])).tokens_per_step,
                 measured=speed(sums_P2[tree]),
-                gain_ci95=interval,
+                gain_ci95=speedup_interval(sums_P2[tree], sums_P2[present]),
             )
             results.append(result)
         return results

@@ -122,13 +122,13 @@ class Completion:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass
 class Growth:
     """A completion while its steps arrive."""
 
-    def __init__(self, prompt: list[int], content: AnswerText) -> None:
-        self.completion = Completion(prompt)
-        self.content = content
-        self._start = perf_counter()
+    completion: Completion
+    content: AnswerText
+    start: float = field(default_factory=perf_counter)
 
     def add(self, step: Step) -> str:
         """Take a step; returns the text that it settles. Raises RuntimeError for a failed one."""
@@ -138,7 +138,7 @@ class Growth:
         completion.steps.append(step)
         completion.token_ids += step.tokens
         completion.finish = step.finish or ""
-        completion.seconds = perf_counter() - self._start
+        completion.seconds = perf_counter() - self.start
         tokens = step.tokens
         if step.finish == "eos":
             tokens = tokens[:-1]
@@ -263,7 +263,7 @@ class TextGenerator:
                 stream = TextStream(  # what follows a text has no reasoning
                     self.target.tokenizer, after=after, marks=None if after else marks
                 )
-                growing.append(Growth(prompt, AnswerText(stream, stop)))
+                growing.append(Growth(Completion(prompt), AnswerText(stream, stop)))
             steps = self.engine.generate_batch(
                 ids[part],
                 sampling=rule,
@@ -294,10 +294,12 @@ class TextGenerator:
                 f"expected sampling or {', '.join(numbers)}, got both; set the rule's own numbers"
             )
         if rule is None:
-            temperature = options.get("temperature", 0.0)
-            top_p = options.get("top_p", 1.0)
-            top_k = options.get("top_k", 0)
-            return seeded(temperature, top_p, top_k, limit)
+            return seeded(
+                options.get("temperature", 0.0),
+                options.get("top_p", 1.0),
+                options.get("top_k", 0),
+                limit,
+            )
         if "seed" in options:
             rule.seed(options["seed"])
         return rule

@@ -94,9 +94,9 @@ def load_target(
 def load_fast_target(
     name: str,
     place: Place,
-    revision: str | None = None,
-    heads: Sequence[HeadFolder] = (),
-    template_args: Mapping[str, Any] | None = None,
+    revision: str | None,
+    heads: Sequence[HeadFolder],
+    template_args: Mapping[str, Any] | None,
 ) -> Target:
     """`load_target`, with threads chosen; on a CPU with weights packed and, if `bits` asks for it,
     in int8, and with dtype "auto" as the faster one by a measurement. Not for what learns or writes
@@ -104,21 +104,19 @@ def load_fast_target(
     """
     from draftheads.heads.target.placement import default_device
 
-    device = place.device or default_device()
     set_threads(place.threads)
-    if device == "cpu":
-        bits = place.bits
-        if bits == 4:  # saves memory, but no time
-            raise ValueError(
-                "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer "
-                "than with int8 as soon as drafts are verified; use bits=8"
-            )
-        if place.dtype == "auto":
-            place = replace(place, dtype=faster_dtype(name, revision, place))
-        target = load_target(name, replace(place, bits=None), revision, heads, template_args)
-        target.pack(bits)
-    else:
-        target = load_target(name, place, revision, heads, template_args)
+    if (place.device or default_device()) != "cpu":
+        return load_target(name, place, revision, heads, template_args)
+    bits = place.bits
+    if bits == 4:  # saves memory, but no time
+        raise ValueError(
+            "bits=4: expected a GPU, got a CPU, where products with 4-bit weights take longer "
+            "than with int8 as soon as drafts are verified; use bits=8"
+        )
+    if place.dtype == "auto":
+        place = replace(place, dtype=faster_dtype(name, revision, place))
+    target = load_target(name, replace(place, bits=None), revision, heads, template_args)
+    target.pack(bits)
     choose_threads(place.threads, target)
     return target
 
@@ -156,21 +154,19 @@ def load_parts(
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
-    one that the head records, with its LoRA. Raises ValueError if neither names a target.
+    one that the head records, with its LoRA. Raises ValueError for drafts that record none.
     """
-    from draftheads.infer.drafters.named import load_drafts, named_drafts
+    from draftheads.infer.drafters.draft_model import drawing
+    from draftheads.infer.drafters.named import named_drafts
 
-    drafts = named_drafts(head) if head else None
+    if not head:
+        assert target, "callers name a head or a target"
+        return load_fast_target(target, place, None, (), template_args), None
+    drafts = named_drafts(head)
     name = target
     revision = None
-    if drafts is not None and not target:
+    if not name:
         name, revision = drafts.target
         place = place.recorded(drafts.folders[0])
-    if name is None:
-        raise ValueError("expected a head or a target, got neither; pass one")
-    folders = drafts.folders if drafts else []
-    model = load_fast_target(name, place, revision, folders, template_args)
-    if drafts is None:
-        return model, None
-    *_, drafter = load_drafts({"": drafts}, model, sampling).values()
-    return model, drafter
+    model = load_fast_target(name, place, revision, drafts.folders, template_args)
+    return model, drawing(drafts.load(model), sampling)

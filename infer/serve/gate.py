@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -19,16 +20,15 @@ MOST_BYTES = 4 << 20
 """Of a body."""
 
 
+@dataclass
 class Gate:
     """Lets requests pass that know the server's name and key, are short enough and arrive in time;
     counts how they end.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, hosts: Hosts) -> None:
-        self.app = app
-        self.options = service.options
-        self.metrics = service.metrics
-        self.hosts = hosts
+    app: ASGIApp
+    service: Service
+    hosts: Hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,10 +37,10 @@ class Gate:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.metrics.requests.labels(str(message["status"])).inc()
+                self.service.metrics.requests.labels(str(message["status"])).inc()
             await send(message)
 
-        scope["root_path"] = self.options.root_path
+        scope["root_path"] = self.service.options.root_path
         refusal = self._refusal(scope)
         if refusal is None:
             await self.app(scope, Arrival(receive).receive, counted)
@@ -58,13 +58,13 @@ class Gate:
                 f"expected the host {names} or an address, got {host[:80]!r}; see --allowed-host",
             )
         path: str = scope["path"]
-        below = path.removeprefix(self.options.root_path)  # not every proxy removes it
+        below = path.removeprefix(self.service.options.root_path)  # not every proxy removes it
         is_open = not path.startswith("/v1") and not below.startswith("/v1")
-        if is_open or self.options.key is None:
+        if is_open or self.service.options.key is None:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         # in a time that does not tell how much of the key is right
-        is_right = hmac.compare_digest(key.strip(), self.options.key.encode())
+        is_right = hmac.compare_digest(key.strip(), self.service.options.key.encode())
         if is_right and scheme.lower() == b"bearer":
             return None
         return ApiError(

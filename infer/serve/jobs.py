@@ -38,15 +38,16 @@ class Job:
     draft: bool = True  # False: with the plain model
     is_kept: bool = True  # False: not given to a background
     constraint: Constraint | None = None
-    seconds: float = field(default=0.0, init=False)  # of the engine, so far
-    reused: int = field(default=0, init=False)  # tokens of the prompt that were not computed again
-    cancelled: bool = field(default=False, init=False)
+    # what becomes of it
+    seconds: float = 0.0  # of the engine, so far
+    reused: int = 0  # tokens of the prompt that were not computed again
+    cancelled: bool = False
     row: Row = field(init=False)  # once it is checked
     batch: JobBatch = field(init=False)  # once it has a slot
-    session: Session | None = field(default=None, init=False)
-    prefill: Iterator[Decoding | None] = field(default=iter(()), init=False)
+    session: Session | None = None
+    prefill: Iterator[Decoding | None] = iter(())
     """Parts of its prompt, and the decoding that can join the batch."""
-    decoding: Decoding | None = field(default=None, init=False)  # of this row alone
+    decoding: Decoding | None = None  # of this row alone
 
 
 class JobBatch:

@@ -74,14 +74,13 @@ class ScoredRule(Acceptance):
 def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
     """The scores of tokens, each by the logits of its own place."""
     logp_NV = torch.log_softmax(logits_NV.float(), dim=-1)
-    logp_NV = logp_NV.nan_to_num(nan=LEAST, neginf=LEAST).clamp(min=LEAST)
+    logp_NV = logp_NV.nan_to_num(nan=LEAST).clamp(min=LEAST)
     own_N1 = logp_NV.gather(1, tokens_N.clamp(min=0)[:, None])
     best = logp_NV.topk(min(top, logp_NV.shape[1]), dim=1)
-    likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    pairs = [list(zip(ids, values, strict=True)) for ids, values in likeliest]
+    columns = (tokens_N, own_N1[:, 0], best.indices, best.values)
     return [
-        TokenScore(token, logprob, each)
-        for token, [logprob], each in zip(tokens_N.tolist(), own_N1.tolist(), pairs, strict=True)
+        TokenScore(token, logprob, list(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(*map(Tensor.tolist, columns), strict=True)
     ]
 
 
@@ -90,21 +89,16 @@ class TokenTexts:
     tokenizer's own name for it. marks: as of `TextStream`, for chats.
     """
 
-    def __init__(self, tokenizer: Any, marks: Marks | None = None) -> None:
+    def __init__(self, tokenizer: Any, marks: Marks | None) -> None:
         self.tokenizer = tokenizer
         self.marks = marks
         self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-        self._read = cache(self._text_and_bytes)
+        self.read = cache(self._read)
 
-    def __call__(self, token: int) -> str:
-        """The text of a token id."""
-        return self._read(token)[0]
-
-    def bytes(self, token: int) -> list[int] | None:
-        """The bytes of a token id; None if the tokenizer's name for it does not tell them."""
-        return self._read(token)[1]
-
-    def _text_and_bytes(self, token: int) -> tuple[str, list[int] | None]:
+    def _read(self, token: int) -> tuple[str, list[int] | None]:
+        """The text of a token id, and its bytes; None if the tokenizer's name for it does not tell
+        them.
+        """
         # after another token, as the first one of a text may lose its space
         stream = TextStream(self.tokenizer, after=self._before, skip_special_tokens=False)
         text = stream.feed([token]) + stream.flush()
@@ -128,7 +122,8 @@ def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
     """As choices of chats have them."""
 
     def entry(token: int, logprob: float) -> Json:
-        return {"token": texts(token), "logprob": logprob, "bytes": texts.bytes(token)}
+        text, own_bytes = texts.read(token)
+        return {"token": text, "logprob": logprob, "bytes": own_bytes}
 
     content = []
     for score in scored:
@@ -139,12 +134,13 @@ def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
 
 def completion_logprobs(scored: Sequence[TokenScore], texts: TokenTexts, offset: int) -> Json:
     """As choices of completions have them. offset: characters of the choice before these tokens."""
-    tokens = [texts(score.token) for score in scored]
+    tokens = [texts.read(score.token)[0] for score in scored]
     top = []
     for score in scored:
         named: dict[str, float] = {}
         for token, logprob in [*score.top, (score.token, score.logprob)]:
-            named.setdefault(texts(token), logprob)  # several tokens may have the same text
+            text, _ = texts.read(token)
+            named.setdefault(text, logprob)  # several tokens may have the same text
         top.append(named)
     ends = accumulate(map(len, tokens), initial=offset)
     return {

@@ -169,7 +169,9 @@ class Scheduler:
                 while self.waiting and len(self.active) < self.slots:
                     self._enter(self.waiting.popleft())
                 if self._end is not None and monotonic() >= self._end:
-                    self._fail_active()
+                    for job in list(self.active):
+                        self._leave(job)
+                        job.deliver(Closing("the server was shut down before the end"))
                 if self.active:
                     return True
                 if self._end is not None:
@@ -196,11 +198,6 @@ class Scheduler:
     def _end_background(self) -> None:
         logger.exception("learning has failed and ends; answers go on")
         self.background = None
-
-    def _fail_active(self) -> None:
-        for job in list(self.active):
-            self._leave(job)
-            job.deliver(Closing("the server was shut down before the end"))
 
     def _enter(self, job: Job) -> None:
         """Give a job the slot that has the most of its prompt, if that is most of what the slot

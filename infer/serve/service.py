@@ -102,7 +102,7 @@ class Service:
     """
 
     def __init__(
-        self, speculator: Speculator, options: ServeOptions, background: Background | None = None
+        self, speculator: Speculator, options: ServeOptions, background: Background | None
     ) -> None:
         self.background = background
         self.target = speculator.target

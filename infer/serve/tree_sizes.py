@@ -14,11 +14,11 @@ GAIN = 1.05
 
 @dataclass
 class SizeSearch:
-    """What is drafted for so many rows. size: the index of a tree."""
+    """What is drafted for so many rows. best, used: indices of trees; they differ in a trial."""
 
-    size: int
-    trial: int | None = None  # the tree that is tried now
-    change: int = 1  # from the tree in use to the next to be tried
+    best: int
+    used: int
+    change: int = 1  # from the best tree to the next to be tried
     left: int = FIRST  # steps of rows, until a trial begins or ends
     tokens: int = 0  # since then
     seconds: float = 0.0
@@ -36,19 +36,19 @@ class TreeSizes:
             self.trees.append(tree.head(nodes))
         if tree.nodes > 1:
             self.trees.append(StaticTree(()))
-        self._searches = {1: SizeSearch(0)}
+        self._searches = {1: SizeSearch(0, 0)}
 
     def choose(self, rows: int) -> Tree:
         """The tree of the next step."""
         if rows not in self._searches:  # start with what fewer rows found
             fewer = max(number for number in self._searches if number < rows)
-            self._searches[rows] = SizeSearch(self._searches[fewer].size)
-        search = self._searches[rows]
-        return self.trees[search.size if search.trial is None else search.trial]
+            best = self._searches[fewer].best
+            self._searches[rows] = SizeSearch(best, best)
+        return self.trees[self._searches[rows].used]
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
         """What the step after `choose` brought to these rows, and took."""
-        if rows == 1:
+        if rows == 1 or len(self.trees) == 1:
             return
         search = self._searches[rows]
         search.tokens += tokens
@@ -59,18 +59,16 @@ class TreeSizes:
         rate = search.tokens / max(search.seconds, 1e-9)
         search.tokens = 0
         search.seconds = 0.0
-        if search.trial is None:
+        if search.used == search.best:
             search.rate = rate
             search.left = TRIAL
-            if not 0 <= search.size + search.change < len(self.trees):
+            if not 0 <= search.best + search.change < len(self.trees):
                 search.change = -search.change
-            # of a single tree, the same again
-            search.trial = min(max(search.size + search.change, 0), len(self.trees) - 1)
+            search.used = search.best + search.change
         elif rate > GAIN * search.rate:
-            search.size = search.trial
-            search.trial = None
+            search.best = search.used
             search.left = FIRST
         else:
             search.change = -search.change
-            search.trial = None
+            search.used = search.best
             search.left = OFTEN
