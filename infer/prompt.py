@@ -17,7 +17,7 @@ import psutil
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.target.load import template_variables
-from draftheads.infer.text import THOUGHTS, Marks, TextStream
+from draftheads.infer.text import THOUGHTS, Marks, TextStream, tool_call
 
 Message = dict[str, Any]
 OPEN, CLOSE = "<think>", "</think>"
@@ -127,12 +127,11 @@ def _in_parts(thought: str, answer: str) -> Message:
     return {"role": "assistant", "content": parts}
 
 
-CALL = {"id": "call00000", "type": "function", "function": {"name": ANSWER, "arguments": {}}}
 EXAMPLES = (
     (_keyed, _keyed(THOUGHT, ANSWER)),
     (_in_parts, _in_parts(THOUGHT, ANSWER)),
     # some templates show reasoning only where a call follows
-    (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [CALL]}),
+    (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [tool_call(ANSWER, {})]}),
 )
 """What makes a message with reasoning, and such a message."""
 

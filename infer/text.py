@@ -14,6 +14,14 @@ Marks = Mapping[tuple[int, ...], str]
 """Token ids, and the text that stands for them."""
 CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
+CALL_ID = "call00000"
+"""Mistral's templates take no ids of another length."""
+
+
+def tool_call(name: str, arguments: Any, call_id: str | None = CALL_ID) -> dict[str, Any]:
+    """A call in a message, in OpenAI's layout."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 class TextStream:

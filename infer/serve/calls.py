@@ -20,6 +20,7 @@ from jinja2.exceptions import TemplateError
 from draftheads.infer.grammar import SPACING
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
+from draftheads.infer.text import CALL_ID, tool_call
 
 Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
@@ -29,8 +30,6 @@ Reader = Callable[[str, Schemas], Found]
 ONE, TWO = "draftheads_one", "draftheads_two"
 """Names of tools that are searched for in a rendered conversation."""
 ARGUMENTS = {"key_a": "value_a", "key_b": 47}
-CALL_ID = "call00000"
-"""Mistral's templates take no ids of another length."""
 DATA = re.compile(r'(?:\[\s*)?\{(?=\s*["}])')
 KEY = re.compile(rf'"(\w+)":\s*(?:"{ONE}"|\{{\s*"key_a")')
 NAME = re.compile(r"\s*([\w.-]+)(.*)", re.DOTALL)
@@ -120,9 +119,7 @@ def call_entry(index: int, name: Any, arguments: Any) -> Json:
         raise ValueError("expected a name and an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # fails for half a character
-    function = {"name": name, "arguments": text}
-    call_id = uuid4().hex[: len(CALL_ID)]
-    return {"index": index, "id": call_id, "type": "function", "function": function}
+    return {"index": index, **tool_call(name, text, uuid4().hex[: len(CALL_ID)])}
 
 
 def squeezed(text: str) -> str:
@@ -138,10 +135,8 @@ def find_form(side: TextSource) -> CallForm | None:
 
     def rendered(content: str, *names: str) -> str:
         answer: Json = {"role": "assistant", "content": content}
-        for name in names:
-            function = {"name": name, "arguments": ARGUMENTS}
-            call = {"id": CALL_ID, "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+        if names:
+            answer["tool_calls"] = [tool_call(name, ARGUMENTS) for name in names]
         try:
             return renderer.text([QUESTION, answer], ask=False)
         except TemplateError:

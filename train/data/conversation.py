@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from jinja2.exceptions import TemplateError
 
 from draftheads.infer.prompt import CLOSE, OPEN, QUESTION, PromptRenderer
-from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY
+from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY, tool_call
 from draftheads.train.data.prompts import Message, Prompt
 
 if TYPE_CHECKING:
@@ -283,18 +283,14 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return
-    function = {"name": "look_up", "arguments": {"word": "heron"}}
-    call = {"id": "call00000", "type": "function", "function": function}
-    example: Turn = [
-        {"role": "user", "content": "What is a heron?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "A bird."},
-    ]
+    call = tool_call("look_up", {"word": "heron"})
+    asked = {**assistant(""), "tool_calls": [call]}
+    result = {"role": "tool", "name": "look_up", "tool_call_id": call["id"], "content": "A bird."}
     tokenizer = renderer.tokenizer
     shown = ""
     problem = "drops them" if tokenizer.chat_template else "is missing"
     try:
-        shown = renderer.text(example)
+        shown = renderer.text([QUESTION, asked, result])
     except TemplateError as error:
         problem = f"refuses them ({error})"
     if "look_up" not in shown or "A bird." not in shown:

@@ -42,7 +42,7 @@ from typing import Any, BinaryIO, Literal
 
 from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
-from draftheads.infer.text import THOUGHT_KEY, THOUGHTS
+from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, tool_call
 from draftheads.recipes import FOLDER, packaged
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
@@ -610,10 +610,10 @@ def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
     try:
         values = CALL_TEXT.findall(value) or [value] if isinstance(value, str) else [value]
-        loaded = [json.loads(each) if isinstance(each, str) else each for each in values]
+        loaded = [_loaded(each) for each in values]
         first = loaded[0]
         return [_call(call) for call in (first if isinstance(first, list) else loaded)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, AttributeError) as error:
         raise ValueError(
             f'{where}: expected a tool call as JSON, {{"name", "arguments"}}, got '
             f"{_describe(value)}; fix it, or leave tools out"
@@ -622,14 +622,10 @@ def _calls(where: str, value: Any) -> list[Message]:
 
 def _call(call: Message) -> Message:
     function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):  # templates require an object
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # a tool that takes plain text
-            arguments = {"input": arguments}
-    called = {"name": function["name"], "arguments": arguments or {}}
-    return {"id": call.get("id"), "type": "function", "function": called}
+    arguments = _loaded(function.get("arguments")) or {}
+    if isinstance(arguments, str):  # of a tool that takes plain text; templates require an object
+        arguments = {"input": arguments}
+    return tool_call(function["name"], arguments, call.get("id"))
 
 
 def _question(where: str, value: Any, parts: _Parts) -> str:
