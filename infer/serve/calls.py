@@ -129,9 +129,10 @@ def squeezed(text: str) -> str:
 
 def find_form(side: TextSource) -> CallForm | None:
     """None if the chat template leaves out tools or calls, or writes calls in another way."""
-    tools = [Tool(type="function", function=Function(name=name)) for name in (ONE, TWO)]
-    variables = {"tools": [tool.model_dump() for tool in tools]}
-    renderer = PromptRenderer(side, {**side.template_args, **variables})
+    tools = [
+        Tool(type="function", function=Function(name=name)).model_dump() for name in (ONE, TWO)
+    ]
+    renderer = PromptRenderer(side, {**side.template_args, "tools": tools})
 
     def rendered(content: str, *names: str) -> str:
         answer: Json = {"role": "assistant", "content": content}
