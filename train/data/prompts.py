@@ -36,6 +36,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, BinaryIO, Literal
@@ -253,8 +254,7 @@ def _dataset(place: str, **arguments: Any) -> Records:
     with extras():
         import datasets  # slow, and optional
 
-    failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError)
-    failures += (datasets.exceptions.DatasetsError,)
+    failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
     try:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
@@ -474,6 +474,12 @@ def _loaded(value: Any) -> Any:
         return value
 
 
+def _objects(value: Any) -> list[Any]:
+    """The objects of a JSON text, of a list of such, or the only one."""
+    loaded = _loaded(value)
+    return [*chain(*map(_objects, loaded))] if isinstance(loaded, list) else [loaded]
+
+
 def read_tools(tools: str) -> list[Message]:
     """The definitions of tools in a JSON file; none for "keep" and "drop". Raises ValueError."""
     if tools in ("keep", "drop"):
@@ -487,10 +493,8 @@ def read_tools(tools: str) -> list[Message]:
 
 def tool_definitions(where: str, value: Any) -> list[Message]:
     """Definitions of tools, as objects or JSON text, in OpenAI's layout. Raises ValueError."""
-    value = _loaded(value) or []
     definitions = []
-    for each in value if isinstance(value, list) else [value]:
-        tool = _loaded(each)
+    for tool in _objects(value or []):
         if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
             raise ValueError(
                 f'{where}: expected definitions of tools, {{"name", "description", "parameters"}}, '
@@ -608,12 +612,10 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
 
 def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
+    marked = CALL_TEXT.findall(value) if isinstance(value, str) else []
     try:
-        values = CALL_TEXT.findall(value) or [value] if isinstance(value, str) else [value]
-        loaded = [_loaded(each) for each in values]
-        first = loaded[0]
-        return [_call(call) for call in (first if isinstance(first, list) else loaded)]
-    except (KeyError, AttributeError) as error:
+        return [_call(call) for call in _objects(marked or value)]
+    except (KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{where}: expected a tool call as JSON, {{"name", "arguments"}}, got '
             f"{_describe(value)}; fix it, or leave tools out"
