@@ -84,6 +84,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
         ),
         ({"instruction": "q", "context": "c", "response": "a"}, "U:q\n\nc|A:[[a|]]"),
         ({"question": "q", "context": "c", "answers": {"text": ["a", "b"]}}, "U:q\n\nc|A:[[a|]]"),
+        ({"question": "q", "answers": {"text": []}, "history": [["p", "b"]]}, "U:p|A:[[b|]]"),
         ({"system_prompt": "s", "question": "q", "response": "a"}, "S:s|U:q|A:[[a|]]"),
         ({"question": "q", "choices": ["x", "y"], "answer": 1}, "U:q\n\nA. x\nB. y|A:[[B|]]"),
         (

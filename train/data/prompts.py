@@ -456,9 +456,9 @@ def _answers(value: Any, has_choices: bool) -> list[Any]:
     """
     if isinstance(value, dict):
         value = value.get("text")
-    if isinstance(value, list) and not isinstance(value[0], str):
-        return value
     if isinstance(value, list):
+        if not value or isinstance(value[0], dict):
+            return value
         value = value[0]
     if isinstance(value, int | float):
         is_index = has_choices and value in range(len(ascii_uppercase))
@@ -550,7 +550,9 @@ def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
     if isinstance(turn, str):
         turn = {"role": "user", "content": turn}
     role = _role(where, turn)
-    content = turn["content"] if "content" in turn else turn.get("value")
+    content = turn.get("content", turn.get("value"))
+    if content is None and role != "user":
+        content = ""
     if role in ("call", "tool") and not parts.tools:
         return None
     if role == "user":
@@ -561,7 +563,7 @@ def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
         return _answer(where, {**turn, "tool_calls": content}, "", parts)
     if role == "assistant":
         return _answer(where, turn, content, parts)
-    text = "" if content is None else _text(where, content, parts)
+    text = _text(where, content, parts)
     return {"role": role, "content": text} if text.strip() else None
 
 
@@ -581,8 +583,6 @@ def _role(where: str, turn: Any) -> str:
 
 def _result(where: str, turn: Message, content: Any, parts: _Parts) -> Message:
     """A tool's result as a message."""
-    if content is None:
-        content = ""
     if not isinstance(content, str | list):
         content = json.dumps(content)
     origin = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
@@ -594,7 +594,7 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
     calls = turn.get("tool_calls") or turn.get("function_call") if parts.tools else None
     if not (calls or parts.answers):
         return None
-    text = "" if content is None else _text(where, content, parts)
+    text = _text(where, content, parts)
     if calls or not parts.tools:
         text = CALL_TEXT.sub("", text)
     if not (calls or text.strip()):
