@@ -301,11 +301,15 @@ class Caches:
         is_same = self.key == key and len(self.cache.table.lengths) == rows
         return is_same and bool(self.recordings.made) and self.cache.states is None
 
+    @property
+    def slots(self) -> list[SlotCache]:
+        """Keys and values: the target's, and those of the drafter if it has layers."""
+        drafts = self.drafter.cache
+        return [self.cache] if drafts is None else [self.cache, drafts.cache]
+
     def clear(self) -> None:
         """Forget all texts."""
-        drafts = self.drafter.cache
-        caches = [self.cache] if drafts is None else [self.cache, drafts.cache]
-        for cache in caches:
+        for cache in self.slots:
             cache.table.free([0] * len(cache.table.lengths))
 
 
@@ -379,12 +383,6 @@ class Decoding:
         self.fixed: FixedSteps | None = None  # while steps have fixed shapes
         self.first: list[Step] = []
 
-    @property
-    def slots(self) -> list[SlotCache]:
-        """Keys and values: the target's, and those of the drafter if it has layers."""
-        drafts = self.drafter.cache
-        return [self.cache] if drafts is None else [self.cache, drafts.cache]
-
     def note_pending(self) -> None:
         """Note how much the drafter's newest tree has in its cache."""
         drafts = self.drafter.cache
@@ -453,11 +451,12 @@ class Decoding:
         self._join_rules()
         if other is not None:
             # the drafter has a pair less than tokens: the first token has no state before it
-            lengths = [each.table.lengths[place] + pair for pair, each in enumerate(self.slots)]
-            for mine, their in zip(self.slots, other.slots, strict=True):
+            slots = self.caches.slots
+            lengths = [each.table.lengths[place] + pair for pair, each in enumerate(slots)]
+            for mine, their in zip(slots, other.caches.slots, strict=True):
                 their.take(mine, place)
             other.session.length = min(*lengths, len(row.text))
-        for each in self.slots:
+        for each in self.caches.slots:
             each.table.empty(place)
 
     def drop_finished(self) -> None:
