@@ -143,22 +143,18 @@ class Counts:
     def lines(self) -> list[str]:
         """For people: what there is to learn, then why some is not."""
         mean = self.learned_tokens / max(1, self.turns)
-        return [
+        lines = [
             f"{self.documents:,} documents of {self.tokens:,} tokens, {self.learned_tokens:,} to "
             f"learn in {self.turns:,} answers, {mean:.1f} on average; {self.cut:,} cut by length",
             f"{self.skipped:,} prompts skipped, {self.failed:,} failed",
-            *self._rewritten(),
-            *(f"  {number:,} {why}" for why, number in self.reasons.most_common()),
         ]
-
-    def _rewritten(self) -> Iterator[str]:
-        """What it costs that templates show earlier turns in another way."""
         if self.documents > self.done:
-            yield (
+            lines.append(
                 f"{self.done:,} conversations became {self.documents:,} documents, because the "
                 f"chat template rewrites earlier turns: {self.tokens / self.learned_tokens:.1f} "
                 "tokens are read for each that is learned"
             )
+        return lines + [f"  {number:,} {why}" for why, number in self.reasons.most_common()]
 
 
 class _Section(BaseModel):
