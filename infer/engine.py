@@ -234,8 +234,8 @@ class Speculator:
         self,
         rows: list[Row],
         accept: Acceptance,
-        session: Session | None = None,
-        constraint: Constraint | None = None,
+        session: Session | None,
+        constraint: Constraint | None,
     ) -> Iterator[list[Step | None]]:
         for number, row in enumerate(rows):
             row.constraint = constraint and constraint.row(number)
