@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -330,12 +331,7 @@ class Session:
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt need not be computed again. One is left to be computed."""
         text = self.caches.text[: self.length] if self.caches is not None else []
-        count = 0
-        for old, new in zip(text, prompt[:-1], strict=False):
-            if old != new:
-                break
-            count += 1
-        return count
+        return len(commonprefix([text, list(prompt[:-1])]))
 
     def begin(self, key: CacheKey, text: list[int]) -> Caches | None:
         """Begin a generation. Returns the caches of the session's text, cut back to what it shares
