@@ -56,11 +56,12 @@ class CallForm:
     closing: str
     read: Reader
 
-    def place(self, text: str) -> int:
-        """Where calls begin in a text, if they do; -1: there are none so far."""
+    def divide(self, text: str) -> tuple[str, str]:
+        """What stands before calls, and the rest, which begins with them; "": there are none."""
         if self.opening:
-            return text.find(self.opening)
-        return 0 if text.lstrip().startswith(("{", "[")) else -1
+            before, opening, rest = text.partition(self.opening)
+            return before, opening + rest
+        return ("", text) if text.lstrip().startswith(("{", "[")) else (text, "")
 
     def grammar(self, tools: Sequence[Tool], tokenizer: Any) -> str:
         """The language of one call of one of these tools, in Lark's syntax. Raises ValueError for a
