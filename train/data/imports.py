@@ -171,9 +171,9 @@ def rendering(
     # a text whose marks are no special tokens is just what the target wrote
     is_parsed = how.message and shown != answer and (how.marks or THOUGHT_KEY in answer)
     if answer.get("tool_calls") or is_parsed:
-        whole = render(renderer, [*turns, []], [*answers, answer], ask=False).rstrip()
+        whole = render(renderer, turns, [*answers, answer], ask=False).rstrip()
         return _rendering_as_shown(prompt, whole, answer, ends, how)
-    whole = render(renderer, [*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)
+    whole = render(renderer, turns, [*answers, assistant(PLACEHOLDER)], ask=False)
     text = shown if THOUGHT_KEY in answer else answer
     return _rendering_of_text(prompt, whole, text["content"], ends)
 
