@@ -395,10 +395,12 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     if key is None:
         raise EmptyPromptError
     turns = left.pop(key)
-    text = _question(f"{where}, {key}", turns, parts) if key == "text" else None
+    text = _text(f"{where}, {key}", turns, parts) if key == "text" else ""
+    if key == "text" and not text.strip():
+        raise EmptyPromptError
     if key in KEYS["question"]:
         turns = _question_and_answer(where, turns, left, parts)
-    messages = _read_turns(f"{where}, {key}", turns, parts) if text is None else None
+    messages = None if text else _read_turns(f"{where}, {key}", turns, parts)
     if messages and messages[0]["role"] != "system":
         system = _text(f"{where}, system", _take("system", left), parts)
         if system.strip():
@@ -407,7 +409,7 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     _count_left(key, left, parts)
     category = record.get("category")
     category = category if isinstance(category, str) else None
-    return Prompt(index, messages, text, category, {"tools": tools} if tools else {})
+    return Prompt(index, messages, text or None, category, {"tools": tools} if tools else {})
 
 
 def _take(kind: str, left: Message) -> Any:
@@ -553,18 +555,18 @@ def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
     content = turn.get("content", turn.get("value"))
     if content is None and role != "user":
         content = ""
-    if role in ("call", "tool") and not parts.tools:
-        return None
-    if role == "user":
-        return {"role": "user", "content": _question(where, content, parts)}
     if role == "tool":
-        return _result(where, turn, content, parts)
+        return _result(where, turn, content, parts) if parts.tools else None
     if role == "call":
         return _answer(where, {**turn, "tool_calls": content}, "", parts)
     if role == "assistant":
         return _answer(where, turn, content, parts)
     text = _text(where, content, parts)
-    return {"role": role, "content": text} if text.strip() else None
+    if text.strip():
+        return {"role": role, "content": text}
+    if role == "user":
+        raise EmptyPromptError
+    return None
 
 
 def _role(where: str, turn: Any) -> str:
@@ -628,13 +630,6 @@ def _call(call: Message) -> Message:
     if isinstance(arguments, str):  # of a tool that takes plain text; templates require an object
         arguments = {"input": arguments}
     return tool_call(function["name"], arguments, call.get("id"))
-
-
-def _question(where: str, value: Any, parts: _Parts) -> str:
-    text = _text(where, value, parts)
-    if not text.strip():
-        raise EmptyPromptError
-    return text
 
 
 def _text(where: str, value: Any, parts: _Parts) -> str:
