@@ -145,8 +145,12 @@ class Choice:
             content = {"delta": message}
         elif self.is_chat:
             content = {"message": {"role": "assistant", **message}}
-        finish = {"finish_reason": self.finish}
-        return {"index": self.index, **content, "logprobs": logprobs, **finish}
+        return {
+            "index": self.index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": self.finish,
+        }
 
 
 @dataclass(frozen=True)
