@@ -17,7 +17,7 @@ import psutil
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.target.load import template_variables
-from draftheads.infer.text import THOUGHTS, Marks, TextStream, tool_call
+from draftheads.infer.text import THOUGHTS, Marks, TextStream, squeezed, tool_call
 
 Message = dict[str, Any]
 OPEN, CLOSE = "<think>", "</think>"
@@ -289,7 +289,7 @@ class PromptRenderer:
             last = prompt[-1] if prompt else {}
             asked = last.get("content") if last.get("role") not in ("assistant", "tool") else None
             # templates leave out roles that they do not know; blanks may differ
-            if isinstance(asked, str) and "".join(asked.split()) not in "".join(text.split()):
+            if isinstance(asked, str) and squeezed(asked) not in squeezed(text):
                 raise TemplateError(
                     "the template leaves out the last message; its role is expected to be user"
                 )

@@ -24,6 +24,11 @@ def tool_call(name: str, arguments: Any, call_id: str | None = CALL_ID) -> dict[
     return {"id": call_id, "type": "function", "function": function}
 
 
+def squeezed(text: str) -> str:
+    """A text without its blanks."""
+    return "".join(text.split())
+
+
 class TextStream:
     """Decodes a growing list of tokens, and emits text once its characters are complete. The pieces
     join to the decoded whole. Steps decoded one by one do not: tokenizers drop the space before the

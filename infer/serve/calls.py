@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 from draftheads.infer.grammar import SPACING
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
-from draftheads.infer.text import CALL_ID, tool_call
+from draftheads.infer.text import CALL_ID, squeezed, tool_call
 
 Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
@@ -121,11 +121,6 @@ def call_entry(index: int, name: Any, arguments: Any) -> Json:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # fails for half a character
     return {"index": index, **tool_call(name, text, uuid4().hex[: len(CALL_ID)])}
-
-
-def squeezed(text: str) -> str:
-    """A text without its blanks."""
-    return "".join(text.split())
 
 
 def find_form(side: TextSource) -> CallForm | None:
