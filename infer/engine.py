@@ -40,7 +40,6 @@ class DrafterSource(Protocol):
     @property
     def tree(self) -> Tree:
         """The default tree of `drafter`."""
-        ...
 
     @property
     def rows_may_leave(self) -> bool:
@@ -49,11 +48,9 @@ class DrafterSource(Protocol):
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
-        ...
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
-        ...
 
 
 def is_source(drafts: Any) -> TypeGuard[DrafterSource]:
