@@ -173,8 +173,9 @@ class Row:
                 self.finish = "length"
             if self.finish:
                 self.constraint = None
-                return Step(tokens[:place], accepted, self.finish, *seconds, drafted)
-        return Step(tokens, accepted, None, *seconds, drafted)
+                tokens = tokens[:place]
+                break
+        return Step(tokens, accepted, self.finish, *seconds, drafted)
 
 
 def constrained(

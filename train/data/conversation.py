@@ -276,9 +276,8 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     variables = next((each.template_args for each in prompts if each.template_args), {})
     renderer = renderer.given(variables)
     with suppress(TemplateError):  # what it refuses is said where it is rendered
-        shown = renderer.text([QUESTION])
-        is_same = shown == renderer.given({"tools": None}).text([QUESTION])
-        if renderer.template_args.get("tools") and is_same:
+        without = renderer.given({"tools": None}).text([QUESTION])
+        if renderer.template_args.get("tools") and renderer.text([QUESTION]) == without:
             logger.warning("the chat template shows no definitions of tools; they are left out")
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
