@@ -17,7 +17,7 @@ import psutil
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.target.load import template_variables
-from draftheads.infer.text import THOUGHTS, Marks, TextStream, squeezed, tool_call
+from draftheads.infer.text import THOUGHTS, Marks, TextStream, assistant, squeezed, tool_call
 
 Message = dict[str, Any]
 OPEN, CLOSE = "<think>", "</think>"
@@ -115,12 +115,12 @@ class Reasoning:
 
 
 def _keyed(thought: str, answer: str) -> Message:
-    return {"role": "assistant", "content": answer, **dict.fromkeys(THOUGHTS, thought)}
+    return {**assistant(answer), **dict.fromkeys(THOUGHTS, thought)}
 
 
 def _in_parts(thought: str, answer: str) -> Message:
     parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
-    return {"role": "assistant", "content": parts}
+    return assistant(parts)
 
 
 EXAMPLES = (
@@ -194,13 +194,12 @@ class PromptRenderer:
         if not all(len(ids) == 1 and self._has_special(ids) for ids in tags):
             tags = {}
         has_template = getattr(self.tokenizer, "chat_template", None)
-        plain = {"role": "assistant", "content": ANSWER}
         for message, example in EXAMPLES if has_template else ():
             try:
                 asked = self.text([QUESTION])
                 shown = [
                     self.text([QUESTION, each], ask=False, as_given=True)
-                    for each in (plain, example)
+                    for each in (assistant(ANSWER), example)
                 ]
             except TemplateError:
                 continue

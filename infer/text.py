@@ -18,6 +18,11 @@ CALL_ID = "call00000"
 """Mistral's templates take no ids of another length."""
 
 
+def assistant(content: Any) -> dict[str, Any]:
+    """An answer as a message."""
+    return {"role": "assistant", "content": content}
+
+
 def tool_call(name: str, arguments: Any, call_id: str | None = CALL_ID) -> dict[str, Any]:
     """A call in a message, in OpenAI's layout."""
     function = {"name": name, "arguments": arguments}

@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 from draftheads.infer.grammar import SPACING
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
-from draftheads.infer.text import CALL_ID, squeezed, tool_call
+from draftheads.infer.text import CALL_ID, assistant, squeezed, tool_call
 
 Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
@@ -131,7 +131,7 @@ def find_form(side: TextSource) -> CallForm | None:
     renderer = PromptRenderer(side, {**side.template_args, "tools": tools})
 
     def rendered(content: str, *names: str) -> str:
-        answer: Json = {"role": "assistant", "content": content}
+        answer = assistant(content)
         if names:
             answer["tool_calls"] = [tool_call(name, ARGUMENTS) for name in names]
         try:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import CLOSE, OPEN, QUESTION, PromptRenderer
-from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY, tool_call
+from draftheads.infer.prompt import ANSWER, CLOSE, OPEN, QUESTION, PromptRenderer
+from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY, assistant, tool_call
 from draftheads.train.data.prompts import Message, Prompt
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("draftheads")
 
-PLACEHOLDER = "DRAFTHEADS-ANSWER-PLACEHOLDER"
 TOO_LONG = "prompt does not fit into the target's context"
 NOTHING = "answers have nothing to learn, by --reasoning, --learn or their own weights"
 LOSSY = "answer's text cannot be tokenized without loss"
@@ -203,16 +202,16 @@ class Conversation:
         answers = self.answers[self._first :]
         if any(answer.get("tool_calls") for answer in answers):
             return None  # a template may refuse the results of calls that the placeholder replaces
-        replaced = [*history, *[assistant(PLACEHOLDER)] * len(answers)]
+        replaced = [*history, *[assistant(ANSWER)] * len(answers)]
         before = render(renderer, turns[:-1], replaced[:-1]) + self._lead
         whole = render(renderer, turns, replaced)
         rest = whole[len(before) :].lstrip()
         rendered = render(renderer, turns, self.answers)
         parts = [answer.get(key, "") for answer in answers for key in ("content", THOUGHT_KEY)]
         are_shown = all(part.strip() in rendered for part in parts)
-        if not (are_shown and whole.startswith(before) and rest.startswith(PLACEHOLDER)):
+        if not (are_shown and whole.startswith(before) and rest.startswith(ANSWER)):
             return None
-        rest = rest.removeprefix(PLACEHOLDER)
+        rest = rest.removeprefix(ANSWER)
         if last not in renderer.eos_ids:
             return renderer.encode(rest)
         end = renderer.tokenizer.decode([last])
@@ -262,11 +261,6 @@ def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]
     """
     ids = renderer.encode(renderer.tokenizer.decode([end_id]) + text)
     return ids[1:] if ids[:1] == [end_id] else renderer.encode(text)
-
-
-def assistant(text: str) -> Message:
-    """An answer as a message."""
-    return {"role": "assistant", "content": text}
 
 
 def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:

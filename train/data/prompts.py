@@ -43,7 +43,7 @@ from typing import Any, BinaryIO, Literal
 
 from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
-from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, tool_call
+from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, assistant, tool_call
 from draftheads.recipes import FOLDER, packaged
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
@@ -465,7 +465,7 @@ def _answers(value: Any, has_choices: bool) -> list[Any]:
     if isinstance(value, int | float):
         is_index = has_choices and value in range(len(ascii_uppercase))
         value = ascii_uppercase[int(value)] if is_index else str(value)
-    return [{"role": "assistant", "content": value}]
+    return [assistant(value)]
 
 
 def _loaded(value: Any) -> Any:
@@ -601,7 +601,7 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
         text = CALL_TEXT.sub("", text)
     if not (calls or text.strip()):
         return None
-    message: Message = {"role": "assistant", "content": text}
+    message = assistant(text)
     thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
     if thought:
         message[THOUGHT_KEY] = _text(where, thought, parts)
