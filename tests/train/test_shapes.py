@@ -193,6 +193,7 @@ def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> 
     for wrong, got in (
         ("kepe", "a JSON file of definitions, got 'kepe'"),
         (str(path), "got keys me"),
+        (str(write(tmp_path / "wrong.json", {"function": 5})), "got keys function"),
     ):
         with pytest.raises(ValueError, match=got):
             PromptSet(tools=wrong).template_args("{}")

@@ -497,7 +497,8 @@ def tool_definitions(where: str, value: Any) -> list[Message]:
     """Definitions of tools, as objects or JSON text, in OpenAI's layout. Raises ValueError."""
     definitions = []
     for tool in _objects(value or []):
-        if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
             raise ValueError(
                 f'{where}: expected definitions of tools, {{"name", "description", "parameters"}}, '
                 f"got {_describe(tool)}; fix it, or leave tools out"
