@@ -276,7 +276,6 @@ class Speculator:
         session.caches = None if self.target.has_long_rope else caches
         # the last token that the session has is read again: its state predicts the next one
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
-        end = 0
         longest = max(map(len, prompts))
         layers = caches.drafter.feature_layers
         drafts = caches.drafter.cache

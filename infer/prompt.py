@@ -207,8 +207,8 @@ class PromptRenderer:
             before, _, after = shown[1].partition(THOUGHT)
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
-            is_listing = "type" in between  # of parts that the template does not know
-            if answer and closing and not is_listing:
+            # parts that the template does not know are listed with their type
+            if answer and closing and "type" not in between:
                 if "tool_calls" in example:
                     closing = closing[:1]  # the rest is the call's
                 opening = _behind(before, asked) or _behind(before, header)
@@ -310,8 +310,8 @@ def encode_prompt(
     template_args: variables for this prompt, in addition to `target.template_args`. Raises
     ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
     """
-    variables = template_variables(template_args or {})
-    renderer = PromptRenderer(target, {**target.template_args, **variables})
+    renderer = PromptRenderer(target, target.template_args)
+    renderer = renderer.given(template_variables(template_args or {}))
     try:  # errors of jinja and tokenizers do not mention the prompt
         ids = renderer.prompt_ids(prompt)
     except (TemplateError, TypeError, UnicodeError) as error:

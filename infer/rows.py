@@ -127,7 +127,7 @@ class Row:
                 "list of those of the target's own tokenizer"
             )
         context = target.context
-        room = target.context - len(prompt)
+        room = context - len(prompt)
         if not 0 < room < context:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, expected 1 to {context - 1} (context of "
@@ -143,7 +143,7 @@ class Row:
         self.seed = seed
         self.finish: str | None = None
         self.prompt = len(prompt)
-        self.end = len(prompt) + limit
+        self.end = self.prompt + limit
         self.ends = frozenset(target.eos_ids)  # tokens that end it
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 

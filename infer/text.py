@@ -23,7 +23,7 @@ def assistant(content: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def tool_call(name: str, arguments: Any, call_id: str | None = CALL_ID) -> dict[str, Any]:
+def tool_call(name: str, arguments: Any, call_id: Any = CALL_ID) -> dict[str, Any]:
     """A call in a message, in OpenAI's layout."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
