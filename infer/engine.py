@@ -40,7 +40,6 @@ class DrafterSource(Protocol):
     @property
     def tree(self) -> Tree:
         """The default tree of `drafter`."""
-        ...
 
     @property
     def rows_may_leave(self) -> bool:
@@ -49,11 +48,9 @@ class DrafterSource(Protocol):
 
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
-        ...
 
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
-        ...
 
 
 def is_source(drafts: Any) -> TypeGuard[DrafterSource]:
@@ -234,8 +231,8 @@ class Speculator:
         self,
         rows: list[Row],
         accept: Acceptance,
-        session: Session | None = None,
-        constraint: Constraint | None = None,
+        session: Session | None,
+        constraint: Constraint | None,
     ) -> Iterator[list[Step | None]]:
         for number, row in enumerate(rows):
             row.constraint = constraint and constraint.row(number)
@@ -279,7 +276,6 @@ class Speculator:
         session.caches = None if self.target.has_long_rope else caches
         # the last token that the session has is read again: its state predicts the next one
         prompts = [row.text[max(session.reused - 1, 0) :] for row in rows]
-        end = 0
         longest = max(map(len, prompts))
         layers = caches.drafter.feature_layers
         drafts = caches.drafter.cache

@@ -17,7 +17,7 @@ import psutil
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.target.load import template_variables
-from draftheads.infer.text import THOUGHTS, Marks, TextStream
+from draftheads.infer.text import THOUGHTS, Marks, TextStream, assistant, squeezed, tool_call
 
 Message = dict[str, Any]
 OPEN, CLOSE = "<think>", "</think>"
@@ -83,22 +83,18 @@ class TextSource(Protocol):
     @property
     def name(self) -> str:
         """For error messages."""
-        ...
 
     @property
     def tokenizer(self) -> Any:
         """Of transformers; None if there is none."""
-        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
-        ...
 
     @property
     def template_args(self) -> Mapping[str, Any]:
         """Variables of the chat template for prompts that have none."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -119,20 +115,19 @@ class Reasoning:
 
 
 def _keyed(thought: str, answer: str) -> Message:
-    return {"role": "assistant", "content": answer, **dict.fromkeys(THOUGHTS, thought)}
+    return {**assistant(answer), **dict.fromkeys(THOUGHTS, thought)}
 
 
 def _in_parts(thought: str, answer: str) -> Message:
     parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": answer}]
-    return {"role": "assistant", "content": parts}
+    return assistant(parts)
 
 
-CALL = {"id": "call00000", "type": "function", "function": {"name": ANSWER, "arguments": {}}}
 EXAMPLES = (
     (_keyed, _keyed(THOUGHT, ANSWER)),
     (_in_parts, _in_parts(THOUGHT, ANSWER)),
     # some templates show reasoning only where a call follows
-    (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [CALL]}),
+    (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [tool_call(ANSWER, {})]}),
 )
 """What makes a message with reasoning, and such a message."""
 
@@ -199,13 +194,12 @@ class PromptRenderer:
         if not all(len(ids) == 1 and self._has_special(ids) for ids in tags):
             tags = {}
         has_template = getattr(self.tokenizer, "chat_template", None)
-        plain = {"role": "assistant", "content": ANSWER}
         for message, example in EXAMPLES if has_template else ():
             try:
                 asked = self.text([QUESTION])
                 shown = [
                     self.text([QUESTION, each], ask=False, as_given=True)
-                    for each in (plain, example)
+                    for each in (assistant(ANSWER), example)
                 ]
             except TemplateError:
                 continue
@@ -213,8 +207,8 @@ class PromptRenderer:
             before, _, after = shown[1].partition(THOUGHT)
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
-            is_listing = "type" in between  # of parts that the template does not know
-            if answer and closing and not is_listing:
+            # parts that the template does not know are listed with their type
+            if answer and closing and "type" not in between:
                 if "tool_calls" in example:
                     closing = closing[:1]  # the rest is the call's
                 opening = _behind(before, asked) or _behind(before, header)
@@ -290,7 +284,7 @@ class PromptRenderer:
             last = prompt[-1] if prompt else {}
             asked = last.get("content") if last.get("role") not in ("assistant", "tool") else None
             # templates leave out roles that they do not know; blanks may differ
-            if isinstance(asked, str) and "".join(asked.split()) not in "".join(text.split()):
+            if isinstance(asked, str) and squeezed(asked) not in squeezed(text):
                 raise TemplateError(
                     "the template leaves out the last message; its role is expected to be user"
                 )
@@ -316,8 +310,8 @@ def encode_prompt(
     template_args: variables for this prompt, in addition to `target.template_args`. Raises
     ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
     """
-    variables = template_variables(template_args or {})
-    renderer = PromptRenderer(target, {**target.template_args, **variables})
+    renderer = PromptRenderer(target, target.template_args)
+    renderer = renderer.given(template_variables(template_args or {}))
     try:  # errors of jinja and tokenizers do not mention the prompt
         ids = renderer.prompt_ids(prompt)
     except (TemplateError, TypeError, UnicodeError) as error:

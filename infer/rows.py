@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class Row:
                 "list of those of the target's own tokenizer"
             )
         context = target.context
-        room = target.context - len(prompt)
+        room = context - len(prompt)
         if not 0 < room < context:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, expected 1 to {context - 1} (context of "
@@ -142,7 +143,7 @@ class Row:
         self.seed = seed
         self.finish: str | None = None
         self.prompt = len(prompt)
-        self.end = len(prompt) + limit
+        self.end = self.prompt + limit
         self.ends = frozenset(target.eos_ids)  # tokens that end it
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
@@ -172,8 +173,9 @@ class Row:
                 self.finish = "length"
             if self.finish:
                 self.constraint = None
-                return Step(tokens[:place], accepted, self.finish, *seconds, drafted)
-        return Step(tokens, accepted, None, *seconds, drafted)
+                tokens = tokens[:place]
+                break
+        return Step(tokens, accepted, self.finish, *seconds, drafted)
 
 
 def constrained(
@@ -301,11 +303,15 @@ class Caches:
         is_same = self.key == key and len(self.cache.table.lengths) == rows
         return is_same and bool(self.recordings.made) and self.cache.states is None
 
+    @property
+    def slots(self) -> list[SlotCache]:
+        """Keys and values: the target's, and those of the drafter if it has layers."""
+        drafts = self.drafter.cache
+        return [self.cache] if drafts is None else [self.cache, drafts.cache]
+
     def clear(self) -> None:
         """Forget all texts."""
-        drafts = self.drafter.cache
-        caches = [self.cache] if drafts is None else [self.cache, drafts.cache]
-        for cache in caches:
+        for cache in self.slots:
             cache.table.free([0] * len(cache.table.lengths))
 
 
@@ -326,12 +332,7 @@ class Session:
     def shared(self, prompt: Sequence[int]) -> int:
         """How many tokens of a prompt need not be computed again. One is left to be computed."""
         text = self.caches.text[: self.length] if self.caches is not None else []
-        count = 0
-        for old, new in zip(text, prompt[:-1], strict=False):
-            if old != new:
-                break
-            count += 1
-        return count
+        return len(commonprefix([text, list(prompt[:-1])]))
 
     def begin(self, key: CacheKey, text: list[int]) -> Caches | None:
         """Begin a generation. Returns the caches of the session's text, cut back to what it shares
@@ -378,12 +379,6 @@ class Decoding:
         self.committed = committed
         self.fixed: FixedSteps | None = None  # while steps have fixed shapes
         self.first: list[Step] = []
-
-    @property
-    def slots(self) -> list[SlotCache]:
-        """Keys and values: the target's, and those of the drafter if it has layers."""
-        drafts = self.drafter.cache
-        return [self.cache] if drafts is None else [self.cache, drafts.cache]
 
     def note_pending(self) -> None:
         """Note how much the drafter's newest tree has in its cache."""
@@ -453,11 +448,12 @@ class Decoding:
         self._join_rules()
         if other is not None:
             # the drafter has a pair less than tokens: the first token has no state before it
-            lengths = [each.table.lengths[place] + pair for pair, each in enumerate(self.slots)]
-            for mine, their in zip(self.slots, other.slots, strict=True):
+            slots = self.caches.slots
+            lengths = [each.table.lengths[place] + pair for pair, each in enumerate(slots)]
+            for mine, their in zip(slots, other.caches.slots, strict=True):
                 their.take(mine, place)
             other.session.length = min(*lengths, len(row.text))
-        for each in self.slots:
+        for each in self.caches.slots:
             each.table.empty(place)
 
     def drop_finished(self) -> None:

@@ -14,6 +14,24 @@ Marks = Mapping[tuple[int, ...], str]
 """Token ids, and the text that stands for them."""
 CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
+CALL_ID = "call00000"
+"""Mistral's templates take no ids of another length."""
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    """An answer as a message."""
+    return {"role": "assistant", "content": content}
+
+
+def tool_call(name: str, arguments: Any, call_id: Any = CALL_ID) -> dict[str, Any]:
+    """A call in a message, in OpenAI's layout."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def squeezed(text: str) -> str:
+    """A text without its blanks."""
+    return "".join(text.split())
 
 
 class TextStream:

@@ -174,7 +174,7 @@ class ModelDrafter:
     def rewind(self, length: int) -> None:
         known = self.slots.table.longest if self.slots else 0
         self.unread = [text[: max(length - known, 0)] for text in self.unread]
-        if self.slots is not None and self.slots.table.longest >= length:
+        if self.slots is not None and known >= length:
             self.slots.table.free([length])
             self.is_full = False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from random import Random
 
 from draftheads.heads.tree import DynamicTree
@@ -90,9 +89,8 @@ class GuessedText(Text):
     def window(self) -> list[TokenPath]:
         """A path to the end of the branch of each column."""
         first, *others = self.levels
-        chains = accumulate(((token,) for token in first), tuple.__add__)
         branches = zip(*others, strict=True) if others else [()] * self.columns
-        return [(*chain, *branch) for chain, branch in zip(chains, branches, strict=True)]
+        return [(*first[: column + 1], *branch) for column, branch in enumerate(branches)]
 
     def learn(self, chosen: Sequence[int]) -> None:
         """Take the target's answers at the nodes of the newest tree."""

@@ -20,6 +20,7 @@ from jinja2.exceptions import TemplateError
 from draftheads.infer.grammar import SPACING
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
+from draftheads.infer.text import CALL_ID, assistant, squeezed, tool_call
 
 Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
@@ -29,8 +30,6 @@ Reader = Callable[[str, Schemas], Found]
 ONE, TWO = "draftheads_one", "draftheads_two"
 """Names of tools that are searched for in a rendered conversation."""
 ARGUMENTS = {"key_a": "value_a", "key_b": 47}
-CALL_ID = "call00000"
-"""Mistral's templates take no ids of another length."""
 DATA = re.compile(r'(?:\[\s*)?\{(?=\s*["}])')
 KEY = re.compile(rf'"(\w+)":\s*(?:"{ONE}"|\{{\s*"key_a")')
 NAME = re.compile(r"\s*([\w.-]+)(.*)", re.DOTALL)
@@ -57,11 +56,12 @@ class CallForm:
     closing: str
     read: Reader
 
-    def place(self, text: str) -> int:
-        """Where calls begin in a text, if they do; -1: there are none so far."""
+    def divide(self, text: str) -> tuple[str, str]:
+        """What stands before calls, and the rest, which begins with them; "": there are none."""
         if self.opening:
-            return text.find(self.opening)
-        return 0 if text.lstrip().startswith(("{", "[")) else -1
+            before, opening, rest = text.partition(self.opening)
+            return before, opening + rest
+        return ("", text) if text.lstrip().startswith(("{", "[")) else (text, "")
 
     def grammar(self, tools: Sequence[Tool], tokenizer: Any) -> str:
         """The language of one call of one of these tools, in Lark's syntax. Raises ValueError for a
@@ -120,28 +120,20 @@ def call_entry(index: int, name: Any, arguments: Any) -> Json:
         raise ValueError("expected a name and an object")
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # fails for half a character
-    function = {"name": name, "arguments": text}
-    call_id = uuid4().hex[: len(CALL_ID)]
-    return {"index": index, "id": call_id, "type": "function", "function": function}
-
-
-def squeezed(text: str) -> str:
-    """A text without its blanks."""
-    return "".join(text.split())
+    return {"index": index, **tool_call(name, text, uuid4().hex[: len(CALL_ID)])}
 
 
 def find_form(side: TextSource) -> CallForm | None:
     """None if the chat template leaves out tools or calls, or writes calls in another way."""
-    tools = [Tool(type="function", function=Function(name=name)) for name in (ONE, TWO)]
-    variables = {"tools": [tool.model_dump() for tool in tools]}
-    renderer = PromptRenderer(side, {**side.template_args, **variables})
+    tools = [
+        Tool(type="function", function=Function(name=name)).model_dump() for name in (ONE, TWO)
+    ]
+    renderer = PromptRenderer(side, {**side.template_args, "tools": tools})
 
     def rendered(content: str, *names: str) -> str:
-        answer: Json = {"role": "assistant", "content": content}
-        for name in names:
-            function = {"name": name, "arguments": ARGUMENTS}
-            call = {"id": CALL_ID, "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+        answer = assistant(content)
+        if names:
+            answer["tool_calls"] = [tool_call(name, ARGUMENTS) for name in names]
         try:
             return renderer.text([QUESTION, answer], ask=False)
         except TemplateError:

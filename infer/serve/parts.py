@@ -42,13 +42,12 @@ class AnswerForm:
             elif OPEN.startswith(beginning) and not is_last:
                 text = ""
         if self.calls is not None:
-            place = self.calls.place(text)
-            rest = text[place:] if place >= 0 else ""
-            if rest and is_last:
+            text, rest = self.calls.divide(text)
+            if is_last:
                 calls, left = self.calls.read_all(rest, self.schemas)
-                text = text if left == rest else text[:place].rstrip() + left
-            elif not is_last:
-                text = _before(text.removesuffix(rest), self.calls.opening)
+                text = text.rstrip() + left if calls else text + rest
+            else:
+                text = _before(text, self.calls.opening)
         return {
             "reasoning_content": reasoning.strip(),
             "content": text,

@@ -45,10 +45,7 @@ OFF = {
     "use_beam_search",
 }
 """Options that this engine does not have. They ask for nothing if they are 0, false or empty."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "repetition_penalty": (1,),
-}
+NEUTRAL = {"best_of": 1, "repetition_penalty": 1}
 """Others that it does not have, and their values that ask for nothing. Null always does."""
 HARMLESS = {
     "cache_prompt",
@@ -153,8 +150,8 @@ class GenerationRequest(BaseModel):
             raise ValueError("expected a JSON object")
         supported = cls.model_fields.keys() | HARMLESS
         for name, value in body.items():
-            is_off = value is None or (name in OFF and not value)
-            if name not in supported and not is_off and value not in NEUTRAL.get(name, ()):
+            is_off = value is None or (name in OFF and not value) or value == NEUTRAL.get(name)
+            if name not in supported and not is_off:
                 # others than identifiers may have line breaks
                 shown = name[:64] if name.isidentifier() else repr(name[:64])
                 message = f"{shown} is not supported; leave it out"
@@ -296,17 +293,11 @@ class Tool(Described):
     function: Function
 
 
-class FunctionName(BaseModel):
-    """The name of a function."""
-
-    name: str
-
-
 class ToolName(BaseModel):
-    """The only tool that may be called."""
+    """The only tool that may be called, by its name."""
 
     type: Literal["function"] = "function"
-    function: FunctionName
+    function: Function
 
 
 class CalledFunction(Described):
@@ -375,8 +366,8 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatRequest:
-        if self.tool_choice not in (None, "none", "auto") and not self.required:
-            choice = self.tool_choice
+        choice = self.tool_choice
+        if choice not in (None, "none", "auto") and not self.required:
             name = choice.function.name if isinstance(choice, ToolName) else choice
             message = f"tool_choice: expected one of `tools`, got {name!r:.80}; add it"
             raise ApiError(400, message, param="tool_choice")
@@ -385,12 +376,10 @@ class ChatRequest(GenerationRequest):
     @property
     def required(self) -> list[Tool]:
         """Those of which the answer has to be a call."""
-        if self.tool_choice == "required":
-            return self.tools or []
-        if not isinstance(self.tool_choice, ToolName):
-            return []
-        name = self.tool_choice.function.name
-        return [tool for tool in self.tools or [] if tool.function.name == name]
+        if isinstance(self.tool_choice, ToolName):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered if tool.function.name == name]
+        return self.offered if self.tool_choice == "required" else []
 
     @property
     def variables(self) -> Json:

@@ -61,11 +61,13 @@ class Choice:
         after = () if self.is_chat else prompt
         marks = texts.marks if self.is_chat and skip else None
         self.parts: Json = {}
+        self.opens_reasoning = False  # the prompt, so that the answer begins with it
         self._form = AnswerForm()
         if isinstance(request, ChatRequest):
             ending = TextStream(texts.tokenizer, marks=marks).feed(prompt[-TAIL:])
+            self.opens_reasoning = ending.rstrip().endswith(OPEN)
             self._form = AnswerForm(
-                OPEN if ending.rstrip().endswith(OPEN) else "",
+                OPEN if self.opens_reasoning else "",
                 request.reasoning_format != "none",
                 calls if request.offered else None,
                 {
@@ -78,11 +80,6 @@ class Choice:
             skip = False  # its marks may be special tokens
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
-
-    @property
-    def opens_reasoning(self) -> bool:
-        """Whether the prompt has, so that the answer begins with it."""
-        return bool(self._form.start)
 
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
         """Take a step. scores: of its tokens, if the request asks for them."""
@@ -148,8 +145,12 @@ class Choice:
             content = {"delta": message}
         elif self.is_chat:
             content = {"message": {"role": "assistant", **message}}
-        finish = {"finish_reason": self.finish}
-        return {"index": self.index, **content, "logprobs": logprobs, **finish}
+        return {
+            "index": self.index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": self.finish,
+        }
 
 
 @dataclass(frozen=True)

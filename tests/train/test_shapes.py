@@ -84,6 +84,7 @@ def said(*turns: str) -> list[dict[str, Any]]:
         ),
         ({"instruction": "q", "context": "c", "response": "a"}, "U:q\n\nc|A:[[a|]]"),
         ({"question": "q", "context": "c", "answers": {"text": ["a", "b"]}}, "U:q\n\nc|A:[[a|]]"),
+        ({"question": "q", "answers": {"text": []}, "history": [["p", "b"]]}, "U:p|A:[[b|]]"),
         ({"system_prompt": "s", "question": "q", "response": "a"}, "S:s|U:q|A:[[a|]]"),
         ({"question": "q", "choices": ["x", "y"], "answer": 1}, "U:q\n\nA. x\nB. y|A:[[B|]]"),
         (
@@ -192,6 +193,7 @@ def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> 
     for wrong, got in (
         ("kepe", "a JSON file of definitions, got 'kepe'"),
         (str(path), "got keys me"),
+        (str(write(tmp_path / "wrong.json", {"function": 5})), "got keys function"),
     ):
         with pytest.raises(ValueError, match=got):
             PromptSet(tools=wrong).template_args("{}")

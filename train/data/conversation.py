@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import CLOSE, OPEN, QUESTION, PromptRenderer
-from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY
+from draftheads.infer.prompt import ANSWER, CLOSE, OPEN, QUESTION, PromptRenderer
+from draftheads.infer.text import REPLACEMENT, THOUGHT_KEY, assistant, tool_call
 from draftheads.train.data.prompts import Message, Prompt
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("draftheads")
 
-PLACEHOLDER = "DRAFTHEADS-ANSWER-PLACEHOLDER"
 TOO_LONG = "prompt does not fit into the target's context"
 NOTHING = "answers have nothing to learn, by --reasoning, --learn or their own weights"
 LOSSY = "answer's text cannot be tokenized without loss"
@@ -203,16 +202,16 @@ class Conversation:
         answers = self.answers[self._first :]
         if any(answer.get("tool_calls") for answer in answers):
             return None  # a template may refuse the results of calls that the placeholder replaces
-        replaced = [*history, *[assistant(PLACEHOLDER)] * len(answers)]
+        replaced = [*history, *[assistant(ANSWER)] * len(answers)]
         before = render(renderer, turns[:-1], replaced[:-1]) + self._lead
         whole = render(renderer, turns, replaced)
         rest = whole[len(before) :].lstrip()
         rendered = render(renderer, turns, self.answers)
         parts = [answer.get(key, "") for answer in answers for key in ("content", THOUGHT_KEY)]
         are_shown = all(part.strip() in rendered for part in parts)
-        if not (are_shown and whole.startswith(before) and rest.startswith(PLACEHOLDER)):
+        if not (are_shown and whole.startswith(before) and rest.startswith(ANSWER)):
             return None
-        rest = rest.removeprefix(PLACEHOLDER)
+        rest = rest.removeprefix(ANSWER)
         if last not in renderer.eos_ids:
             return renderer.encode(rest)
         end = renderer.tokenizer.decode([last])
@@ -264,11 +263,6 @@ def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]
     return ids[1:] if ids[:1] == [end_id] else renderer.encode(text)
 
 
-def assistant(text: str) -> Message:
-    """An answer as a message."""
-    return {"role": "assistant", "content": text}
-
-
 def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError if there are tool calls or results in prompts, and the chat template does
     not render them. Definitions that it does not render are said.
@@ -276,25 +270,20 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     variables = next((each.template_args for each in prompts if each.template_args), {})
     renderer = renderer.given(variables)
     with suppress(TemplateError):  # what it refuses is said where it is rendered
-        shown = renderer.text([QUESTION])
-        is_same = shown == renderer.given({"tools": None}).text([QUESTION])
-        if renderer.template_args.get("tools") and is_same:
+        without = renderer.given({"tools": None}).text([QUESTION])
+        if renderer.template_args.get("tools") and renderer.text([QUESTION]) == without:
             logger.warning("the chat template shows no definitions of tools; they are left out")
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return
-    function = {"name": "look_up", "arguments": {"word": "heron"}}
-    call = {"id": "call00000", "type": "function", "function": function}
-    example: Turn = [
-        {"role": "user", "content": "What is a heron?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look_up", "tool_call_id": "call00000", "content": "A bird."},
-    ]
+    call = tool_call("look_up", {"word": "heron"})
+    asked = {**assistant(""), "tool_calls": [call]}
+    result = {"role": "tool", "name": "look_up", "tool_call_id": call["id"], "content": "A bird."}
     tokenizer = renderer.tokenizer
     shown = ""
     problem = "drops them" if tokenizer.chat_template else "is missing"
     try:
-        shown = renderer.text(example)
+        shown = renderer.text([QUESTION, asked, result])
     except TemplateError as error:
         problem = f"refuses them ({error})"
     if "look_up" not in shown or "A bird." not in shown:

@@ -19,8 +19,8 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.prompt import CLOSE, OPEN, PromptRenderer, Reasoning
-from draftheads.infer.text import THOUGHT_KEY
+from draftheads.infer.prompt import ANSWER, CLOSE, OPEN, PromptRenderer, Reasoning
+from draftheads.infer.text import THOUGHT_KEY, assistant
 from draftheads.train.data.answers import (
     Counts,
     Record,
@@ -30,11 +30,9 @@ from draftheads.train.data.answers import (
 )
 from draftheads.train.data.conversation import (
     LOSSY,
-    PLACEHOLDER,
     Conversation,
     Part,
     Turn,
-    assistant,
     check_tools,
     render,
 )
@@ -171,9 +169,9 @@ def rendering(
     # a text whose marks are no special tokens is just what the target wrote
     is_parsed = how.message and shown != answer and (how.marks or THOUGHT_KEY in answer)
     if answer.get("tool_calls") or is_parsed:
-        whole = render(renderer, [*turns, []], [*answers, answer], ask=False).rstrip()
+        whole = render(renderer, turns, [*answers, answer], ask=False).rstrip()
         return _rendering_as_shown(prompt, whole, answer, ends, how)
-    whole = render(renderer, [*turns, []], [*answers, assistant(PLACEHOLDER)], ask=False)
+    whole = render(renderer, turns, [*answers, assistant(ANSWER)], ask=False)
     text = shown if THOUGHT_KEY in answer else answer
     return _rendering_of_text(prompt, whole, text["content"], ends)
 
@@ -202,7 +200,7 @@ def _rendering_of_text(prompt: str, whole: str, text: str, ends: Mapping[str, in
     """A text takes the place of the placeholder in the conversation. ends: end tokens by their
     text.
     """
-    before, placeholder, after = whole.partition(PLACEHOLDER)
+    before, placeholder, after = whole.partition(ANSWER)
     if not placeholder:
         raise ValueError("expected the answer in the rendered conversation, found other text")
     end = next((end for end in ends if after.lstrip().startswith(end)), "")
@@ -212,9 +210,9 @@ def _rendering_of_text(prompt: str, whole: str, text: str, ends: Mapping[str, in
     if not lead.strip():  # blanks are the answer's, which may have them
         text = text if text.startswith(lead) else lead + text
         lead = ""
-    _check_reasoning((prompt + lead).rstrip(), text.lstrip())
-    is_opened = (prompt + lead).rstrip().endswith(OPEN)
-    if is_opened and text.lstrip().startswith(OPEN):  # the answer repeats it
+    asked = (prompt + lead).rstrip()
+    _check_reasoning(asked, text.lstrip())
+    if asked.endswith(OPEN) and text.lstrip().startswith(OPEN):  # the answer repeats it
         blanks = prompt[len(prompt.rstrip()) :]
         text = text.lstrip().removeprefix(OPEN).removeprefix(blanks)
     return Rendering(lead, text, ends.get(end))

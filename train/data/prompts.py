@@ -36,13 +36,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, BinaryIO, Literal
 
 from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
-from draftheads.infer.text import THOUGHT_KEY, THOUGHTS
+from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, assistant, tool_call
 from draftheads.recipes import FOLDER, packaged
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
@@ -253,8 +254,7 @@ def _dataset(place: str, **arguments: Any) -> Records:
     with extras():
         import datasets  # slow, and optional
 
-    failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError)
-    failures += (datasets.exceptions.DatasetsError,)
+    failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
     try:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
@@ -395,10 +395,12 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     if key is None:
         raise EmptyPromptError
     turns = left.pop(key)
-    text = _question(f"{where}, {key}", turns, parts) if key == "text" else None
+    text = _text(f"{where}, {key}", turns, parts) if key == "text" else ""
+    if key == "text" and not text.strip():
+        raise EmptyPromptError
     if key in KEYS["question"]:
         turns = _question_and_answer(where, turns, left, parts)
-    messages = _read_turns(f"{where}, {key}", turns, parts) if text is None else None
+    messages = None if text else _read_turns(f"{where}, {key}", turns, parts)
     if messages and messages[0]["role"] != "system":
         system = _text(f"{where}, system", _take("system", left), parts)
         if system.strip():
@@ -407,7 +409,7 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     _count_left(key, left, parts)
     category = record.get("category")
     category = category if isinstance(category, str) else None
-    return Prompt(index, messages, text, category, {"tools": tools} if tools else {})
+    return Prompt(index, messages, text or None, category, {"tools": tools} if tools else {})
 
 
 def _take(kind: str, left: Message) -> Any:
@@ -456,14 +458,14 @@ def _answers(value: Any, has_choices: bool) -> list[Any]:
     """
     if isinstance(value, dict):
         value = value.get("text")
-    if isinstance(value, list) and not isinstance(value[0], str):
-        return value
     if isinstance(value, list):
+        if not value or isinstance(value[0], dict):
+            return value
         value = value[0]
     if isinstance(value, int | float):
         is_index = has_choices and value in range(len(ascii_uppercase))
         value = ascii_uppercase[int(value)] if is_index else str(value)
-    return [{"role": "assistant", "content": value}]
+    return [assistant(value)]
 
 
 def _loaded(value: Any) -> Any:
@@ -472,6 +474,12 @@ def _loaded(value: Any) -> Any:
         return json.loads(value)
     except (TypeError, ValueError, RecursionError):
         return value
+
+
+def _objects(value: Any) -> list[Any]:
+    """The objects of a JSON text, of a list of such, or the only one."""
+    loaded = _loaded(value)
+    return [*chain(*map(_objects, loaded))] if isinstance(loaded, list) else [loaded]
 
 
 def read_tools(tools: str) -> list[Message]:
@@ -487,11 +495,10 @@ def read_tools(tools: str) -> list[Message]:
 
 def tool_definitions(where: str, value: Any) -> list[Message]:
     """Definitions of tools, as objects or JSON text, in OpenAI's layout. Raises ValueError."""
-    value = _loaded(value) or []
     definitions = []
-    for each in value if isinstance(value, list) else [value]:
-        tool = _loaded(each)
-        if not isinstance(tool, dict) or "name" not in tool.get("function", tool):
+    for tool in _objects(value or []):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or "name" not in function:
             raise ValueError(
                 f'{where}: expected definitions of tools, {{"name", "description", "parameters"}}, '
                 f"got {_describe(tool)}; fix it, or leave tools out"
@@ -546,19 +553,21 @@ def _message(where: str, turn: Any, parts: _Parts) -> Message | None:
     if isinstance(turn, str):
         turn = {"role": "user", "content": turn}
     role = _role(where, turn)
-    content = turn["content"] if "content" in turn else turn.get("value")
-    if role in ("call", "tool") and not parts.tools:
-        return None
-    if role == "user":
-        return {"role": "user", "content": _question(where, content, parts)}
+    content = turn.get("content", turn.get("value"))
+    if content is None and role != "user":
+        content = ""
     if role == "tool":
-        return _result(where, turn, content, parts)
+        return _result(where, turn, content, parts) if parts.tools else None
     if role == "call":
         return _answer(where, {**turn, "tool_calls": content}, "", parts)
     if role == "assistant":
         return _answer(where, turn, content, parts)
-    text = "" if content is None else _text(where, content, parts)
-    return {"role": role, "content": text} if text.strip() else None
+    text = _text(where, content, parts)
+    if text.strip():
+        return {"role": role, "content": text}
+    if role == "user":
+        raise EmptyPromptError
+    return None
 
 
 def _role(where: str, turn: Any) -> str:
@@ -577,8 +586,6 @@ def _role(where: str, turn: Any) -> str:
 
 def _result(where: str, turn: Message, content: Any, parts: _Parts) -> Message:
     """A tool's result as a message."""
-    if content is None:
-        content = ""
     if not isinstance(content, str | list):
         content = json.dumps(content)
     origin = {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
@@ -590,12 +597,12 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
     calls = turn.get("tool_calls") or turn.get("function_call") if parts.tools else None
     if not (calls or parts.answers):
         return None
-    text = "" if content is None else _text(where, content, parts)
+    text = _text(where, content, parts)
     if calls or not parts.tools:
         text = CALL_TEXT.sub("", text)
     if not (calls or text.strip()):
         return None
-    message: Message = {"role": "assistant", "content": text}
+    message = assistant(text)
     thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
     if thought:
         message[THOUGHT_KEY] = _text(where, thought, parts)
@@ -608,12 +615,10 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
 
 def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
+    marked = CALL_TEXT.findall(value) if isinstance(value, str) else []
     try:
-        values = CALL_TEXT.findall(value) or [value] if isinstance(value, str) else [value]
-        loaded = [json.loads(each) if isinstance(each, str) else each for each in values]
-        first = loaded[0]
-        return [_call(call) for call in (first if isinstance(first, list) else loaded)]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [_call(call) for call in _objects(marked or value)]
+    except (KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
             f'{where}: expected a tool call as JSON, {{"name", "arguments"}}, got '
             f"{_describe(value)}; fix it, or leave tools out"
@@ -622,21 +627,10 @@ def _calls(where: str, value: Any) -> list[Message]:
 
 def _call(call: Message) -> Message:
     function = call.get("function", call)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):  # templates require an object
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):  # a tool that takes plain text
-            arguments = {"input": arguments}
-    called = {"name": function["name"], "arguments": arguments or {}}
-    return {"id": call.get("id"), "type": "function", "function": called}
-
-
-def _question(where: str, value: Any, parts: _Parts) -> str:
-    text = _text(where, value, parts)
-    if not text.strip():
-        raise EmptyPromptError
-    return text
+    arguments = _loaded(function.get("arguments")) or {}
+    if isinstance(arguments, str):  # of a tool that takes plain text; templates require an object
+        arguments = {"input": arguments}
+    return tool_call(function["name"], arguments, call.get("id"))
 
 
 def _text(where: str, value: Any, parts: _Parts) -> str:
