@@ -48,6 +48,11 @@ class Step:
         """Draft tokens among its tokens."""
         return max(min(self.accepted, len(self.tokens)), 0)
 
+    @property
+    def visible(self) -> list[int]:
+        """Its tokens without the end of an answer, which is no text."""
+        return self.tokens[:-1] if self.finish == "eos" else self.tokens
+
 
 @dataclass
 class Statistics:

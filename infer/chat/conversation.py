@@ -28,10 +28,7 @@ class ChatAnswer:
 
     def add(self, step: Step, content: AnswerText) -> None:
         """Take a step. content: the text of all of them."""
-        tokens = step.tokens
-        if step.finish == "eos":
-            tokens = tokens[:-1]
-        content.add(tokens, step.accepted)
+        content.add(step.visible, step.accepted)
         self.steps.append(step)
         self.finish = step.finish or ""
 

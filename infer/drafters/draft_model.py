@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed
@@ -159,7 +160,11 @@ class ModelDrafter:
         """Read these tokens when something is drafted again: of a few together, the model has one
         pass instead of many.
         """
-        self.unread = self._texts(committed)
+        new = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
+        unread = self.unread or [[] for _ in committed.counts]
+        self.unread = [
+            [*text, *row[:count]] for text, (row, count) in zip(unread, new, strict=True)
+        ]
 
     def propose(self, committed: Committed) -> TokenTree:
         if any(self.unread):
@@ -178,21 +183,13 @@ class ModelDrafter:
             self.slots.table.free([length])
             self.is_full = False
 
-    def _texts(self, committed: Committed) -> list[list[int]]:
-        """The unread tokens of each row, these included."""
-        new = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
-        unread = self.unread or [[] for _ in committed.counts]
-        return [[*text, *row[:count]] for text, (row, count) in zip(unread, new, strict=True)]
-
     def _with_unread(self, committed: Committed) -> Committed:
-        texts = self._texts(committed)
+        self.skip(committed)
+        counts = [len(text) for text in self.unread]
+        integers = committed.count_B.new_tensor
+        tokens_BC = pad_sequence([integers(text) for text in self.unread], batch_first=True)
         self.unread = []
-        counts = [len(text) for text in texts]
-        width = max(counts)
-        padded = [text + [0] * (width - len(text)) for text in texts]
-        tokens_BC = torch.tensor(padded, device=committed.tokens_BC.device)
-        count_B = torch.tensor(counts, device=tokens_BC.device)
-        return replace(committed, tokens_BC=tokens_BC, count_B=count_B, counts=counts)
+        return replace(committed, tokens_BC=tokens_BC, count_B=integers(counts), counts=counts)
 
     def _commit(self, committed: Committed) -> Tensor:
         """Append the new tokens; returns logits_B1V after the newest of each row."""

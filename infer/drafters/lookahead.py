@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.drafters.ngram import NGram, NGramDrafter, Text, most_shared
@@ -51,18 +52,17 @@ class LookaheadDrafter(NGramDrafter):
         """With a window of random guesses."""
         return GuessedText(self.lengths, self.limits.top_k, self.levels, self.columns)
 
-    def paths(self, text: Text) -> list[TokenPath]:
-        assert isinstance(text, GuessedText)
+    def paths(self, text: Any) -> list[TokenPath]:
         guesses = {path[:depth] for path in text.window() for depth in range(1, len(path) + 1)}
         copies = [*self.copies(text), *reversed(text.grams[text.tokens[-1]])]
         drafts = most_shared(copies, self.limits.draft_nodes - len(guesses))
-        text.nodes = [*dict.fromkeys([*sorted(guesses, key=len), *drafts])]
-        return text.nodes
+        nodes = [*dict.fromkeys([*sorted(guesses, key=len), *drafts])]
+        text.nodes = nodes
+        return nodes
 
     def observe(self, choices: Sequence[Sequence[int]]) -> None:
         """See `Observer.observe`."""
         for text, chosen in zip(self.texts, choices, strict=True):
-            assert isinstance(text, GuessedText)
             if text.nodes:  # none of a finished row
                 text.learn(chosen)
 

@@ -19,6 +19,9 @@ from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.retrieve import read_files
 from draftheads.infer.engine import DrafterSource
 
+PLAIN = {"ngram": NGram, "lookahead": Lookahead}
+"""Drafters that need nothing."""
+
 
 @dataclass(frozen=True)
 class NamedDrafts:
@@ -72,10 +75,8 @@ def named_drafts(source: str) -> NamedDrafts:
 
 def _part(text: str) -> NamedDrafts:
     kind, colon, value = text.partition(":")
-    if text == "ngram":
-        return NamedDrafts(text, lambda _: NGram())
-    if text == "lookahead":
-        return NamedDrafts(text, lambda _: Lookahead())
+    if text in PLAIN:
+        return NamedDrafts(text, lambda _: PLAIN[text]())
     if kind == "retrieve":
         path = Path(value).expanduser()
         if not (value and path.exists()):

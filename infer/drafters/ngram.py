@@ -175,7 +175,7 @@ class NGramDrafter:
         self.limits = limits
         self.lengths = range(source.shortest, source.longest + 1)
         self.memory = source.memory
-        self.texts: list[Text] = []
+        self.texts: list[Any] = []  # as of `new_text`
 
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:

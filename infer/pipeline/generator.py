@@ -139,10 +139,7 @@ class Growth:
         completion.token_ids += step.tokens
         completion.finish = step.finish or ""
         completion.seconds = perf_counter() - self.start
-        tokens = step.tokens
-        if step.finish == "eos":
-            tokens = tokens[:-1]
-        self.content.add(tokens, step.accepted, is_last=step.finish is not None)
+        self.content.add(step.visible, step.accepted, is_last=step.finish is not None)
         shown = len(completion.text)
         completion.text = self.content.text[: self.content.settled]
         return completion.text[shown:]

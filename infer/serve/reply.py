@@ -84,7 +84,6 @@ class Choice:
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
         """Take a step. scores: of its tokens, if the request asks for them."""
         tokens = step.tokens
-        visible = tokens[:-1] if step.finish == "eos" else tokens
         if step.finish:
             self.finish = "length" if step.finish == "length" else "stop"
         self.tokens += tokens
@@ -92,7 +91,7 @@ class Choice:
         # which characters are of accepted drafts takes time, and few ask for it
         accepted = step.accepted if self.request.includes_steps else 0
         start = self._text.settled
-        self._text.add(visible, accepted, is_last=self.finish is not None)
+        self._text.add(step.visible, accepted, is_last=self.finish is not None)
         settled = slice(start, self._text.settled)
         facts = {
             "tokens": len(tokens),

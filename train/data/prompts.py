@@ -371,8 +371,9 @@ def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tupl
             parts.left_out["empty records"] += 1
             continue
         except (TypeError, UnicodeError) as error:  # such as "\ud83d", half a character
+            what = "text in Unicode" if isinstance(error, UnicodeError) else "values of other kinds"
             raise ValueError(
-                f"{where}: expected text in Unicode, got {error}; fix or remove the record"
+                f"{where}: expected {what}, got {error}; fix or remove the record"
             ) from error
         yield where, prompt
         number += 1
