@@ -160,11 +160,9 @@ class ModelDrafter:
         """Read these tokens when something is drafted again: of a few together, the model has one
         pass instead of many.
         """
-        new = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
         unread = self.unread or [[] for _ in committed.counts]
-        self.unread = [
-            [*text, *row[:count]] for text, (row, count) in zip(unread, new, strict=True)
-        ]
+        rows = zip(unread, committed.tokens_BC.tolist(), committed.counts, strict=True)
+        self.unread = [[*text, *tokens[:count]] for text, tokens, count in rows]
 
     def propose(self, committed: Committed) -> TokenTree:
         if any(self.unread):
