@@ -246,6 +246,25 @@ def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path: Pat
 # ---------------------------------------------------------------- reasoning
 
 
+def test_all_marked_calls_of_a_turn_are_read(tmp_path: Path) -> None:
+    """Also where one of them is a list."""
+    first = '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>'
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": f'{first}<tool_call>{{"name": "h"}}</tool_call>'},
+    ]
+    [talk] = read_conversations(write(tmp_path / "a.jsonl", {"conversations": turns}))
+    calls = (talk.messages or ())[1]["tool_calls"]
+    assert [each["function"]["name"] for each in calls] == ["f", "g", "h"]
+
+
+def test_values_of_other_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
+    for beside in ({"history": [5]}, {"choices": 5}):
+        path = write(tmp_path / "a.jsonl", {"question": "q", **beside, "answer": "a"})
+        with pytest.raises(ValueError, match=r"line 1: expected values of other kinds, got"):
+            read_conversations(path)
+
+
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "turn", "channel"])
 def test_reasoning_in_its_own_place_is_learned(tmp_path: Path, key: str) -> None:
     turns = said("U:q", "A:a")
