@@ -29,11 +29,11 @@ def printable(text: str) -> str:
 
 class SafeConsole(Console):
     """A rich console that prints `printable` text and no escape sequences but its own. Square
-    brackets are no markup, as names may contain them, and numbers have no colours.
+    brackets are no markup, as names may contain them. highlight: colours of numbers.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, highlight=False, **options)
+    def __init__(self, *, highlight: bool = False, **options: Any) -> None:
+        super().__init__(markup=False, highlight=highlight, **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
