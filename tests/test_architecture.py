@@ -26,7 +26,7 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 37_095, "infer": 17_000, "train": 24_050}
+CORE = {"heads": 37_110, "infer": 17_000, "train": 24_050}
 """Code tokens of the core's floors, without comments and docstrings, so that nothing is gained by
 writing tighter. Who must raise one says in the commit what went for it.
 """
