@@ -51,7 +51,7 @@ WINGS = {
     "infer.grammar": 690,
     "infer.lossy": 960,
     "train.data": 21_050,
-    "train.advice": 7_140,
+    "train.advice": 7_155,
     "train.learn": 5_100,
     "scripts": 16_825,
 }

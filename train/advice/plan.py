@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -294,9 +295,9 @@ def peak_memory() -> int:
     if _device() == "cuda":
         return int(torch.cuda.max_memory_allocated())
     if CLEAR.exists():
-        import resource  # not on Windows
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # getrusage's begins with the peak of the process that started this one
+        kilobytes = re.findall(r"VmHWM:\s*(\d+)", CLEAR.with_name("status").read_text())[0]
+        return int(kilobytes) * 1024
     return _resident()
 
 
