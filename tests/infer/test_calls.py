@@ -223,6 +223,19 @@ def test_calls_of_real_templates_are_read():
     assert len(read) > 100
 
 
+def test_the_grammar_of_a_call_has_the_tokens_that_mark_it():
+    tokenizer = stand_in(HERMES)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    form = find_form(TextSide("hermes", tokenizer, ()))
+    assert form is not None
+    grammar = form.grammar([Tool.model_validate(tool) for tool in TOOLS], tokenizer)
+    ids = tokenizer(LOOK_UP, add_special_tokens=False)["input_ids"]
+    assert len(ids) < len(LOOK_UP) - len("<tool_call></tool_call>") + 3
+    masks = from_tokenizer(tokenizer, len(tokenizer), [0])
+    matcher = LLMatcher(masks, grammar_from("grammar", grammar))
+    assert matcher.try_consume_tokens(ids) == len(ids)
+
+
 @pytest.mark.slow
 def test_the_grammars_of_real_templates_are_of_their_own_calls():
     if not TEMPLATES.is_dir():

@@ -309,11 +309,13 @@ def test_draft_models_do_not_draft_while_an_earlier_part_is_right():
     repeated = Fixed(stacked([5], [[(6,), (6, 7)]], torch.device("cpu")))
     drafter = Merged([repeated, DraftModel(other_model(), CHAIN)]).drafter(target)
     asked = []
-    for written in ([1, 2, 5], [6, 7, 5], [6, 5], [9, 5], [8, 5], [9, 9, 5]):
+    texts = [[1, 2, 5], [6, 7, 5], [6, 5], [9, 5], [8, 5], [9, 9, 5]]
+    for written in texts:
         paths = all_paths(drafter.propose(committed([written])), 0)
         asked.append(set(paths) != {(6,), (6, 7)})
     assert asked[:3] == [False] * 3
     assert asked[-1]
+    assert drafter.parts[1].slots.table.longest == sum(map(len, texts)), "it has read all of them"
 
 
 def test_what_a_draft_model_skipped_is_read_before_its_next_draft():
