@@ -28,7 +28,7 @@ from draftheads.infer.rows import (
     Session,
     Step,
     Unread,
-    constrained,
+    apply_constraints,
 )
 from draftheads.infer.threads import fair_clock
 
@@ -294,7 +294,7 @@ class Speculator:
             yield None
             start = self.clock()
         accept.prepare([(row.seed, row.new_tokens) for row in rows])
-        logits_BNV = constrained(rows, out.logits_BNV[:, -1:], [[()]] * len(rows))
+        logits_BNV = apply_constraints(rows, out.logits_BNV[:, -1:], [[()]] * len(rows))
         committed = unread.take(end, accept.choose(logits_BNV[:, 0]))
         seconds += self.clock() - start
         decoding = Decoding(rows, accept, session, caches, committed, self.tree)

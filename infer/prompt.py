@@ -17,7 +17,7 @@ import psutil
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.target.load import template_variables
-from draftheads.infer.text import THOUGHTS, Marks, TextStream, assistant, squeezed, tool_call
+from draftheads.infer.text import THOUGHTS, Marks, TextStream, assistant, tool_call, without_blanks
 
 Message = dict[str, Any]
 OPEN, CLOSE = "<think>", "</think>"
@@ -155,7 +155,7 @@ class PromptRenderer:
         self.eos_ids = side.eos_ids
         self.template_args = dict(template_args)
 
-    def given(self, variables: Mapping[str, Any]) -> PromptRenderer:
+    def with_variables(self, variables: Mapping[str, Any]) -> PromptRenderer:
         """The same with further variables of the template, such as tools. Where reasoning stands is
         looked for once.
         """
@@ -166,9 +166,9 @@ class PromptRenderer:
         return other
 
     def text(
-        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True, as_given: bool = False
+        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True, as_is: bool = False
     ) -> str:
-        """The text of a conversation. ask: append the generation prompt. as_given: the messages
+        """The text of a conversation. ask: append the generation prompt. as_is: the messages
         are already what `template_message` makes of them.
 
         Raises TemplateError for messages that the template refuses.
@@ -176,7 +176,7 @@ class PromptRenderer:
         if not getattr(self.tokenizer, "chat_template", None):
             return "\n".join(message["content"] for message in messages)
         try:
-            given = messages if as_given else [self.template_message(each) for each in messages]
+            given = messages if as_is else [self.template_message(each) for each in messages]
             with template_limits():
                 rendered: str = self.tokenizer.apply_chat_template(
                     given, tokenize=False, add_generation_prompt=ask, **self.template_args
@@ -198,7 +198,7 @@ class PromptRenderer:
             try:
                 asked = self.text([QUESTION])
                 shown = [
-                    self.text([QUESTION, each], ask=False, as_given=True)
+                    self.text([QUESTION, each], ask=False, as_is=True)
                     for each in (assistant(ANSWER), example)
                 ]
             except TemplateError:
@@ -284,7 +284,7 @@ class PromptRenderer:
             last = prompt[-1] if prompt else {}
             asked = last.get("content") if last.get("role") not in ("assistant", "tool") else None
             # templates leave out roles that they do not know; blanks may differ
-            if isinstance(asked, str) and squeezed(asked) not in squeezed(text):
+            if isinstance(asked, str) and without_blanks(asked) not in without_blanks(text):
                 raise TemplateError(
                     "the template leaves out the last message; its role is expected to be user"
                 )
@@ -311,7 +311,7 @@ def encode_prompt(
     ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
     """
     renderer = PromptRenderer(target, target.template_args)
-    renderer = renderer.given(template_variables(template_args or {}))
+    renderer = renderer.with_variables(template_variables(template_args or {}))
     try:  # errors of jinja and tokenizers do not mention the prompt
         ids = renderer.prompt_ids(prompt)
     except (TemplateError, TypeError, UnicodeError) as error:

@@ -183,7 +183,7 @@ class Row:
         return Step(tokens, accepted, self.finish, *seconds, drafted)
 
 
-def constrained(
+def apply_constraints(
     rows: Sequence[Row], logits_BNV: Tensor, paths: Sequence[Sequence[TokenPath]]
 ) -> Tensor:
     """The logits that each row's constraint makes of the target's, at every node that can be
@@ -415,7 +415,7 @@ class Decoding:
         """The path that the rule keeps of a tree."""
         self.prepare()
         if self.is_constrained:
-            logits_BNV = constrained(self.rows, logits_BNV, node_paths(tree))
+            logits_BNV = apply_constraints(self.rows, logits_BNV, node_paths(tree))
         return self.accept(logits_BNV, tree)
 
     @property

@@ -29,7 +29,7 @@ def tool_call(name: str, arguments: Any, call_id: Any = CALL_ID) -> dict[str, An
     return {"id": call_id, "type": "function", "function": function}
 
 
-def squeezed(text: str) -> str:
+def without_blanks(text: str) -> str:
     """A text without its blanks."""
     return "".join(text.split())
 

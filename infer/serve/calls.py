@@ -20,7 +20,7 @@ from jinja2.exceptions import TemplateError
 from draftheads.infer.grammar import SPACING
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
-from draftheads.infer.text import CALL_ID, assistant, squeezed, tool_call
+from draftheads.infer.text import CALL_ID, assistant, tool_call, without_blanks
 
 Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
@@ -96,7 +96,7 @@ class CallForm:
                     if name not in schemas and not self.opening:
                         raise ValueError("expected the name of a tool")
                     calls.append(call_entry(len(calls), name, arguments))
-                if not squeezed(self.closing).startswith(squeezed(rest)):
+                if not without_blanks(self.closing).startswith(without_blanks(rest)):
                     left += rest.strip().removeprefix(self.closing).strip()
         except UNREADABLE:
             return [], text
@@ -203,7 +203,7 @@ def _parameters(call: str) -> Reader | None:
         return None
     marks = [re.escape(mark) for mark in (start, middle, other, end)]
     parameter = re.compile("{}([^<>]+?)(?:{}|{})(.*?){}".format(*marks), re.DOTALL)
-    closing = squeezed(parameter.sub("", call.partition(ONE)[2]))
+    closing = without_blanks(parameter.sub("", call.partition(ONE)[2]))
 
     def read(text: str, schemas: Schemas) -> Found:
         name, text = NAME.findall(text)[0]
@@ -212,7 +212,7 @@ def _parameters(call: str) -> Reader | None:
             for key, value in parameter.findall(text)
         }
         text = parameter.sub("", text)
-        if not text.strip() or not closing.startswith(squeezed(text)):
+        if not text.strip() or not closing.startswith(without_blanks(text)):
             raise ValueError("expected the end of a call")
         return [(name, arguments)], text
 

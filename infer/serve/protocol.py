@@ -175,7 +175,7 @@ class GenerationRequest(BaseModel):
         return given
 
     @property
-    def required(self) -> list[Tool]:
+    def required_tools(self) -> list[Tool]:
         """Tools of which one has to be called."""
         return []
 
@@ -367,29 +367,29 @@ class ChatRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatRequest:
         choice = self.tool_choice
-        if choice not in (None, "none", "auto") and not self.required:
+        if choice not in (None, "none", "auto") and not self.required_tools:
             name = choice.function.name if isinstance(choice, ToolName) else choice
             message = f"tool_choice: expected one of `tools`, got {name!r:.80}; add it"
             raise ApiError(400, message, param="tool_choice")
         return self
 
     @property
-    def required(self) -> list[Tool]:
+    def required_tools(self) -> list[Tool]:
         """Those of which the answer has to be a call."""
         if isinstance(self.tool_choice, ToolName):
             name = self.tool_choice.function.name
-            return [tool for tool in self.offered if tool.function.name == name]
-        return self.offered if self.tool_choice == "required" else []
+            return [tool for tool in self.callable_tools if tool.function.name == name]
+        return self.callable_tools if self.tool_choice == "required" else []
 
     @property
     def variables(self) -> Json:
         """Those of the chat template."""
         given = self.chat_template_kwargs or {}
-        tools = [tool.model_dump(exclude_none=True) for tool in self.offered]
+        tools = [tool.model_dump(exclude_none=True) for tool in self.callable_tools]
         return {**given, "tools": tools} if tools else given
 
     @property
-    def offered(self) -> list[Tool]:
+    def callable_tools(self) -> list[Tool]:
         """The tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
 

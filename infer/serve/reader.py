@@ -105,7 +105,7 @@ class Reader:
     def _messages(self, request: ChatRequest) -> list[Json]:
         if not getattr(self.target.tokenizer, "chat_template", None):
             raise ApiError(400, f"{self.target.name} has no chat template; use /v1/completions")
-        if request.offered and self.calls is None:
+        if request.callable_tools and self.calls is None:
             message = (
                 f"tools: expected a chat template that shows tools and calls, that of "
                 f"{self.target.name} does not, or calls in an unknown way; leave tools out"

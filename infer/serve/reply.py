@@ -69,10 +69,10 @@ class Choice:
             self._form = AnswerForm(
                 OPEN if self.opens_reasoning else "",
                 request.reasoning_format != "none",
-                calls if request.offered else None,
+                calls if request.callable_tools else None,
                 {
                     tool.function.name: tool.function.parameters.properties
-                    for tool in request.offered
+                    for tool in request.callable_tools
                 },
                 1 if request.parallel_tool_calls is False else None,
             )

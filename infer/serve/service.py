@@ -148,8 +148,8 @@ class Service:
         grammars = request.grammars
         calls = self.reader.calls
         try:
-            if request.required and calls is not None:
-                text = calls.grammar(request.required, self.target.tokenizer)
+            if request.required_tools and calls is not None:
+                text = calls.grammar(request.required_tools, self.target.tokenizer)
                 grammars.append(("grammar", text))
             if len(grammars) > 1:
                 raise ValueError(

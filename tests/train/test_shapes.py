@@ -51,7 +51,7 @@ def learned(path: Path, template: str = TEMPLATE, **options: Any) -> list[str]:
     renderer = PromptRenderer(TextSide("t", tokenizer, (END,)), {})
     texts = []
     for talk in read_conversations(path, **options):
-        given = renderer.given(talk.template_args)
+        given = renderer.with_variables(talk.template_args)
         record = replay(given, 0, talk.messages or (), reasoning)
         for document in documents_of(record) or [{"tokens": [], "learn": []}]:
             text = record.get("skipped", "")

@@ -64,7 +64,7 @@ class Conversation:
         self.written = 0  # tokens of the answers
         self.turns = turns_of(prompt) if turns is None else turns
         self.answers: list[Message] = []
-        self._renderer = renderer.given(prompt.template_args)
+        self._renderer = renderer.with_variables(prompt.template_args)
         self._context = context
         self._reasoning = reasoning
         self._first = 0  # first answer of the open document; earlier ones are its history
@@ -268,9 +268,9 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     not render them. Definitions that it does not render are said.
     """
     variables = next((each.template_args for each in prompts if each.template_args), {})
-    renderer = renderer.given(variables)
+    renderer = renderer.with_variables(variables)
     with suppress(TemplateError):  # what it refuses is said where it is rendered
-        without = renderer.given({"tools": None}).text([QUESTION])
+        without = renderer.with_variables({"tools": None}).text([QUESTION])
         if renderer.template_args.get("tools") and renderer.text([QUESTION]) == without:
             logger.warning("the chat template shows no definitions of tools; they are left out")
     messages = (message for prompt in prompts for message in prompt.messages or ())

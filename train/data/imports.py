@@ -68,7 +68,7 @@ def import_answers(
             "use the target's chat model"
         )
     records = [
-        replay(renderer.given(talk.template_args), index, talk.messages or (), reasoning)
+        replay(renderer.with_variables(talk.template_args), index, talk.messages or (), reasoning)
         for index, talk in enumerate(conversations)
     ]
     if not any(documents_of(record) for record in records):

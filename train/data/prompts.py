@@ -489,7 +489,7 @@ def read_tools(tools: str) -> list[Message]:
         return []
     if not os.path.isfile(tools):
         raise ValueError(
-            f"--tools: expected keep, drop or a JSON file of definitions, got {tools!r}"
+            f"--tools: expected keep, drop or a JSON file of definitions, got {tools!r}; check it"
         )
     return tool_definitions(tools, Path(tools).read_text(encoding="utf-8"))
 
