@@ -26,12 +26,16 @@ class Batch:
     loss_mask_BT: Tensor
     """bool, True for tokens that the target generated."""
     positions_BT: Tensor
-    """int64, 0 at the start of each document."""
+    """int64, 0 at the start of each document, unless that is a branch of an earlier one: there, the
+    length of what they have in common.
+    """
     documents_BT: Tensor
     """int64, the document of the row that each token belongs to; -1 is padding."""
 
     host: Batch | None = None
     """The same on the CPU; None: this one is."""
+    reach_BT: Tensor | None = None
+    """int64, how many places further a token is seen; None: its document sees it, no branch."""
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on a device. Copies from pinned memory are not waited for."""
@@ -71,19 +75,42 @@ class Batch:
 
     def pieces(self, size: int) -> list[list[int]]:
         """For each row, where to cut it between documents, start and end without padding included:
-        into pieces of at most `size` tokens, or of one longer document.
+        into pieces of at most `size` tokens, or of one longer document with its branches.
         """
         on_host = self.host or self
         rows = []
-        for documents_T in on_host.documents_BT.numpy():
+        pairs = zip(on_host.documents_BT.numpy(), on_host.positions_BT.numpy(), strict=True)
+        for documents_T, positions_T in pairs:
             end = int((documents_T >= 0).sum())
-            starts = [0, *(np.flatnonzero(np.diff(documents_T[:end])) + 1).tolist(), end]
+            starts = np.flatnonzero(positions_T[:end] == 0).tolist()
             cuts = [0]
-            for start, following in pairwise(starts):
+            for start, following in pairwise([*starts, end]):
                 if following - cuts[-1] > size and start > cuts[-1]:
                     cuts.append(start)
             rows.append([*cuts, end])
         return rows
+
+    def visible(self, places_BQ: Tensor | None = None, keys: slice = slice(None)) -> Tensor:
+        """bool (B, Q, S): which of the `keys` the tokens at these places, default all, see: what
+        comes before in their document, and themselves.
+        """
+        places_T = torch.arange(self.tokens_BT.shape[1], device=self.tokens_BT.device)
+        if places_BQ is None:
+            places_BQ = places_T.expand_as(self.tokens_BT)
+        distance_BQS = places_BQ[:, :, None] - places_T[keys]
+        if self.reach_BT is not None:
+            return (distance_BQS >= 0) & (distance_BQS <= self.reach_BT[:, None, keys])
+        documents_BQ = self.documents_BT.gather(1, places_BQ)
+        same_BQS = documents_BQ[:, :, None] == self.documents_BT[:, None, keys]
+        return same_BQS & (distance_BQS >= 0)
+
+    def before(self) -> Tensor:
+        """int64 (B, T): the place of the token before each one in its document; of first tokens,
+        any.
+        """
+        seen_BTT = self.visible().tril(-1)
+        last_BT = seen_BTT.flip(-1).byte().argmax(-1)  # counted from the right
+        return self.tokens_BT.shape[1] - 1 - last_BT
 
     def part(self, row: int, start: int, stop: int) -> Batch:
         """Some tokens of a row, alone."""
@@ -100,6 +127,7 @@ class Batch:
             change(self.loss_mask_BT),
             change(self.positions_BT),
             change(self.documents_BT),
+            reach_BT=None if self.reach_BT is None else change(self.reach_BT),
         )
 
 

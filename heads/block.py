@@ -670,11 +670,8 @@ class BlockHead(Vocabulary, DraftHead):
         """Which features each slot sees, (B, 1, Q, 1 + T), 0 or -inf: those of its document up to
         its anchor's, which is the state before it; first, the additional key of `joined`.
         """
-        documents_BT = batch.documents_BT
         positions_BT = batch.positions_BT
-        places_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
-        seen_BNT = documents_BT.gather(1, anchors_BN)[:, :, None] == documents_BT[:, None]
-        seen_BNT &= (places_T <= anchors_BN[:, :, None]) & (positions_BT > 0)[:, None]
+        seen_BNT = batch.visible(anchors_BN) & (positions_BT > 0)[:, None]
         seen_BQT = seen_BNT.repeat_interleave(self.design.block_size, dim=1)
         if self.window is not None:
             distance_BQT = positions_BQ[:, :, None] - (positions_BT - 1)[:, None]

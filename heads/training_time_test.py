@@ -46,7 +46,9 @@ class Sight:
         self.window = window
         if places_BQ is None:
             places_BQ = np.tile(np.arange(positions_BT.shape[1]), (len(positions_BT), 1))
-        self.first_BQ = places_BQ - np.take_along_axis(positions_BT, places_BQ, 1)
+        starts_BT = np.where(positions_BT == 0, np.arange(positions_BT.shape[1]), 0)
+        starts_BT = np.maximum.accumulate(starts_BT, axis=1)
+        self.first_BQ = np.take_along_axis(starts_BT, places_BQ, 1)
         self.last_BQ = places_BQ
         self.queries = places_BQ.shape[1]
         self.places_BQ = batch.upload(places_BQ)
@@ -66,15 +68,15 @@ class Sight:
         keys = self.keys(part)
         batch = self.batch
         places_BC = self.places_BQ[:, part]
-        places_S = torch.arange(keys.start, keys.stop, device=places_BC.device)
-        distance_BCS = places_BC[:, :, None] - places_S
-        documents_BC = batch.documents_BT.gather(1, places_BC)
-        seen_BCS = documents_BC[:, :, None] == batch.documents_BT[:, None, keys]
-        seen_BCS &= (distance_BCS >= 0) & (batch.positions_BT[:, None, keys] > 0)
+        positions_BC = batch.positions_BT.gather(1, places_BC)
+        positions_B1S = batch.positions_BT[:, None, keys]
+        distance_BCS = positions_BC[:, :, None] - positions_B1S
+        visible_BCS = batch.visible(places_BC, keys)
+        seen_BCS = visible_BCS & (positions_B1S > 0)
         if self.window is not None:
             seen_BCS &= distance_BCS + later < self.window
         if later == 0:
-            seen_BCS |= distance_BCS == 0
+            seen_BCS |= visible_BCS & (distance_BCS == 0)
         mask_BCS = torch.zeros(seen_BCS.shape, dtype=dtype, device=seen_BCS.device)
         mask_B1CS = mask_BCS.masked_fill_(~seen_BCS, -torch.inf)[:, None]
         if self.queries <= CHUNK:  # else too large to keep

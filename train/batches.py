@@ -160,6 +160,11 @@ class Documents:
         """Indices of the documents that hold these tokens."""
         return np.searchsorted(self._bounds_D1[:-1], starts, side="right") - 1
 
+    def conversations(self) -> Array:
+        """int32 (D,): the number of each document's conversation."""
+        follows_D = np.concatenate([shard.follows_D for shard in self._shards])
+        return np.cumsum(~follows_D, dtype=np.int32) - 1
+
     def digest(self) -> str:
         """Hash of tokens, loss mask, documents and conversations, as 16 hex digits."""
         self._digest = self._digest or digest(self._shards)
@@ -172,8 +177,7 @@ class Documents:
         copy of a held-out document are not trained on: greedy answers to equal prompts are equal.
         If nothing else is left, training uses the held-out documents.
         """
-        follows_D = np.concatenate([shard.follows_D for shard in self._shards])
-        talk_D = np.cumsum(~follows_D, dtype=np.int32) - 1
+        talk_D = self.conversations()
         total = int(talk_D[-1]) + 1
         count = min(max(1, round(heldout * total)), max(1, total - 1))
         is_chosen = np.zeros(total, np.bool_)
@@ -236,6 +240,9 @@ class Rows:
     Documents are shuffled by `seed` and packed first-fit (pack=False: one per row). Longer ones are
     cut into row-long pieces. A piece counts as a document: its positions start at 0, and its first
     token is not learned, because no state predicted it. Pieces without learned tokens are dropped.
+
+    branches: documents of a conversation that begin alike share a row, where they fit, which holds
+    their beginning once. The later one is a branch of the earlier one there.
     """
 
     def __init__(
@@ -246,6 +253,7 @@ class Rows:
         *,
         pack: bool,
         seed: int,
+        branches: bool = False,
     ) -> None:
         self.documents = documents
         self.spans = np.asarray(spans, np.int64)
@@ -259,20 +267,30 @@ class Rows:
         stops_P = np.minimum(starts_P + length, np.repeat(stops_D, counts_D))
         learned_P = documents.learned_before(stops_P) - documents.learned_before(starts_P + 1)
         useful = np.flatnonzero(learned_P)
-        useful = useful[_permutation(len(useful), seed)]
-        sizes_P = (stops_P - starts_P)[useful].astype(np.int32)
-        rows_P = np.arange(len(useful))
+        starts_P, stops_P, learned_P = starts_P[useful], stops_P[useful], learned_P[useful]
+        shared_P = self._shared(starts_P, stops_P) if branches else np.zeros_like(starts_P)
+        sizes_P = stops_P - starts_P - shared_P
+        wholes_G = np.flatnonzero(shared_P == 0)  # the first of a group, and then its branches
+        sizes_G = np.array(_sums(sizes_P, wholes_G), np.int32)
+        shuffled_G = _permutation(len(sizes_G), seed)
+        rows_G = np.arange(len(sizes_G))
         if pack:  # over Python's integers: numpy's are slow in a loop
-            rows_P = _first_fit(array("i", sizes_P.tobytes()), length)
-        order = np.argsort(rows_P, kind="stable")
-        self._starts_P = starts_P[useful][order]
-        self._sizes_P = sizes_P[order]
+            rows_G = _first_fit(array("i", sizes_G[shuffled_G].tobytes()), length)
+        counts_G = np.diff(wholes_G, append=len(useful))
+        places_P = np.repeat(np.argsort(shuffled_G), counts_G)  # of its group
+        rows_P = rows_G[places_P]
+        order = np.lexsort((places_P, rows_P))
+        self._starts_P = starts_P[order]
+        self._sizes_P = (stops_P - starts_P)[order].astype(np.int32)
+        self._shared_P = shared_P[order].astype(np.int32)
         firsts_R = np.flatnonzero(np.diff(rows_P[order], prepend=-1))
         self._bounds_R1 = array("q", np.append(firsts_R, len(useful)).tobytes())
-        self.learned = _sums(learned_P[useful][order], firsts_R)
+        self.learned = _sums(learned_P[order], firsts_R)
         """Learned tokens of each row."""
-        self.sizes = _sums(self._sizes_P, firsts_R)
+        self.sizes = _sums(sizes_P[order], firsts_R)
         """Tokens of each row, without padding."""
+        self.shared = int(shared_P.sum())
+        """Tokens that rows hold once for several documents."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -283,6 +301,35 @@ class Rows:
         starts_P = self._starts_P[start:stop]
         stops_P = starts_P + self._sizes_P[start:stop]
         return list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
+
+    def shared_of(self, row: int) -> list[int]:
+        """How many of its first tokens each of the pieces has in common with the one before."""
+        start, stop = self._bounds_R1[row : row + 2]
+        shared: list[int] = self._shared_P[start:stop].tolist()
+        return shared
+
+    def _shared(self, starts_P: Array, stops_P: Array) -> Array:
+        """`shared_of` for all pieces in the order of the data: with its branches, a document fits
+        into a row, and no branch begins behind its first learned token.
+        """
+        documents = self.documents
+        shared_P = np.zeros_like(starts_P)
+        talks_P = documents.conversations()[documents.numbers(starts_P)]
+        spans = list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
+        size, last = 0, -1
+        for place in (np.flatnonzero(np.diff(talks_P) == 0) + 1).tolist():
+            earlier, own = (documents.tokens(*span) for span in spans[place - 1 : place + 1])
+            learned = documents.mask(*spans[place])[1:].nonzero()[0][0]
+            most = min(len(earlier), learned)
+            differs = np.append(earlier[:most] != own[:most], True)
+            shared = int(differs.argmax())
+            size = size if last == place - 1 else len(earlier)
+            if not shared or size + len(own) - shared > self.length:
+                shared = size = 0
+            shared_P[place] = shared
+            size += len(own) - shared
+            last = place
+        return shared_P
 
     def document_numbers(self, rows: Iterable[int]) -> list[int]:
         """Indices of the documents in these rows, in the order of the data."""
@@ -298,24 +345,35 @@ class Rows:
         loss_mask_BT = np.zeros(shape, np.bool_)
         documents_BT = np.full(shape, -1)
         positions_BT = np.tile(np.arange(width), (len(rows), 1))
+        reach_BT = width - 1 - positions_BT
+        has_branches = False
         for line, row in enumerate(rows):
             end = self.sizes[row]
-            pieces = self.pieces(row)
-            sizes_P = np.array([stop - start for start, stop in pieces])
+            shared_P = self.shared_of(row)
+            starts_P, stops_P = np.array(self.pieces(row)).T
+            spans = list(zip(starts_P + shared_P, stops_P, strict=True))
+            sizes_P = stops_P - starts_P - shared_P
             firsts_P = sizes_P.cumsum() - sizes_P
             np.concatenate(
-                [self.documents.tokens(*span) for span in pieces], out=tokens_BT[line, :end]
+                [self.documents.tokens(*span) for span in spans], out=tokens_BT[line, :end]
             )
-            loss_mask_BT[line, :end] = np.concatenate([self.documents.mask(*p) for p in pieces])
+            loss_mask_BT[line, :end] = np.concatenate([self.documents.mask(*s) for s in spans])
             loss_mask_BT[line, firsts_P] = False
-            documents_BT[line, :end] = np.repeat(np.arange(len(pieces)), sizes_P)
-            positions_BT[line, :end] -= np.repeat(firsts_P, sizes_P)
+            documents_BT[line, :end] = np.repeat(np.arange(len(spans)), sizes_P)
+            positions_BT[line, :end] -= np.repeat(firsts_P - shared_P, sizes_P)
             positions_BT[line, end:] -= end
+            path = np.arange(0)  # the places of a document's tokens
+            for first, size, shared in zip(firsts_P, sizes_P, shared_P, strict=True):
+                reach_BT[line, path[shared:]] = first - 1 - path[shared:]
+                path = np.append(path[:shared], np.arange(first, first + size))
+            reach_BT[line, path] = end - 1 - path
+            has_branches |= any(shared_P)
         return Batch(
             torch.from_numpy(tokens_BT),
             torch.from_numpy(loss_mask_BT),
             torch.from_numpy(positions_BT),
             torch.from_numpy(documents_BT),
+            reach_BT=torch.from_numpy(reach_BT) if has_branches else None,
         )
 
 

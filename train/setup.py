@@ -118,8 +118,9 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     for line in excess(recipe, target):
         log(line)
     spans, apart = documents.split(recipe.data.heldout)
-    train = Rows(documents, spans, length, pack=pack, seed=recipe.run.seed)
-    heldout = Rows(documents, apart, length, pack=pack, seed=0)
+    ways = {"pack": pack, "branches": pack and target.branches}
+    train = Rows(documents, spans, length, seed=recipe.run.seed, **ways)
+    heldout = Rows(documents, apart, length, seed=0, **ways)
     release()
     for name, rows in {"training": train, "held-out": heldout}.items():
         if not len(rows):
@@ -133,6 +134,11 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         f"{len(train)} rows of {length} ({tokens / len(train) / length:.0%} full), "
         f"{learned / tokens:.0%} learned"
     )
+    if train.shared:
+        log(
+            f"{train.shared:,} more tokens are the beginnings of documents that an earlier turn of "
+            "their conversation has, too, and are read once"
+        )
     if train.cut:
         log(f"cut long documents in {train.cut} places; raise data.sequence_length to avoid it")
     if learned / tokens < LOW_SHARE:

@@ -69,9 +69,7 @@ class Masks:
 
     def packed(self, batch: Batch) -> Tensor | dict[str, Tensor | None]:
         """The mask of training rows: each token sees its own document up to itself."""
-        documents_BT = batch.documents_BT
-        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        return self(same_BTT.tril(), batch.positions_BT, batch.positions_BT)
+        return self(batch.visible(), batch.positions_BT, batch.positions_BT)
 
 
 @contextmanager

@@ -381,6 +381,13 @@ class Target:
         return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
 
     @property
+    def branches(self) -> bool:
+        """Whether packed documents may be branches of others: their states are those of attention,
+        and do not depend on the length of a text.
+        """
+        return not (self.is_hybrid or self.has_long_rope)
+
+    @property
     def has_long_rope(self) -> bool:
         """Whether RoPE factors depend on the length of a text (LongRoPE)."""
         return bool(self._longrope.limit)

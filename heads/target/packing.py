@@ -51,9 +51,10 @@ class TrainingPass:
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
         is_sharded = isinstance(decoder(self.model), FSDPModule)
+        is_short = batch.tokens_BT.shape[1] <= PIECE and batch.reach_BT is None
         if self.packing == "alone":
             passes = groups(batch, PIECE)
-        elif self.packing == "mask" or is_sharded or batch.tokens_BT.shape[1] <= PIECE:
+        elif self.packing == "mask" or is_sharded or is_short:
             return self._forward(batch, layers)
         else:
             passes = [[span] for span in _spans(batch, PIECE)]
@@ -74,15 +75,18 @@ class TrainingPass:
 
     def _forward(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         lengths_BT = document_lengths(batch.positions_BT)
+        has_mask = self.packing == "mask" or batch.reach_BT is not None
         with self.rope.factors(lengths_BT), known_packing(batch):
             out = decoder(self.model)(
                 batch.tokens_BT,
-                attention_mask=self.masks.packed(batch) if self.packing == "mask" else None,
+                attention_mask=self.masks.packed(batch) if has_mask else None,
                 position_ids=batch.positions_BT,
                 use_cache=False,
                 output_hidden_states=states_argument(layers),
             )
         states_BTD = chosen_states(out, layers, self.model.device)
+        if batch.reach_BT is not None:
+            return states_BTD.take_along_dim(batch.before()[:, :, None], 1)
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 
 
@@ -110,12 +114,22 @@ def groups(batch: Batch, tokens: int) -> list[list[Span]]:
 
 
 def unpacked_rows(batch: Batch, spans: Sequence[Span]) -> Batch:
-    """Documents as rows of their own. Padding is on the right, where no causal layer sees it."""
+    """Documents, with their branches, as rows of their own. Padding is on the right, where no
+    causal layer sees it.
+    """
     source = batch.host or batch
-    tokens = [source.tokens_BT[row, start:stop] for row, start, stop in spans]
-    tokens_RT = pad_sequence(tokens, batch_first=True)
+
+    def padded(values_BT: Tensor) -> Tensor:
+        return pad_sequence([values_BT[row, start:stop] for row, start, stop in spans], True)
+
+    tokens_RT = padded(source.tokens_BT)
     positions_RT = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
-    rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, torch.zeros_like(tokens_RT))
+    reach_RT = None
+    if source.reach_BT is not None:
+        positions_RT = padded(source.positions_BT)
+        reach_RT = padded(source.reach_BT)
+    numbers_RT = torch.zeros_like(tokens_RT)
+    rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, numbers_RT, reach_BT=reach_RT)
     return rows.to(batch.tokens_BT.device)
 
 

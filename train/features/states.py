@@ -95,12 +95,15 @@ class StateLayout:
         self.places = [self.captured.index(layer) for layer in wanted]
 
     @torch.no_grad()
-    def row(self, documents: Sequence[Tensor]) -> Tensor:
+    def row(self, documents: Sequence[Tensor], shared: Sequence[int]) -> Tensor:
         """features_TD of a row by the alignment law, in the target's dtype on its device.
 
-        documents: the states (P, L, H) of each, computed alone.
+        documents: the states (P, L, H) of each, computed alone. shared: as of `Rows.shared_of`.
         """
-        return torch.cat([F.pad(self.features(each)[:-1], (0, 0, 1, 0)) for each in documents])
+        pairs = zip(documents, shared, strict=True)
+        return torch.cat(
+            [F.pad(self.features(each)[:-1], (0, 0, 1, 0))[known:] for each, known in pairs]
+        )
 
     def features(self, states_PLH: Tensor) -> Tensor:
         """The states of the features (P, D), at the tokens after which they were computed."""
@@ -290,7 +293,8 @@ class StateFeatures:
         """features_TD of one row. Raises what is raised where its states are made."""
         assert rows is self.rows
         self.ahead([number])
-        return self._layout.row([future.result() for future in self._asked.pop(number)])
+        states = [future.result() for future in self._asked.pop(number)]
+        return self._layout.row(states, rows.shared_of(number))
 
 
 def file_features(layout: StateLayout, rows: Rows, read: Read) -> StateFeatures:

@@ -1,0 +1,217 @@
+"""The promise: documents of a conversation that begin alike are read once where they do, and all
+that is computed and learned is what it would be with each document in a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tiny_heads import VARIANTS, random_head
+from tiny_targets import CONFIGS, MASKLESS, UNEVEN, VOCABULARY, random_model, tiny_target
+
+from draftheads.heads.batch import Batch
+from draftheads.heads.target import packing
+from draftheads.heads.target.model import Target
+from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import Answer
+from draftheads.train.features.states import StateFeatures, StateLayout
+
+NAMES = sorted({**CONFIGS, **UNEVEN, **MASKLESS})
+
+
+def conversation(turns: int, seed: int, question: int = 4, answer: int = 5) -> list[Answer]:
+    """What a template that drops reasoning from earlier turns makes of a chat: each document has
+    the history without it, and ends with an answer that has it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+    history: list[int] = []
+    documents = []
+    for turn in range(turns):
+        history += some(question)
+        thought, text = some(2), some(answer)
+        tokens = [*history, *thought, *text]
+        documents.append(Answer(tokens, [(len(history), len(tokens))], turn > 0))
+        history += text
+    return documents
+
+
+@cache
+def documents() -> Documents:
+    alone = [Answer(list(range(3, 3 + size)), [(1, size)]) for size in (9, 14)]
+    talks = [conversation(5, 1), alone[:1], conversation(2, 2), conversation(4, 3, 1), alone[1:]]
+    return Documents.read([answer for talk in talks for answer in talk])
+
+
+def rows_of(documents: Documents, length: int, branches: bool = True) -> Rows:
+    return Rows(documents, documents.spans, length, pack=True, seed=0, branches=branches)
+
+
+def paths(rows: Rows, batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """What the last token of each document sees, (row, places) in the order of the batch."""
+    found = []
+    for line in range(len(rows)):
+        ends = [
+            place
+            for place, (here, after) in enumerate(
+                zip(*[[*batch.documents_BT[line].tolist(), -1][at:] for at in (0, 1)], strict=False)
+            )
+            if here != after
+        ]
+        for end in ends[: len(rows.pieces(line))]:
+            places = torch.full((len(rows), 1), end)
+            [seen] = batch.visible(places)[line].nonzero(as_tuple=True)[1:]
+            found.append((line, seen.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("length", [50, 64, 200])
+def test_each_document_is_whole_in_what_its_last_token_sees(length):
+    rows = rows_of(documents(), length)
+    batch = rows.batch(range(len(rows)))
+    texts = Counter()
+    for row, seen in paths(rows, batch):
+        texts[tuple(batch.tokens_BT[row, seen].tolist())] += 1
+        assert batch.positions_BT[row, seen].tolist() == list(range(len(seen)))
+    spans = documents().spans.tolist()
+    assert texts == Counter(tuple(documents().tokens(*span).tolist()) for span in spans)
+    apart = rows_of(documents(), length, branches=False)
+    assert sum(rows.learned) == sum(apart.learned) == int(batch.loss_mask_BT.sum())
+    assert sum(rows.sizes) == sum(apart.sizes) - rows.shared
+    assert max(rows.sizes) <= length
+    assert rows.shared > 0
+
+
+def test_a_hundred_turns_are_read_once():
+    """Not quadratically: each adds its question, its answer as written, and as shown later."""
+    talk = conversation(100, 0)
+    size = 4 + 7 + 99 * (5 + 4 + 7)  # question, answer; the answer as it is shown, and so on
+    rows = rows_of(Documents.read(talk), 4096)
+    assert size - 99 < rows.sizes[0] <= size and len(rows) == 1  # some thoughts begin like texts
+    assert sum(len(answer.tokens) for answer in talk) > 25 * rows.sizes[0]
+
+
+def test_what_no_branch_can_be_made_of_stays_as_it_was():
+    """Other conversations, whatever they begin with; documents that do not begin alike; a row that
+    would be too long. Without branches, rows are those that they have always been.
+    """
+    same = Answer(list(range(3, 12)), [(5, 9)])
+    other = Answer([90, *range(4, 12)], [(5, 9)], follows=True)
+    for answers in ([same, same], [same, other]):
+        assert rows_of(Documents.read(answers), 64).shared == 0
+    talk = conversation(2, 0)
+    size = rows_of(Documents.read(talk), 64).sizes[0]
+    assert [rows_of(Documents.read(talk), n).shared > 0 for n in (size - 1, size)] == [False, True]
+    alone = Documents.read([same, *[Answer(list(range(n, n + 9)), [(1, 9)]) for n in range(20)]])
+    ways = [rows_of(alone, 40, branches) for branches in (True, False)]
+    assert [list(map(rows.pieces, range(len(rows)))) for rows in ways[:1]] == [
+        list(map(rows.pieces, range(len(rows)))) for rows in ways[1:]
+    ]
+    assert ways[0].batch([0]).reach_BT is None
+
+
+def test_a_branch_begins_before_what_it_learns():
+    """Also where two documents differ only behind it: its first learned token needs a state."""
+    first = Answer(list(range(3, 13)), [(6, 10)])
+    again = Answer([*range(3, 11), 20, 21], [(5, 10)], follows=True)
+    rows = rows_of(Documents.read([first, again]), 64)
+    assert rows.shared_of(0) == [0, 4]
+    assert sum(rows.learned) == 9 == int(rows.batch([0]).loss_mask_BT.sum())
+
+
+def compared(target: Target, features_of: Any, rows: Rows, layers: list[int]) -> None:
+    """Features in rows with branches are those of each document alone."""
+    batch = rows.batch(range(len(rows))).to(target.device)
+    together_BTD = features_of(list(range(len(rows))), batch)
+    assert rows.shared
+    for row, seen in paths(rows, batch):
+        tokens_1T = batch.tokens_BT[row, seen][None]
+        places_1T = torch.arange(len(seen))[None]
+        one = Batch(tokens_1T, tokens_1T > 0, places_1T, torch.zeros_like(tokens_1T))
+        alone_TD = target.features(one, layers)[0, 1:]
+        torch.testing.assert_close(
+            together_BTD[row, seen][1:],
+            alone_TD,
+            rtol=1e-3,
+            atol=1e-3 * float(alone_TD.abs().max()),
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_are_those_of_each_document_alone(name):
+    """On a device that reads rows whole, and on one that reads documents apart."""
+    target = tiny_target(name)
+    if not target.branches:
+        pytest.skip("recurrent layers, or RoPE by length: never has branches")
+    layers = [0, 1, target.layers]
+    for way in {"alone", "mask" if name in MASKLESS else "resets"}:
+        compared(
+            target,
+            lambda _, batch, way=way: target.states(batch, layers, way).detach(),
+            rows_of(documents(), 200),
+            layers,
+        )
+
+
+def test_long_rows_are_read_in_pieces_of_whole_documents_with_their_branches(monkeypatch):
+    monkeypatch.setattr(packing, "PIECE", 30)
+    target = tiny_target()
+    for way in ("alone", "resets"):
+        compared(
+            target,
+            lambda _, batch, way=way: target.states(batch, [-1], way).detach(),
+            rows_of(documents(), 200),
+            [-1],
+        )
+
+
+def test_states_of_others_are_those_of_each_document_alone():
+    """Servers and files give the states of whole documents; rows take what they have of them."""
+    target, layers = tiny_target(), [1, 2]
+    rows = rows_of(documents(), 200)
+
+    def ask(number: int) -> list[Future[torch.Tensor]]:
+        futures = []
+        for span in rows.pieces(number):
+            tokens_1T = torch.tensor(documents().tokens(*span).tolist())[None]
+            out = target.model.model(tokens_1T, output_hidden_states=True, use_cache=False)
+            futures.append(Future())
+            futures[-1].set_result(torch.stack(out.hidden_states[1:3], dim=2)[0].detach())
+        return futures
+
+    layout = StateLayout(target, layers, layers, is_normed=True)
+    compared(target, StateFeatures(layout, rows, ask, lambda: None), rows, layers)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_heads_learn_the_same(name):
+    """Loss, gradients and ranks of every head, in float64."""
+    target = Target(random_model("llama").double(), name="double")
+    head = random_head(name, target, anchors=1000).double()
+    sums, ranks = [], []
+    for branches in (True, False):
+        rows = rows_of(documents(), 200, branches)
+        batch = rows.batch(range(len(rows)))
+        assert (batch.reach_BT is not None) == branches
+        features_BTD = target.features(batch, head.training_layers)
+        head.zero_grad()
+        torch.manual_seed(0)
+        loss = head(batch, features_BTD, target).loss
+        loss.backward()
+        grads = [each.grad for each in head.parameters() if each.grad is not None]
+        sums.append(torch.cat([loss.detach()[None], *[grad.flatten() for grad in grads]]))
+        with torch.no_grad():
+            ranks.append(
+                Counter(map(tuple, head.token_ranks(batch, features_BTD, target).tolist()))
+            )
+    size = float(sums[0].abs().max())  # sums are in float32
+    torch.testing.assert_close(*sums, rtol=0.0, atol=1e-6 * size)
+    assert ranks[0] == ranks[1]
