@@ -345,7 +345,7 @@ class Rows:
         loss_mask_BT = np.zeros(shape, np.bool_)
         documents_BT = np.full(shape, -1)
         positions_BT = np.tile(np.arange(width), (len(rows), 1))
-        reach_BT = width - 1 - positions_BT
+        reach_BT = width - 1 - positions_BT  # of the last document: padding may see it
         has_branches = False
         for line, row in enumerate(rows):
             end = self.sizes[row]
@@ -366,7 +366,6 @@ class Rows:
             for first, size, shared in zip(firsts_P, sizes_P, shared_P, strict=True):
                 reach_BT[line, path[shared:]] = first - 1 - path[shared:]
                 path = np.append(path[:shared], np.arange(first, first + size))
-            reach_BT[line, path] = end - 1 - path
             has_branches |= any(shared_P)
         return Batch(
             torch.from_numpy(tokens_BT),

@@ -135,10 +135,7 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         f"{learned / tokens:.0%} learned"
     )
     if train.shared:
-        log(
-            f"{train.shared:,} more tokens are the beginnings of documents that an earlier turn of "
-            "their conversation has, too, and are read once"
-        )
+        log(f"{train.shared:,} more tokens begin documents as others of a conversation: read once")
     if train.cut:
         log(f"cut long documents in {train.cut} places; raise data.sequence_length to avoid it")
     if learned / tokens < LOW_SHARE:

@@ -4,6 +4,7 @@ that is computed and learned is what it would be with each document in a row of 
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from concurrent.futures import Future
 from functools import cache
@@ -13,12 +14,17 @@ import pytest
 import torch
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import CONFIGS, MASKLESS, UNEVEN, VOCABULARY, random_model, tiny_target
+from tiny_training import run, write_target
+from waits import Operators
 
+from draftheads.heads import training_time_test
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
 from draftheads.train.batches import Documents, Rows
-from draftheads.train.data.answers import Answer
+from draftheads.train.data.answers import Answer, new_manifest, store_batch
+from draftheads.train.data.shards import rows_of as rows_of_line
+from draftheads.train.data.shards import to_batch
 from draftheads.train.features.states import StateFeatures, StateLayout
 
 NAMES = sorted({**CONFIGS, **UNEVEN, **MASKLESS})
@@ -99,6 +105,23 @@ def test_a_hundred_turns_are_read_once():
     assert sum(len(answer.tokens) for answer in talk) > 25 * rows.sizes[0]
 
 
+def test_a_row_takes_as_many_documents_as_fit():
+    talk = conversation(16, 5)
+    documents = Documents.read(talk)
+    rows = rows_of(documents, 150)
+    begun = {
+        span: shared
+        for row in range(len(rows))
+        for span, shared in zip(rows.pieces(row), rows.shared_of(row), strict=True)
+    }
+    assert list(begun.values()).count(0) > 2, "one row is too small for this talk"
+    size = 0
+    for answer, span in zip(talk, map(tuple, documents.spans.tolist()), strict=True):
+        more = 4 + 5 + 7  # the last answer as it is shown, a question, and its answer
+        assert begun[span] or size == 0 or size + more > 150
+        size = size + len(answer.tokens) - begun[span] if begun[span] else len(answer.tokens)
+
+
 def test_what_no_branch_can_be_made_of_stays_as_it_was():
     """Other conversations, whatever they begin with; documents that do not begin alike; a row that
     would be too long. Without branches, rows are those that they have always been.
@@ -173,6 +196,21 @@ def test_long_rows_are_read_in_pieces_of_whole_documents_with_their_branches(mon
         )
 
 
+def test_rows_are_masked_one_by_one(monkeypatch):
+    """Masks of all rows of a batch would be large."""
+    target = tiny_target()
+    shapes, make = [], target._masks.packed
+
+    def packed(batch: Batch) -> Any:
+        shapes.append(tuple(batch.tokens_BT.shape))
+        return make(batch)
+
+    monkeypatch.setattr(target._masks, "packed", packed)
+    rows = rows_of(documents(), 64)
+    target.states(rows.batch(range(len(rows))), [-1], "resets")
+    assert shapes == [(1, size) for size in rows.sizes]
+
+
 def test_states_of_others_are_those_of_each_document_alone():
     """Servers and files give the states of whole documents; rows take what they have of them."""
     target, layers = tiny_target(), [1, 2]
@@ -191,27 +229,73 @@ def test_states_of_others_are_those_of_each_document_alone():
     compared(target, StateFeatures(layout, rows, ask, lambda: None), rows, layers)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_heads_learn_the_same(name):
-    """Loss, gradients and ranks of every head, in float64."""
+def check_learning(name: str, **choices: Any) -> None:
+    """Loss, gradients and ranks of a head, in float64."""
     target = Target(random_model("llama").double(), name="double")
-    head = random_head(name, target, anchors=1000).double()
+    head = random_head(name, target, anchors=1000, **choices).double()
     sums, ranks = [], []
     for branches in (True, False):
         rows = rows_of(documents(), 200, branches)
         batch = rows.batch(range(len(rows)))
         assert (batch.reach_BT is not None) == branches
-        features_BTD = target.features(batch, head.training_layers)
         head.zero_grad()
-        torch.manual_seed(0)
-        loss = head(batch, features_BTD, target).loss
-        loss.backward()
+        with Operators() as operators:
+            features_BTD = target.features(batch, head.training_layers)
+            loss = head(batch, features_BTD, target).loss
+            loss.backward()
+        assert operators.waits == []
         grads = [each.grad for each in head.parameters() if each.grad is not None]
         sums.append(torch.cat([loss.detach()[None], *[grad.flatten() for grad in grads]]))
         with torch.no_grad():
-            ranks.append(
-                Counter(map(tuple, head.token_ranks(batch, features_BTD, target).tolist()))
-            )
+            ranks_MK = head.token_ranks(batch, features_BTD, target)
+        ranks.append(Counter(map(tuple, ranks_MK.tolist())))
     size = float(sums[0].abs().max())  # sums are in float32
     torch.testing.assert_close(*sums, rtol=0.0, atol=1e-6 * size)
     assert ranks[0] == ranks[1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_heads_learn_the_same(name):
+    check_learning(name)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "sequential-prefix", "block"])
+def test_windows_count_the_positions_of_a_document(name, monkeypatch):
+    """Not the tokens of other documents between; in rows that are read in chunks, too."""
+    monkeypatch.setattr(training_time_test, "CHUNK", 16)
+    check_learning(name, sliding_window=8)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_runs_read_branches(tmp_path, kind, capsys):
+    """Features are computed at each step, kept in memory, or read from files: the same loss,
+    that of documents in rows of their own.
+    """
+    write_target(tmp_path / "target")
+    talks = [conversation(3, seed) for seed in range(8)]
+    lines = []
+    for number, talk in enumerate(talks):
+        parts = [
+            {"tokens": answer.tokens, "learn": answer.learn, "turns": 1, "finish": "eos"}
+            for answer in talk
+        ]
+        lines.append({"id": f"{number}", "documents": parts})
+    (tmp_path / "data").mkdir()
+    prompts = {"source": "", "count": len(talks), "sha256": "0" * 12}
+    manifest = new_manifest({"name": "tiny", "fingerprint": None}, {}, prompts)
+    rows = [row for line in lines for row in rows_of_line(line)]
+    store_batch(tmp_path / "data", manifest, to_batch(rows))
+    ways = {
+        "online": [],
+        "memory": ["data.cache_gb=1"],
+        "files": ["features.mode=cached"],
+        "apart": ["data.pack=false"],
+    }
+    whole = ["run.steps=1", "run.tokens_per_step=1000000", "data.rows_per_batch=1"]
+    losses = {}
+    for way, overrides in ways.items():
+        assert run(tmp_path, tmp_path / way, *whole, *overrides, kind=kind) == 0
+        assert ("read once" in capsys.readouterr().out) == (way != "apart")
+        lines = (tmp_path / way / "metrics.jsonl").read_text().splitlines()
+        [losses[way]] = [loss for line in lines if (loss := json.loads(line).get("loss"))]
+    assert losses == pytest.approx(dict.fromkeys(ways, losses["online"]), rel=1e-5)
