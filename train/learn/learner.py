@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
@@ -237,15 +238,14 @@ class UseLearner:
 
     def _decide(self) -> Iterator[float]:
         """Serve the trained head unless it is worse than the served one on held-out text."""
-        ranks: list[tuple[Tensor, Tensor]] = []
+        ranks: list[list[Tensor]] = []  # of the trained head and of the served one
         heldout = [answer_of(talk) for talk in self._heldout()]
         for part in self._parts(heldout, self._comparing):
             if part is None:
                 yield 0.0
                 continue
-            heads = (self.head.eval(), self.served.eval())
-            new_MK, old_MK = (head.token_ranks(*part, self.target).cpu() for head in heads)
-            ranks.append((new_MK, old_MK))
+            heads = self.head.eval(), self.served.eval()
+            ranks.append([head.token_ranks(*part, self.target).cpu() for head in heads])
         self.head.train()
         news, olds = zip(*ranks, strict=True)
         new = calibrate(torch.cat(news), self.nodes, self.head.tree)
@@ -289,32 +289,28 @@ class UseLearner:
         length = min(LONGEST, self.target.context)
         rows = Rows(documents, documents.spans, length, pack=False, seed=0)
         for row in range(len(rows)):
-            batch = rows.batch([row])
-            features_BTD = yield from self._features(batch.tokens_BT)
-            start, size = 0, rows.sizes[row]
-            while start < size - 1:  # the first token of a part is not learned in it
-                stop = min(start + pace.tokens, size)
-                part = batch.part(0, start, stop)
-                loss_mask_1T = part.loss_mask_BT.clone()
-                loss_mask_1T[:, 0] = False
-                positions_1T = torch.arange(stop - start)[None]  # a document of its own
-                numbers_1T = torch.zeros_like(positions_1T)
-                part = Batch(part.tokens_BT, loss_mask_1T, positions_1T, numbers_1T)
-                if loss_mask_1T.any():
+            [(first, end)] = rows.pieces(row)
+            features_1TD = yield from self._features(documents.tokens(first, end).tolist())
+            start = first
+            while start < end - 1:  # the first token of a part is not learned in it
+                stop = min(start + pace.tokens, end)
+                part = Rows(documents, [(start, stop)], length, pack=False, seed=0)
+                if len(part):
                     with pace.measure(stop - start):
-                        yield part.to(self.target.device), features_BTD[:, start:stop]
+                        batch = part.batch([0]).to(self.target.device)
+                        yield batch, features_1TD[:, start - first : stop - first]
                     yield None
                 start = stop - 1
 
     @torch.no_grad()
-    def _features(self, tokens_1T: Tensor) -> Generator[None, None, Tensor]:
+    def _features(self, tokens: list[int]) -> Generator[None, None, Tensor]:
         """Features of a text by the alignment law, with the cache of what was read before."""
-        size = tokens_1T.shape[1]
+        size = len(tokens)
         cache = self.target.new_cache(1, size)
         states: list[Tensor] = []
         read = 0
         chunks = self.target.prefill_chunks(
-            tokens_1T.tolist(), cache, self.head.training_layers, self._reading.tokens
+            [tokens], cache, self.head.training_layers, self._reading.tokens
         )
         while read < size:
             with self._reading.measure(min(self._reading.tokens, size - read)):
@@ -323,7 +319,7 @@ class UseLearner:
             states.append(out.features_BND)
             yield None
         states_1TD = torch.cat(states, dim=1)
-        return torch.cat([torch.zeros_like(states_1TD[:, :1]), states_1TD[:, :-1]], dim=1)
+        return F.pad(states_1TD[:, :-1], (0, 0, 1, 0))
 
     def _heldout(self) -> list[Dialogue]:
         """The newest held-out conversations."""
