@@ -74,7 +74,7 @@ UNRECORDED = {"out", "batch_size", "seed", "source"}
 
 logger = logging.getLogger("draftheads")
 
-Answered = tuple[list[Conversation], Exception | None]
+Answered = tuple[Conversation, Exception | None]
 
 
 class AnswerSampling(BaseModel):
@@ -180,8 +180,8 @@ class Answerer(ABC):
         """Answer all turns of the conversations, in place. note: told now and then how long the
         unfinished answers are, if that is known.
 
-        Yields finished conversations, with the last error of a prompt that could not be answered,
-        or None. Conversations that failed for a reason other than their prompt are not yielded.
+        Yields each finished conversation, with the last error of a prompt that could not be
+        answered, or None. Those that failed for a reason other than their prompt are not yielded.
         """
 
 
@@ -219,7 +219,7 @@ class LocalAnswerer(Answerer):
         batch = ContinuousBatch(self._engine, accept, self._rows)
         asking: dict[Request, Conversation] = {}
         asked = deque[Conversation]()  # with their next question
-        ended: list[Conversation] = []  # without an answer
+        ended: list[Answered] = []  # without an answer
         new = iter(rows)
 
         def take() -> Request | None:
@@ -227,7 +227,10 @@ class LocalAnswerer(Answerer):
                 row = next(new, None)
                 if row is None:
                     return None
-                (asked if row.ask() else ended).append(row)
+                if row.ask():
+                    asked.append(row)
+                else:
+                    ended.append((row, None))
             row = asked.popleft()
             room = self.context - len(row.tokens)
             request = Request(row.tokens, min(limit, room), sampling.seed_of(row))
@@ -244,11 +247,10 @@ class LocalAnswerer(Answerer):
             else:  # this prompt is lost, the run is not
                 reason = str(error).splitlines()[0][:200]
                 row.end("failed", f"{type(error).__name__}: {reason}")
-            yield [row], error
-            if ended:
-                yield ended[:], None
-                ended.clear()
-        yield ended, None
+            yield row, error
+            yield from ended
+            ended.clear()
+        yield from ended
 
 
 def distill(
@@ -269,8 +271,7 @@ def distill(
     renderer = PromptRenderer(answerer.side, options.template_args)
     check_tools(renderer, prompts)
     names, sha256 = _identify(prompts)
-    origin = {"target": answerer.origin(), "text": _text_identity(renderer)}
-    manifest = _begin(origin, names, sha256, options)
+    manifest = _begin(answerer, renderer, names, sha256, options)
     missing = set[int]()
     others = 0
     if not finished(options.out, manifest):
@@ -396,23 +397,29 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:12]
 
 
-def _begin(origin: Entry, names: Sequence[str], sha256: str, options: DistillOptions) -> Manifest:
+def _begin(
+    answerer: Answerer,
+    renderer: PromptRenderer,
+    names: Sequence[str],
+    sha256: str,
+    options: DistillOptions,
+) -> Manifest:
     """The manifest of this distillation, after checking that it may write to `options.out`.
 
-    origin: the manifest's entries for target and text. Damaged files of a finished folder are set
-    aside. Raises ValueError without prompts, and for a folder of other options (the message names
-    each difference) or of other prompts only: another --out was meant.
+    Damaged files of a finished folder are set aside. Raises ValueError without prompts, and for a
+    folder of other options (the message names each difference) or of other prompts only: another
+    --out was meant.
     """
     if not names:
         raise ValueError("prompts: expected at least one, got none; check --prompts")
     out = options.out
     manifest = new_manifest(
-        origin["target"],
+        answerer.origin(),
         options.model_dump(mode="json", exclude=UNRECORDED),
         {"source": options.source, "count": len(names), "sha256": sha256},
         seed=options.seed,
         batch_size=options.batch_size,
-        text=origin["text"],
+        text=_text_identity(renderer),
     )
     if not (out / MANIFEST).is_file():
         if foreign := open_foreign(out):
@@ -488,17 +495,16 @@ def _store(
     """
     lost = 0
     held = list[Record]()
-    for conversations, error in answers:
-        new = [row for row in conversations if row.prompt.index in missing]
-        held += [row.record() for row in new]
-        if error is not None and not any(row.has_text for row in conversations):
-            lost += len(conversations)
+    for row, error in answers:
+        held.append(row.record())
+        if error is not None and not row.has_text:
+            lost += 1
             if lost >= (min(patience, MAX_EMPTY) if isinstance(error, EmptyAnswer) else patience):
                 raise error
         else:
             journal.append(held)
             lost = 0
             held = []
-        missing.difference_update(row.prompt.index for row in new)
-        progress.end(new)
+        missing.discard(row.prompt.index)
+        progress.end([row])
     journal.append(held)
