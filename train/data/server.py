@@ -181,7 +181,7 @@ class ServedTarget(Answerer):
                                 "alone; ask the server for a completion by hand, then run the same "
                                 "command again"
                             )
-                        yield [asked.row], error
+                        yield asked.row, error
             finally:
                 for task in work.pending:
                     task.cancel()
@@ -249,10 +249,10 @@ class ServedTarget(Answerer):
         Raises ServerFault if there are none.
         """
         eos_ids = self.side.eos_ids
-        end = next((place for place, token in enumerate(ids) if token in eos_ids), len(ids))
-        ids = ids[: end + 1]  # the rest is padding
-        ended = completion.finish_reason == "stop" and eos_ids
-        if ended and (not ids or ids[-1] not in eos_ids):  # the server left the end token out
+        for place, token in enumerate(ids):
+            if token in eos_ids:
+                return ids[: place + 1]  # the rest is padding
+        if completion.finish_reason == "stop" and eos_ids:  # the server left the end token out
             reported = (completion.stop_reason, completion.matched_stop)
             candidates = (*reported, self.side.tokenizer.eos_token_id, eos_ids[0])
             ids = [*ids, next(token for token in candidates if token in eos_ids)]
@@ -505,8 +505,9 @@ class Server:
         wanted = self._options.model
         for model in models:
             if model.id == wanted or (wanted is None and len(models) == 1):
-                same = {m.id for m in models if m.root is not None and m.root == model.root}
-                self._aliases = {model.id, *same}
+                self._aliases = {
+                    each.id for each in models if each.root is not None and each.root == model.root
+                }
                 return model
         names = self._hide(", ".join(model.id for model in models)) or "none"
         expected = "one model" if wanted is None else f"model {wanted!r}"
