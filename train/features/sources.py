@@ -18,6 +18,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ from tqdm import tqdm
 
 from draftheads.arguments import nearest
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import remedy, replacing, sweep, write_json
+from draftheads.heads.files import read_json, remedy, replacing, sweep, write_json
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
@@ -85,10 +86,13 @@ class SharedFaults:
     """Features whose errors wait until all processes can end together: a process that ended alone
     would take the steps since the last checkpoint with it. Zeros stand in for what is missing.
 
-    fault: the first error of this process. is_broken: whether `check` has raised one.
+    ahead, close: of the source. fault: the first error of this process. is_broken: whether `check`
+    has raised one.
     """
 
     def __init__(self, source: FeatureSource, target: Target, layers: int) -> None:
+        self.ahead = source.ahead
+        self.close = source.close
         self._source = source
         self._target = target
         self._width = layers * target.hidden_size
@@ -109,14 +113,6 @@ class SharedFaults:
         self.fault = self.fault or fault
         shape = (*batch.tokens_BT.shape, self._width)
         return torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
-
-    def ahead(self, numbers: Sequence[int]) -> None:
-        """Begin with these rows, which will be asked for."""
-        self._source.ahead(numbers)
-
-    def close(self) -> None:
-        """End what goes on beside training."""
-        self._source.close()
 
     def check(self, accelerator: Accelerator) -> None:
         """A collective: raise, on all processes, the error of any."""
@@ -163,6 +159,7 @@ class MemoryFeatures:
     def __init__(self, online: RowSource, rows: Rows, gb: float) -> None:
         self.online = online
         self.rows = rows
+        self.close = online.close
         self._room = int(gb * 1e9)
         self._features: dict[int, Tensor] = {}
 
@@ -174,10 +171,6 @@ class MemoryFeatures:
     def ahead(self, numbers: Sequence[int]) -> None:
         """Begin with those that are not in memory."""
         self.online.ahead([number for number in numbers if number not in self._features])
-
-    def close(self) -> None:
-        """End what computes them."""
-        self.online.close()
 
     def _row(self, number: int) -> Tensor:
         if number in self._features:
@@ -228,11 +221,8 @@ class StoredFeatures(FeatureSource):
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource` that does not run the target."""
-        tokens_BT = batch.tokens_BT
-        features_BTD = torch.zeros(*tokens_BT.shape, self.width, dtype=self.online.target.dtype)
-        for line, number in enumerate(numbers):
-            features_BTD[line, : self.rows.sizes[number]] = self._row(number)
-        return features_BTD.to(tokens_BT.device)
+        features = [self._row(number) for number in numbers]
+        return pad_sequence(features, batch_first=True).to(batch.tokens_BT.device)
 
     def _row(self, number: int) -> Tensor:
         shard = number // len(self.shards[0])
@@ -266,10 +256,9 @@ class StoredFeatures(FeatureSource):
         """
         path = self.folder / MANIFEST
         if path.is_file():
-            try:
-                old: dict[str, Any] = dict(json.loads(path.read_bytes()))
-            except (ValueError, TypeError, RecursionError):  # damaged: nothing matches
-                old = {}
+            old: dict[str, Any] = {}
+            with suppress(ValueError):  # damaged: nothing matches
+                old = read_json(path)
             for key, now in self.manifest.items():
                 if key == "target" and same_weights(old.get(key), now):
                     continue
@@ -364,8 +353,8 @@ def make_features(
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
     if foreign:
-        sources = foreign_features(recipe, target, rows, layers, foreign)
-        return sources[0], evaluated if target.adapter else sources[1]
+        states, heldout_states = foreign_features(recipe, target, rows, layers, foreign)
+        return states, evaluated if target.adapter else heldout_states
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
     bits = recipe.target_bits
     stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
@@ -391,10 +380,10 @@ def foreign_features(
     last = target.layers
     captured = sorted({*(recipe.features.layers or [2, last // 2, last - 3]), last})
     layout = StateLayout(target, captured, layers, is_normed=folder.is_normed)
-    sizes = np.diff(rows[0].documents.spans)[:, 0].tolist()
+    documents = rows[0].documents
+    sizes = np.diff(documents.spans)[:, 0].tolist()
     path = recipe.features.path or folder.path / folder.place
     states = ForeignStates(folder, path, sizes, target.hidden_size, StateChecks(layout))
-    documents = rows[0].documents
     first = int(np.argmax(np.array(sizes) > 1))
     start = int(documents.spans[first, 0])
     span = start, start + min(sizes[first], COMPARED)
