@@ -19,6 +19,7 @@ import os
 import shutil
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from draftheads.arguments import nearest, takes_files
 from draftheads.heads.base import DraftHead
-from draftheads.heads.files import remedy, staged, write_json
+from draftheads.heads.files import read_json, remedy, staged, write_json
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
@@ -202,13 +203,13 @@ class Content(NamedTuple):
 def read_state(folder: Path) -> RunState:
     """The state in a checkpoint. Raises ValueError if it is damaged or of another format."""
     try:
-        values: dict[str, Any] = json.loads((folder / TRAINER / STATE).read_bytes())
+        values = read_json(folder / TRAINER / STATE)
         version = values.get("format")
         if version == FORMAT:
             if values.pop(SEAL) != _crc32(values):
                 raise ValueError(f"{SEAL}: expected that of the other values")
             return _STATE.validate_python(values)
-    except (OSError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, RecursionError) as error:
         raise ValueError(f"{folder.name}: {TRAINER}/{STATE} is missing or damaged") from error
     raise ValueError(f"{folder.name}: {TRAINER}/{STATE} has format {version}, expected {FORMAT}")
 
@@ -231,10 +232,10 @@ def newest(output: Path) -> tuple[Saved | None, list[str]]:
     """
     faults: list[str] = []
     for folder in reversed(_steps(output)):
-        fault = _fault(folder)
-        if fault is None:
-            return Saved(folder, read_state(folder)), faults
-        faults.append(fault)
+        try:
+            return Saved(folder, intact_state(folder)), faults
+        except ValueError as error:
+            faults.append(str(error))
     if faults:
         raise ValueError(
             f"{output}: no checkpoint is intact ({'; '.join(faults)}); restore one, or delete "
@@ -400,8 +401,12 @@ class Checkpoints:
 
     def _rotate(self) -> None:
         """Point `best` at the best step; delete all but it and the newest `keep`."""
-        steps = [step for step in _steps(self.output) if _fault(step, contents=False) is None]
-        best = max(reversed(steps), key=_worth)  # of two equal ones the later
+        worths: dict[Path, float] = {}  # of intact steps, the newest first
+        for step in reversed(_steps(self.output)):
+            with suppress(ValueError):
+                worth = intact_state(step, contents=False).worth
+                worths[step] = -math.inf if worth is None else worth
+        best = max(worths, key=worths.__getitem__)  # of two equal ones the later
         link = self.output / f".{BEST}"
         place = self.output / BEST
         if place.is_dir() and not place.is_symlink():  # the run was copied without its links
@@ -409,15 +414,10 @@ class Checkpoints:
         link.unlink(missing_ok=True)
         link.symlink_to(best.name, target_is_directory=True)
         os.replace(link, place)  # in one step: `best` is there at all times
-        for step in set(steps) - {*steps[-self.keep :], best}:
+        for step in worths.keys() - {*list(worths)[: self.keep], best}:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
             shutil.rmtree(gone)
-
-
-def _worth(step: Path) -> float:
-    worth = read_state(step).worth
-    return -math.inf if worth is None else worth
 
 
 def check_writable(output: Path) -> None:
@@ -436,16 +436,15 @@ def _steps(output: Path) -> list[Path]:
     return [folder for folder in step_folders(output) if (folder / TRAINER).is_dir()]
 
 
-def _fault(folder: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint, or None. contents: compare checksums, not only sizes."""
-    try:
-        files = read_state(folder).files
-    except ValueError as error:
-        return str(error)
-    for name, expected in files.items():
+def intact_state(folder: Path, *, contents: bool = True) -> RunState:
+    """The state in a checkpoint. contents: compare checksums of its files, not only sizes. Raises
+    ValueError if it is damaged.
+    """
+    state = read_state(folder)
+    for name, expected in state.files.items():
         if not _is_intact(folder / name, expected, contents=contents):
-            return f"{folder.name}: {name} is missing or damaged"
-    return None
+            raise ValueError(f"{folder.name}: {name} is missing or damaged")
+    return state
 
 
 def _is_intact(path: Path, expected: dict[str, int], *, contents: bool) -> bool:
