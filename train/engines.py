@@ -106,7 +106,7 @@ class JointLearner(Learner):
     ) -> None:
         super().__init__(head, precision)
         self.choices = choices
-        self.names = list(adapter.parameters)
+        self.names = [ADAPTER + name for name in adapter.parameters]
         self.changes = nn.ParameterList(adapter.parameters.values())
 
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target, done: float) -> HeadLoss:
@@ -139,8 +139,7 @@ class JointLearner(Learner):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The heads' parameters, then the adapter's."""
-        names = [ADAPTER + name for name in self.names]
-        return super().trained() | dict(zip(names, self.changes, strict=True))
+        return super().trained() | dict(zip(self.names, self.changes, strict=True))
 
     def rates(self, choices: OptimChoices, step: float, steps: float) -> Rates:
         """The adapter's schedule covers only the steps that train it."""
