@@ -314,7 +314,7 @@ def verify(folder: str | Path, manifest: Manifest, *, by_content: bool = True) -
     """Compare the files of a finished folder with size and checksum in its manifest. Raises
     ValueError naming those that differ.
     """
-    faults = _faults(folder, _entries(manifest), by_content=by_content)
+    faults = _faults(folder, manifest, by_content=by_content)
     if listed := "; ".join(f"{path}: {fault}" for path, fault in faults):
         raise ValueError(f"{listed}; {REPAIR}")
 
@@ -336,7 +336,7 @@ def check(folder: str | Path) -> Counts:
 def set_aside(folder: Path, manifest: Manifest) -> None:
     """Rename the damaged files of a finished folder, so that their prompts are answered again."""
     with _locked(folder):
-        for path, fault in _faults(folder, _entries(manifest)):
+        for path, fault in _faults(folder, manifest):
             if path.is_file():  # another process of this launch may have come first
                 path.replace(path.with_name(f"{path.name}.damaged"))
                 logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
@@ -346,7 +346,7 @@ def delete_records(folder: Path) -> None:
     """Remove the records of a folder without answers that no living process writes to."""
     with _locked(folder):
         for path in [*journals(folder), *columns(folder)]:
-            if path.suffix == ".arrow" or not is_open(path):
+            if not is_open(path):
                 path.unlink()
 
 
@@ -356,19 +356,18 @@ def _entries(manifest: Manifest) -> list[Entry]:
 
 
 def _faults(
-    folder: str | Path, entries: Iterable[Entry], *, by_content: bool = True
+    folder: str | Path, manifest: Manifest, *, by_content: bool = True
 ) -> Iterator[tuple[Path, str]]:
     """The files that are not as they were written, and what is wrong. by_content: not only sizes
     are compared.
     """
-    for entry in entries:
+    for entry in _entries(manifest):
         path = Path(folder) / entry["name"]
-        expected = entry["sha256"]
         size = path.stat().st_size if path.is_file() else "no file"
         if size != entry["bytes"]:
             yield path, f"expected {entry['bytes']} bytes, got {size}"
-        elif by_content and (actual := _checksum(path)) != expected:
-            yield path, f"expected SHA-256 {expected[:12]}, got {actual[:12]}"
+        elif by_content and (actual := _checksum(path)) != entry["sha256"]:
+            yield path, f"expected SHA-256 {entry['sha256'][:12]}, got {actual[:12]}"
 
 
 def _checksum(path: Path) -> str:
@@ -487,17 +486,14 @@ class _Contents:
         self._table = pa.Table.from_batches(batches, SCHEMA)
         follows = self._table["follows"].to_numpy()
         starts = np.flatnonzero(~follows)
-        stops = np.append(starts, len(follows))[1:]
-        first: dict[str, int] = {}
-        for record, name in enumerate(self._table["id"].take(pa.array(starts)).to_pylist()):
-            first.setdefault(name, record)
-
-        def rows(records: Iterable[int]) -> Array:
-            spans = [np.arange(starts[record], stops[record]) for record in records]
-            return np.concatenate([np.zeros(0, np.int64), *spans])
-
-        self._asked = rows([first.pop(name) for name in ids if name in first])
-        self.others = rows(first.values())
+        names = self._table["id"].take(pa.array(starts)).to_pylist()
+        rows = np.arange(len(follows))
+        first: dict[str, Array] = {}
+        for name, own in zip(names, np.split(rows, starts)[1:], strict=True):
+            first.setdefault(name, own)
+        asked = [first.pop(name) for name in ids if name in first]
+        self._asked = np.concatenate([rows[:0], *asked])
+        self.others = np.concatenate([rows[:0], *first.values()])
         has_answer = self._table["turns"].to_numpy()[self._asked] > 0
         self.documents = self._asked[has_answer]
         self.refused = self._asked[~has_answer]
@@ -677,7 +673,7 @@ def _entry(path: Path, shard: Shard) -> Entry:
         "name": path.name,
         "bytes": path.stat().st_size,
         "sha256": _checksum(path),
-        "documents": len(shard.hashes_D),
+        "documents": len(shard.follows_D),
         "tokens": len(shard.tokens_N),
         "learned_tokens": int(shard.sizes_S.sum()),
         "largest_token": int(shard.tokens_N.max(initial=0)),

@@ -67,10 +67,11 @@ def rows_of(record: Record) -> list[Record]:
             if not end <= start <= stop <= len(tokens):
                 raise ValueError("spans to learn overlap or exceed the tokens")
             end = stop
-        row = {"id": str(record["id"]), "tokens": tokens, "follows": place > 0}
-        row |= {name: document[name] for name in ("learn", "turns", "finish")}
-        rows.append({"reason": None, "retokenized": 0, **row, "hash": content_hash(tokens)})
-    return [rows[0] | once, *rows[1:]]
+        row = {name: document[name] for name in ("learn", "turns", "finish")}
+        row |= {"id": str(record["id"]), "tokens": tokens, "follows": place > 0}
+        rows.append(row | {"hash": content_hash(tokens), "reason": None, "retokenized": 0})
+    rows[0] |= once
+    return rows
 
 
 def content_hash(tokens: Array) -> int:
@@ -139,7 +140,7 @@ def _check_spans(batch: pa.RecordBatch) -> None:
     firsts_S = shard.bounds_D1[documents_S]
     lasts_S = shard.bounds_D1[documents_S + 1]
     starts_S = shard.starts_S
-    stops_S = shard.starts_S + shard.sizes_S
+    stops_S = starts_S + shard.sizes_S
     earliest_S = np.maximum(firsts_S, np.append(0, stops_S[:-1]))
     bad_S = (starts_S < earliest_S) | (stops_S < starts_S) | (stops_S > lasts_S)
     if bad_S.any():
@@ -164,7 +165,6 @@ class Shard:
         self._offset = offset
         self.tokens_N: Array = tokens.flatten().to_numpy()
         self.bounds_D1: Array = tokens.offsets.to_numpy() - tokens.offsets[0].as_py()
-        self.hashes_D: Array = batch["hash"].to_numpy()
         self.follows_D: Array = batch["follows"].to_numpy(zero_copy_only=False)
         self.learn_S2: Array = learn.flatten().flatten().to_numpy().reshape(-1, 2)
         """Spans, counted from the start of their document."""
