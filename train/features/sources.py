@@ -403,8 +403,7 @@ def write_missing(stores: Sequence[StoredFeatures], accelerator: Accelerator) ->
     other features, and OSError if the disk fills up nevertheless.
     """
     folder = stores[0].folder.parent
-    missing = [store.missing() for store in stores]
-    pairs = list(zip(stores, missing, strict=True))
+    pairs = [(store, store.missing()) for store in stores]
     to_write = sum(store.shard_bytes[shard] for store, shards in pairs for shard in shards)
     free = shutil.disk_usage(nearest(folder)).free
     if to_write > free:
