@@ -136,7 +136,7 @@ class StateServers:
         """Ask each server for a document; returns what is proven by its states. Raises WrongStates
         unless servers and checkpoint are the same.
         """
-        for server in list(self.servers):
+        for server in self.servers:
             try:
                 self.ask(document, server).result()
             except ServerError:
@@ -171,11 +171,9 @@ class StateServers:
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
         servers = [only] if only else self.servers
-        if only is None:
-            first = next(self._turns) % len(servers)
-            servers = [*servers[first:], *servers[:first]]
+        first = next(self._turns) % len(servers)
         fault: ServerError | None = None
-        for server in servers:
+        for server in [*servers[first:], *servers[:first]]:
             if server not in self.servers:  # dropped meanwhile
                 continue
             try:
