@@ -549,9 +549,10 @@ class _Contents:
         parts = [
             batches[b].take(pa.array(rows[origin == b] - bounds[b])) for b in np.unique(origin)
         ]
-        [batch] = pa.Table.from_batches(parts).combine_chunks().to_batches()
+        if len(parts) == 1:
+            return parts[0]
         back = np.argsort(np.argsort(origin, kind="stable"))  # from the order of batches
-        return batch.take(pa.array(back)) if len(parts) > 1 else batch
+        return pa.concat_batches(parts).take(pa.array(back))
 
 
 @contextmanager
