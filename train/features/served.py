@@ -122,7 +122,6 @@ class StateServers:
         self._thread.start()
         self._clients = {server: server.client() for server in self.servers}
         self._places = {server: asyncio.Semaphore(choices.in_flight) for server in self.servers}
-        self._asked: set[asyncio.Task[Tensor]] = set()
         self._is_closing = False
 
     def ask(self, document: Document, server: Server | None = None) -> Future[Tensor]:
@@ -156,20 +155,17 @@ class StateServers:
 
     async def _end(self) -> None:
         self._is_closing = True
-        if self._asked:  # what servers have begun leaves a file each
-            await asyncio.wait(self._asked, timeout=CLOSE_SECONDS)
-        for task in self._asked:
+        asked = asyncio.all_tasks() - {asyncio.current_task()}
+        if asked:  # what servers have begun leaves a file each
+            await asyncio.wait(asked, timeout=CLOSE_SECONDS)
+        for task in asked:
             task.cancel()
-        await asyncio.gather(*self._asked, return_exceptions=True)
+        await asyncio.gather(*asked, return_exceptions=True)
         for client in self._clients.values():
             await client.aclose()
 
     async def _states(self, document: Document, only: Server | None) -> Tensor:
         """From the first server that gives them. Raises the error of the last one."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
         servers = [only] if only else self.servers
         first = next(self._turns) % len(servers)
         fault: ServerError | None = None
