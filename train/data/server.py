@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -167,10 +168,7 @@ class ServedTarget(Answerer):
         work = _Work(self.servers, self._concurrency, rows)
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self.servers}
-
-            def converse(asked: _Asked) -> Coroutine[Any, Any, None]:
-                return self._converse(asked, clients[asked.server], sampling)
-
+            converse = partial(self._converse, clients, sampling)
             try:
                 while ended := runner.run(work.next_ended(converse)):
                     for asked in filter(work.is_done, ended):
@@ -188,7 +186,9 @@ class ServedTarget(Answerer):
                 for client in clients.values():
                     runner.run(client.aclose())
 
-    async def _converse(self, asked: _Asked, client: Any, sampling: AnswerSampling) -> None:
+    async def _converse(
+        self, clients: dict[Server, Any], sampling: AnswerSampling, asked: _Asked
+    ) -> None:
         """Answer all turns of one conversation, until an error."""
         row = asked.row
         server = asked.server
@@ -197,7 +197,7 @@ class ServedTarget(Answerer):
             while asked.is_open or row.ask():
                 asked.is_open = True
                 request = self.request(row.tokens, sampling, sampling.seed_of(row))
-                completion = await server.complete(client, request)
+                completion = await server.complete(clients[server], request)
                 self._take(row, completion, sampling)
                 asked.is_open = False
         except ServerError as error:
@@ -414,8 +414,8 @@ class Server:
         self._options = options
         self._key = key
         self._client: dict[str, Any] = {
-            "base_url": self.url,
-            "headers": {"Authorization": f"Bearer {self._key}"} if self._key else {},
+            "base_url": url,
+            "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": httpx.Timeout(None, connect=CONNECT_SECONDS),
             "trust_env": False,  # no proxy
         }
