@@ -87,7 +87,6 @@ class StateServers:
     def __init__(
         self, target: Target, choices: FeatureChoices, captured: Sequence[int], length: int
     ) -> None:
-        self.target = target
         self.captured = captured
         self.folder = choices.exchange.resolve()
         self._checks = StateChecks(StateLayout(target, captured, ()))
@@ -108,7 +107,6 @@ class StateServers:
         except (ValueError, ServerError) as error:
             text = OPTION.sub(lambda option: f"features.{option[1].replace('-', '_')}", str(error))
             raise type(error)(text) from None
-        self.model = self.servers[0].model
         for server in self.servers:
             if server.context and server.context <= length:
                 raise ValueError(
@@ -177,7 +175,7 @@ class StateServers:
                     if self._is_closing:
                         raise asyncio.CancelledError
                     request = {
-                        "model": self.model,
+                        "model": server.model,
                         "prompt": document[0],
                         "max_tokens": 1,
                         "temperature": 0,
