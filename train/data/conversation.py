@@ -16,6 +16,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
@@ -138,7 +139,8 @@ class Conversation:
         renderer = self._renderer
         # enough for decoders that join a token with its neighbours
         tail = [*self.tokens[-4:], *lead_ids][-4:]
-        start = decode(renderer, tail)
+        decode = partial(renderer.tokenizer.decode, clean_up_tokenization_spaces=False)
+        start = decode(tail)
         newline = renderer.encode("\n")
         after_end = renderer.encode(text)
         if renderer.eos_ids:
@@ -146,7 +148,7 @@ class Conversation:
         # tokenizers that put a space before every text, even after end tokens, omit it inside one
         inside = renderer.encode("\n" + text)[len(newline) :]
         for ids in (after_end, inside):
-            if decode(renderer, tail + ids) == start + text:
+            if decode(tail + ids) == start + text:
                 return ids
         return None
 
@@ -247,12 +249,6 @@ def render(
         if answer is not None:
             messages.append(answer)
     return renderer.text(messages, ask=ask)
-
-
-def decode(renderer: PromptRenderer, ids: list[int]) -> str:
-    """The text of token ids."""
-    text: str = renderer.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-    return text
 
 
 def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]:
