@@ -468,9 +468,10 @@ def _settings(manifest: Manifest) -> Entry:
     target = manifest["target"]
     source = "this process"
     if server := target.get("server"):  # its address may change, its model may not
-        model = server["model"]
-        context = server["context"]
-        source = f"a server with model {model}, context {context}, target {target['name']}"
+        source = (
+            f"a server with model {server['model']}, context {server['context']}, target "
+            f"{target['name']}"
+        )
     return {
         "answers come from": source,
         "seed": manifest.get("seed"),
