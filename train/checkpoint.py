@@ -329,7 +329,6 @@ class Checkpoints:
                 try:  # the system lets go of it, however this process ends
                     self._lock.acquire(blocking=False)
                 except Timeout:
-                    self.close()
                     raise ValueError(
                         f"{output}: another process trains into it; set another run.output"
                     ) from None

@@ -74,8 +74,7 @@ class HeadStore:
             facts = target_facts(path / TARGET, target)
             facts |= {"head": head, "keep_days": keep_days}
             write_json(path / TARGET, facts)
-            texts = path / TEXTS
-            self.texts = Texts(texts, most_bytes=int(most_mb * 1e6), keep_days=keep_days)
+            self.texts = Texts(path / TEXTS, most_bytes=int(most_mb * 1e6), keep_days=keep_days)
             self.versions = Versions(path / HEADS)
         except BaseException:
             self.close()
