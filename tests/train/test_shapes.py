@@ -282,6 +282,71 @@ def test_reasoning_in_its_own_place_is_learned(tmp_path: Path, key: str) -> None
         assert learned(path, template, reasoning="only") == [f"U:q|A:[[{thought}]]"]
 
 
+PARTS = [
+    [  # as LLaMA-Factory has them
+        {"role": "user", "content": [{"type": "text", "value": "q"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "reasoning", "value": "hm"},
+                {"type": "text", "value": "a"},
+                {"type": "tool_call", "value": CALLED},
+            ],
+        },
+        {"role": "tool", "content": [{"type": "text", "value": "r"}]},
+    ],
+    [  # as Anthropic's interface has them
+        {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "a"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "r"}]},
+    ],
+    [  # as Mistral's has them
+        {"role": "user", "content": "q"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+                {"type": "text", "text": "a"},
+            ],
+            "tool_calls": [json.loads(CALLED)],
+        },
+        {"role": "tool", "content": "r"},
+    ],
+]
+
+
+@pytest.mark.parametrize("turns", PARTS)
+def test_reasoning_calls_and_results_may_be_parts_of_a_content(turns: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"messages": [*turns, *said("A:b")]})
+    [talk] = read_conversations(path)
+    user, asked, result, last = talk.messages or ()
+    assert [each["content"] for each in (user, asked, result, last)] == ["q", "a", "r", "b"]
+    assert asked["reasoning_content"] == "hm"
+    [made] = asked["tool_calls"]
+    assert made["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert result["tool_call_id"] == made["id"] and result["name"] == "f"
+    assert [each.messages for each in read_prompts(path, tools="drop")] == [
+        ({"role": "user", "content": "q"},)
+    ]
+
+
+def test_a_question_may_stand_behind_a_result(tmp_path: Path, caplog: Any) -> None:
+    turns = json.loads(json.dumps(PARTS[1]))
+    turns[2]["content"] += [{"type": "text", "text": "and?"}, {"type": "image", "source": {}}]
+    path = write(tmp_path / "p.jsonl", {"messages": [*turns, *said("A:b")]})
+    [talk] = read_conversations(path)
+    assert [each["role"] for each in talk.messages or ()][2:] == ["tool", "user", "assistant"]
+    assert (talk.messages or ())[3]["content"] == "and?"
+    assert "1 image" in caplog.text
+
+
 def test_an_empty_block_is_learned_if_the_target_wrote_it(tmp_path: Path) -> None:
     block = "<think>\n\n</think>\n\n"
     path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a")})

@@ -21,7 +21,8 @@ beside them:
     text            plain text that the target continues
 
 An assistant's message may have its reasoning in a key of its own (THOUGHTS), and `weight: 0` or
-`train: false` if it is not to be learned. In any record, `category` may name the kind of a prompt.
+`train: false` if it is not to be learned. Reasoning, calls and results may also be parts of a
+content that is a list (PART_KEYS). In any record, `category` may name the kind of a prompt.
 Keys that are known and not read are counted and said. Errors name the record: "prompts.jsonl line
 17, messages, turn 2: expected ...".
 """
@@ -85,6 +86,12 @@ ROLES = {  # our role -> names of it in data sets
     "call": ("function_call", "tool_call"),
     "tool": ("tool", "function", "observation", "tool_response", "ipython"),
     "thought": ("thinking", "reasoning"),
+}
+PART_KEYS = {  # type of a content part: the key that a message has for it
+    "thinking": THOUGHT_KEY,
+    "reasoning": THOUGHT_KEY,
+    "tool_use": "tool_calls",
+    "tool_call": "tool_calls",
 }
 UNLEARNED = ("weight", "train", "training")
 """Keys of an assistant's message that is context alone, if one of them is 0 or false."""
@@ -514,7 +521,8 @@ def _read_turns(where: str, turns: Any, parts: _Parts) -> Messages:
         raise ValueError(f"{where}: expected a list of turns, got {_describe(turns)}")
     messages: list[Message] = []
     thought = ""
-    for number, turn in enumerate(turns, start=1):
+    flat = [(number, each) for number, turn in enumerate(turns, 1) for each in _unfolded(turn)]
+    for number, turn in flat:
         message = _message(f"{where}, turn {number}", turn, parts)
         if message and message["role"] == "thought":  # of the answer that follows
             thought = message["content"]
@@ -530,6 +538,26 @@ def _read_turns(where: str, turns: Any, parts: _Parts) -> Messages:
     if not any(message["role"] == "user" for message in messages):
         raise EmptyPromptError
     return tuple(messages)
+
+
+def _unfolded(turn: Any) -> list[Any]:
+    """A turn without what its content has beside text: results, as turns before it, and reasoning
+    and calls, in their own keys.
+    """
+    content = turn.get("content") if isinstance(turn, dict) else None
+    if not isinstance(content, list):
+        return [turn]
+    turns: list[Message] = []
+    own: Message = {"content": []}
+    for part in content:
+        kind = str(part.get("type")) if isinstance(part, dict) else ""
+        if kind == "tool_result":
+            turns.append({**part, "role": "tool", "tool_call_id": part.get("tool_use_id")})
+        else:
+            own.setdefault(PART_KEYS.get(kind, "content"), []).append(part)
+    if len(turns) < max(1, len(content)):
+        turns.append({**turn, **own})
+    return turns
 
 
 def _link(messages: list[Message]) -> None:
@@ -627,8 +655,8 @@ def _calls(where: str, value: Any) -> list[Message]:
 
 
 def _call(call: Message) -> Message:
-    function = call.get("function", call)
-    arguments = _loaded(function.get("arguments")) or {}
+    function = call.get("function") or _loaded(call.get("value")) or call
+    arguments = _loaded(function.get("arguments", function.get("input"))) or {}
     if isinstance(arguments, str):  # of a tool that takes plain text; templates require an object
         arguments = {"input": arguments}
     return tool_call(function["name"], arguments, call.get("id"))
@@ -643,8 +671,10 @@ def _text(where: str, value: Any, parts: _Parts) -> str:
     texts = []
     for item in value:
         kind = str(item.get("type", "text")) if isinstance(item, dict) else "text"
-        text = item.get("text") if isinstance(item, dict) else item
-        if "text" not in kind:
+        text = item
+        if isinstance(item, dict):
+            text = next((item[key] for key in ("text", "value", "thinking") if key in item), None)
+        if "text" not in kind and kind not in PART_KEYS:
             parts.left_out[kind] += 1
         elif text is not None:
             texts.append(_text(where, text, parts))
