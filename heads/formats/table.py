@@ -208,28 +208,21 @@ def destinations() -> tuple[str, ...]:
 
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
-    config = stored.config
+    config = block.flat(stored.config)
     bias = stored.tensors.get("fc.bias")
     features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
     layers = config.get("num_target_layers") or stored.facts.target.layers
     kind = stored.facts.kind
     architecture = stored.facts.target.architecture
-    is_deep = config.get("num_hidden_layers") not in (None, 0, 1)
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
-    block_config = block.flat(config)
-    own_lm_head = block_config.get("has_own_lm_head")
-    conditioning = block_config.get("markov_head_type")
+    own_lm_head = config.get("has_own_lm_head")
+    has_rnn = config.get("markov_head_type") == "rnn"
     traits = {
-        "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
-        "sliding_window": config.get("sliding_window") is not None,
+        **config,  # some traits are its keys
         "norms of queries and keys": config.get("model_type") == "qwen3",
         "a bias in fc": bias is not None and bool(bias.any()),
-        "norm_before_residual": config.get("norm_before_residual"),
-        "more than one layer": is_deep,
+        "more than one layer": config.get("num_hidden_layers") not in (None, 0, 1),
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
-        "fc_norm": config.get("fc_norm"),
-        "norm_output": config.get("norm_output"),
-        "norm_before_fc": config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "other than three features": len(features) != 3,
         "the same feature twice": len(set(features)) < len(features),
@@ -239,17 +232,16 @@ def loss(to: str, stored: Stored) -> str | None:
         "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
         "the last state as a feature": -1 in features or layers in features,
-        "slots or heads of DSpark": block_config.get("architectures") != ["DFlashDraftModel"],
-        "a learned mask vector": block_config.get("mask_token_id") is None,
-        "rnn conditioning": conditioning == "rnn",
-        "rnn conditioning of DFlash's slots": conditioning == "rnn"
-        and not block_config.get("sample_from_anchor"),
+        "slots or heads of DSpark": config.get("architectures") != ["DFlashDraftModel"],
+        "a learned mask vector": config.get("mask_token_id") is None,
+        "rnn conditioning": has_rnn,
+        "rnn conditioning of DFlash's slots": has_rnn and not config.get("sample_from_anchor"),
         "an lm_head of its own": own_lm_head,
         "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
-        "embeddings of its own": block_config.get("has_embed_tokens"),
+        "embeddings of its own": config.get("has_embed_tokens"),
     }
     unsupported = UNSUPPORTED.get((to, kind), [])
-    return ", ".join(name for name in unsupported if traits[name]) or None
+    return ", ".join(name for name in unsupported if traits.get(name)) or None
 
 
 def translated(stored: Stored, target: Target | None) -> Stored:
