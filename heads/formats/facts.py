@@ -14,20 +14,20 @@ from draftheads.heads.tree import StaticTree, Tree, tree_from_json
 class TargetFacts:
     """The target that a head was trained on, as far as it is recorded."""
 
-    name: str | None = None
-    revision: str | None = None
-    lora: str | None = None  # merged into it
-    fingerprint: str | None = None
-    architecture: str | None = None  # class of its model
-    layers: int | None = None
-    quantisation: str | None = None
-    dtype: str | None = None  # of its saved weights
-    eos_ids: tuple[int, ...] = ()
+    name: str | None
+    revision: str | None
+    lora: str | None  # merged into it
+    fingerprint: str | None
+    architecture: str | None  # class of its model
+    layers: int | None
+    quantisation: str | None
+    dtype: str | None  # of its saved weights
+    eos_ids: tuple[int, ...]
 
     @property
     def title(self) -> str:
         """Its name and its LoRA's, for people."""
-        return titled(self.name, self.lora)
+        return titled(self.name, self.lora) if self.name else "its target"
 
 
 @dataclass(frozen=True)

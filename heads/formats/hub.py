@@ -240,8 +240,7 @@ class HeadFolder:
             with torch.device("meta"):
                 head = HEADS[kind].from_config(stored.config, stored.tensors)
             if target is not None:
-                its = stored.facts.target
-                head.check_fit(target, its.title if its.name else "its target")
+                head.check_fit(target, stored.facts.target.title)
                 if difference := target_difference(stored.facts, target):
                     warnings.warn(
                         f"this head was trained {difference}: output stays the target's own, but "
@@ -387,8 +386,7 @@ def target_difference(facts: HeadFacts, target: Target) -> str:
     trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     if not same_weights(facts.target.fingerprint, target.fingerprint()):
-        name = facts.target.title if facts.target.name else "its target"
-        return f"on other weights ({name}) than {target.title} has now"
+        return f"on other weights ({facts.target.title}) than {target.title} has now"
     if trained != attached:
         with_what = f"adapter {trained}" if trained else "no adapter"
         return f"with {with_what}, {target.title} has {attached or 'none'}"
