@@ -199,8 +199,7 @@ def to_engine(stored: Stored, target: Target | None) -> Stored:
         return stored
     for name, size in (("w1", config["vocab_size"]), ("w2", config["draft_vocab_size"])):
         tensors[f"markov_head.markov_{name}.weight"] = tensors["fc.weight"].new_zeros(size, ALIGNED)
-    said = {"markov_rank": ALIGNED, "markov_head_type": "vanilla"}
-    return Stored({**config, **said}, tensors)
+    return Stored({**config, "markov_rank": ALIGNED, "markov_head_type": "vanilla"}, tensors)
 
 
 def to_mlx(stored: Stored, target: Target | None) -> Stored:
@@ -218,8 +217,12 @@ def to_mlx(stored: Stored, target: Target | None) -> Stored:
         "runtime_block_size": chain(config) + 1,
         "prefer_requested_block_size": True,
     }
-    said = {"dflash_config": section, "dspark_bonus_anchor": not config["sample_from_anchor"]}
-    return Stored({**config, **said}, stored.tensors)
+    config = {
+        **config,
+        "dflash_config": section,
+        "dspark_bonus_anchor": not config["sample_from_anchor"],
+    }
+    return Stored(config, stored.tensors)
 
 
 def to_speculators(stored: Stored, target: Target | None) -> Stored:

@@ -100,7 +100,7 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
     if is_alone and norm_D is not None:  # it reads the last state, after the final norm, as it is
         tensors["fc.weight"] = torch.eye(len(norm_D), dtype=norm_D.dtype)
         config = {**config, AUX_LAYERS: [-1]}
-        whole = {**whole, "use_aux_hidden_state": None}
+        whole["use_aux_hidden_state"] = None
     check_values(whole, {**DESIGN, "target_hidden_size": (None, len(matrix(tensors, "fc.weight")))})
     for architecture in config.get("architectures") or []:
         if not LLAMA_LIKE.fullmatch(architecture):
@@ -134,7 +134,8 @@ def with_sections(config: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_scaling", "rope_parameters"):
         rope = config.get(name) or {}
         for part in (rope, *rope.values()):
-            whole |= {} if not isinstance(part, dict) else part
+            if isinstance(part, dict):
+                whole |= part
     return whole
 
 
@@ -284,14 +285,13 @@ def complete_maps(
             )
         tensors["d2t"] = offsets_v
         tensors["t2d"] = t2d(ids_v, vocab_size) if known_V is None else known_V
-    elif (
-        "lm_head.weight" in tensors
-        and (rows := len(matrix(tensors, "lm_head.weight"))) < vocab_size
-    ):
-        raise ValueError(
-            f"expected d2t, which maps the {rows} draft tokens to the target's, got none; the file "
-            "is incomplete"
-        )
+    elif "lm_head.weight" in tensors:
+        rows = len(matrix(tensors, "lm_head.weight"))
+        if rows < vocab_size:
+            raise ValueError(
+                f"expected d2t, which maps the {rows} draft tokens to the target's, got none; the "
+                "file is incomplete"
+            )
     return vocab_size, ids_v
 
 
