@@ -38,7 +38,6 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
-    from draftheads.train.data.distill import Answerer
 
 SETS = {
     "to distil from (--prompts NAME; the Hub's need a network)": {
@@ -149,6 +148,8 @@ def distill(
     """Let the target answer prompts; its own tokens become the training set. Exit code 1: some
     prompts are unanswered.
     """
+    from draftheads.heads.formats.hub import load_head
+    from draftheads.infer.engine import Speculator
     from draftheads.train.data import distill as distillation
     from draftheads.train.data.prompts import read_prompts
     from draftheads.train.data.server import ServedTarget
@@ -167,29 +168,14 @@ def distill(
         asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
         answerer = ServedTarget(target, asked, revision)
     else:
-        answerer = local_answerer(target, revision, placement, head, answers.batch_size)
+        loaded = answering_target(target, revision, placement, answers.batch_size)
+        drafts = load_head(head, target=loaded) if head else None
+        answerer = distillation.LocalAnswerer(Speculator(loaded, drafts), answers.batch_size)
     report = distillation.distill(answerer, texts, options)
     if report.missing or (report.complete and not report.counts.done):
         raise Exit(1)
     if report.complete:
         say_init(target, out, placement.lora)
-
-
-def local_answerer(
-    target: str,
-    revision: str | None,
-    placement: Placement,
-    head: str | None,
-    batch_size: int,
-) -> Answerer:
-    """A target in this process that answers, with or without heads."""
-    from draftheads.heads.formats.hub import load_head
-    from draftheads.infer.engine import Speculator
-    from draftheads.train.data.distill import LocalAnswerer
-
-    loaded = answering_target(target, revision, placement, batch_size)
-    drafts = load_head(head, target=loaded) if head else None
-    return LocalAnswerer(Speculator(loaded, drafts), batch_size)
 
 
 def answering_target(
