@@ -69,9 +69,8 @@ class States:
         self.mixing = mixing
         self.length = 0
         self.committed = StatesByLayer()
-        self._branches: dict[int, Branches] = {}  # of mixers that take all nodes in one call
-        if mixing == "tree":
-            self._branches = {each.layer_idx: Branches(each) for each in mixers if each.branching}
+        branching = [each for each in mixers if mixing == "tree" and each.branching]  # in one call
+        self._branches = {each.layer_idx: Branches(each) for each in branching}
         self._snapshots: list[Snapshot] = []
         self._earlier: Snapshot = (0, {})  # before the last step
         self._read: StatesByLayer = {}
@@ -109,7 +108,7 @@ class States:
 
     def commit(self) -> None:
         """Commit the states after what was read."""
-        self.length = self.length + self._counts[0]
+        self.length += self._counts[0]
         self.committed = self._read
         self._is_fixed = False
         self._remember()
@@ -276,8 +275,7 @@ def cache_argument(kind: Any, method: str = "forward") -> str:
     options without a word.
     """
     codes = [vars(base)[method] for base in kind.__mro__ if method in vars(base)]
-    names = [name for code in codes for name in inspect.signature(code).parameters]
-    found = [name for name in names if name in CACHE]
+    found = [name for code in codes for name in inspect.signature(code).parameters if name in CACHE]
     if not found:
         raise ValueError(
             f"{kind.__name__}: expected {method} with an argument {' or '.join(CACHE)}, got none; "

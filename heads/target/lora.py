@@ -80,7 +80,7 @@ class Lora:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about ties, and layers that are merged already
-                _merge(model, str(self.folder))
+                _merge(model, self.folder)
         except Exception as error:  # what does not fit may raise anything, in many lines
             raise ValueError(
                 f"adapter {self.name}: expected a LoRA of {model.config.name_or_path} "
@@ -99,7 +99,7 @@ class Lora:
             config.tie_word_embeddings = stay_equal
 
 
-def _merge(model: PreTrainedModel, folder: str) -> None:
+def _merge(model: PreTrainedModel, folder: Path) -> None:
     """Sums are computed in float64, so that they are rounded once, and equal on every machine: the
     fingerprint depends on them.
     """
@@ -111,7 +111,7 @@ def _merge(model: PreTrainedModel, folder: str) -> None:
     if config.layer_replication:  # PEFT would merge into weights that layers share
         raise ValueError("it repeats layers (layer_replication)")
     renames = getattr(model, "_checkpoint_conversion_mapping", {})
-    _bound(config, model, Path(folder) / WEIGHTS, renames)
+    _bound(config, folder / WEIGHTS, renames)
     wrapped: Any = get_peft_model(model, config)
     loaded = wrapped.load_adapter(folder, "default", torch_device="cpu", key_mapping=renames)
     different = [*loaded.missing_keys, *loaded.unexpected_keys]
@@ -126,7 +126,7 @@ def _merge(model: PreTrainedModel, folder: str) -> None:
     wrapped.merge_and_unload()
 
 
-def _bound(config: Any, model: PreTrainedModel, file: Path, renames: dict[str, str]) -> None:
+def _bound(config: Any, file: Path, renames: dict[str, str]) -> None:
     """Take what PEFT would match and allocate from the file, and refuse settings that ask for more.
 
     A regular expression may take for ever, so the modules are those that have matrices.

@@ -41,7 +41,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     matrices = hashlib.sha256()
     dense = not getattr(model.config, "quantization_config", None)
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: item[0]):
+    for name, parameter in sorted(model.named_parameters()):
         digest.update(name.encode())
         if parameter.ndim == 1:
             module = model.get_submodule(name.rpartition(".")[0])
