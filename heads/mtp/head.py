@@ -13,7 +13,7 @@ Legend: B batch, Q queries, D width of target and head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -46,7 +46,6 @@ class MtpDesign:
     vocab_size: int
     states_first: bool = False  # joined as [state; embedding], else as [embedding; state]
     bias: bool = False  # of the projection
-    token_map: Tensor | None = None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     @classmethod
     def of(cls, target: Target) -> Self:
@@ -64,34 +63,18 @@ class MtpDesign:
         origin = LayerOrigin.of(target.model.config)
         return cls(origin, target.hidden_size, target.vocab_size)
 
-    def config(self) -> dict[str, Any]:
-        """Keys of config.json."""
-        ids_v = self.token_map
-        return {
-            "model_type": "mtp",
-            "hidden_size": self.hidden_size,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.vocab_size if ids_v is None else len(ids_v),
-            "mtp_hidden_states_first": self.states_first,
-            "mtp_layer": {"number": self.origin.number, "config": self.origin.config},
-        }
-
     @classmethod
     def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpDesign:
         """Width and switches are those of the tensors. Raises ValueError for missing keys."""
         words, layer = needed(config, "vocab_size", "mtp_layer")
         width = len(matrix(tensors, "eh_proj.weight"))
         origin = LayerOrigin(*reversed(needed(layer, "number", "config")))
-        ids_v = integers(tensors, "token_map")
-        if ids_v is not None:
-            check_ids(ids_v.tolist(), words)
         return cls(
             origin,
             width,
             words,
             states_first=bool(config.get("mtp_hidden_states_first")),
             bias="eh_proj.bias" in tensors,
-            token_map=ids_v,
         )
 
 
@@ -107,7 +90,7 @@ class MtpHead(AutoregressiveHead):
     choices: MtpChoices
     architecture = "MtpModel"
     needs_unembed = True
-    token_map: Tensor | None
+    token_map: Tensor | None  # int64 (v,), target ids of the draft vocabulary; None: all
 
     def __init__(self, design: MtpDesign) -> None:
         super().__init__()
@@ -115,7 +98,7 @@ class MtpHead(AutoregressiveHead):
         self.hidden_size = width = design.hidden_size
         self.vocab_size = design.vocab_size
         self.register_buffer("token_map", None)
-        self.limit_to(design.token_map)
+        self.limit_to(None)
         self._shared_rows = SharedRows()
         self.layer_count, self.feature_layers = 1, (-1,)
         self.rope = self.layer_rope = parts.rope()
@@ -139,7 +122,8 @@ class MtpHead(AutoregressiveHead):
         or not in memory.
         """
         design = MtpDesign.of(target)
-        head = cls(replace(design, token_map=token_map(vocabulary, target.vocab_size)))
+        head = cls(design)
+        head.limit_to(token_map(vocabulary, target.vocab_size))
         head.train_with(choices or MtpChoices())
         layer = decoder_layers(target.model)[design.origin.number]
         theirs = layer.state_dict()
@@ -163,7 +147,6 @@ class MtpHead(AutoregressiveHead):
 
     def limit_to(self, ids_v: Tensor | None) -> None:
         """Draft only tokens of these ids, which rise; None: all."""
-        self.design = replace(self.design, token_map=ids_v)
         self.token_map = ids_v
         self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
 
@@ -205,8 +188,21 @@ class MtpHead(AutoregressiveHead):
 
     def config(self) -> dict[str, Any]:
         """config.json in our own layout, with the target's text config."""
-        return self.design.config()
+        origin = self.design.origin
+        return {
+            "model_type": "mtp",
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size,
+            "mtp_hidden_states_first": self.design.states_first,
+            "mtp_layer": {"number": origin.number, "config": origin.config},
+        }
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
-        return cls(MtpDesign.read(config, tensors))
+        head = cls(MtpDesign.read(config, tensors))
+        ids_v = integers(tensors, "token_map")
+        if ids_v is not None:
+            check_ids(ids_v.tolist(), head.vocab_size)
+        head.limit_to(ids_v)
+        return head
