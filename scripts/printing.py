@@ -109,32 +109,25 @@ def print_trial(plan: Plan) -> None:
     """Print what a trial has measured: activations, time, and whether the run fits."""
     console = SafeConsole(soft_wrap=True)
     time = f"unknown: {plan.reason}"
-    if plan.time:
+    if plan.trial:
+        console.print(f"activations: {_size(plan.trial.activations)}")
         speed = plan.work.tokens_per_step / plan.time["step"]
         time = f"{plan.time['step']:.3g} s per step, {speed:,.0f} tokens/s"
         time += f", {plan.time['steps']:,} steps"
         if plan.recipe.run.minutes and plan.time["steps"] < FEW_STEPS:
             time += ", few to learn from; raise run.minutes or lower run.tokens_per_step"
-    if plan.trial:
-        console.print(f"activations: {_size(plan.trial.activations)}")
     console.print(f"time: {time}")
     for line in plan.servers:
         console.print(line)
-    fits = is_fitting(plan)
     verdict = f"fits: {_size(plan.peak)} of {_size(plan.limit)} of memory"
-    if not fits:
+    if not plan.fits:
         sizes = f"expected at most {_size(plan.limit)}, needs {_size(plan.peak)}"
         verdict = f"does not fit: {sizes} of {TOO_MUCH_MEMORY}"
-    elif not plan.trial:
-        verdict += " without activations, which were not measured"
-    if fits and plan.time:
+    elif plan.trial:
         verdict += f", about {duration(plan.time['total'])}"
-    console.print(verdict, style="bold green" if fits else "bold red")
-
-
-def is_fitting(plan: Plan) -> bool:
-    """Whether memory holds the run, as far as it is known."""
-    return plan.peak <= plan.limit
+    else:
+        verdict += " without activations, which were not measured"
+    console.print(verdict, style="bold green" if plan.fits else "bold red")
 
 
 def print_tuned(tuned: Tuned) -> None:

@@ -102,7 +102,7 @@ def plan(
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
     if not no_probe:  # before imports, which take seconds
         say("memory by shapes; then by two or three steps, as the time; --no-probe skips these")
-    from draftheads.scripts.printing import is_fitting, next_command, print_counts, print_trial
+    from draftheads.scripts.printing import next_command, print_counts, print_trial
     from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe
 
@@ -111,7 +111,7 @@ def plan(
     choices = load_recipe(recipe, overrides or [])
     made = make_plan(choices, processes, engine, probe=not no_probe, counted=print_counts)
     print_trial(made)
-    if is_fitting(made):
+    if made.fits:
         say_beside(f"next: {next_command(made, [str(recipe), *(overrides or [])])}")
 
 

@@ -353,6 +353,11 @@ class Plan:
         """Bytes of memory available to one process."""
         return device_memory() // (self.processes if _device() == "cpu" else 1)
 
+    @property
+    def fits(self) -> bool:
+        """Whether memory holds the run, as far as it is known."""
+        return self.peak <= self.limit
+
     @cached_property
     def time(self) -> dict[str, float]:
         """Seconds of a mean step and in total, and the number of steps; empty without a trial."""
@@ -430,7 +435,7 @@ def make_plan(
     alone = replace(plan, processes=1, engine="ddp")  # as it is tried
     if work.rows is None:
         return replace(plan, reason=f"no answers in {recipe.data.path} to try a step with")
-    if alone.peak > alone.limit:
+    if not alone.fits:
         return replace(plan, reason="memory cannot hold the run of one process")
     try:
         return replace(plan, trial=try_steps(recipe, shapes, work), reason="")
