@@ -267,8 +267,14 @@ def _short(recipe: Recipe, work: Workload, output: Path) -> Recipe:
     steps = {"tokens_per_step": tokens, "steps": 2, "epochs": None, "minutes": None}
     run = recipe.run.model_copy(update={"output": output, "trackers": [], **steps})
     adapter = recipe.adapter and recipe.adapter.model_copy(update={"start": 0.0})
-    parts = {"features": features, "data": data, "run": run, "adapter": adapter}
-    return recipe.model_copy(update={**parts, "target_placement": "whole"})
+    parts = {
+        "features": features,
+        "data": data,
+        "run": run,
+        "adapter": adapter,
+        "target_placement": "whole",
+    }
+    return recipe.model_copy(update=parts)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class Setting:
 
     key: str
     value: Any
-    why: str
+    why: str = ""
 
 
 def suggest(
@@ -90,11 +90,11 @@ def suggest(
         if manifest["complete"] and counts.documents:
             covered = answer_vocabulary(folder, config.vocab_size)
     has_bf16 = default_device() != "cpu" or answering_dtype(target, revision) == "bfloat16"
-    choices = [Setting("target", target, "")]
+    choices = [Setting("target", target)]
     if revision:
-        choices.append(Setting("target_revision", revision, ""))
+        choices.append(Setting("target_revision", revision))
     if lora:
-        choices.append(Setting("target_adapter", lora, ""))
+        choices.append(Setting("target_adapter", lora))
     if has_bf16:
         choices.append(Setting("target_dtype", "bfloat16", "as it will decode here"))
     choices += [
@@ -109,7 +109,8 @@ def suggest(
 
 def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterator[Setting]:
     context = getattr(config, "max_position_embeddings", LONGEST)
-    length = LONGEST if default_device() != "cpu" else LONGEST // 4
+    on_cpu = default_device() == "cpu"
+    length = LONGEST // 4 if on_cpu else LONGEST
     why = "the answers are not there yet"
     if counts and counts.documents:
         mean = counts.tokens / counts.documents
@@ -118,14 +119,14 @@ def _data(config: Any, folder: Path, counts: Counts | None, kind: str) -> Iterat
     if length >= context:
         length = context
         why = "the target's context"
-    yield Setting("data.path", str(folder), "")
+    yield Setting("data.path", str(folder))
     yield Setting("data.sequence_length", length, why)
-    tokens = 16_384 if default_device() != "cpu" else 2_048
+    tokens = 2_048 if on_cpu else 16_384
     rows = max(1, min(16, tokens // length))
     yield Setting("data.rows_per_batch", rows, "draftheads plan measures whether they fit")
     if config.hidden_size < SMALL:
         yield Setting("data.cache_gb", 1, "features of a small target fit into memory")
-    elif default_device() == "cpu" and counts:
+    elif on_cpu and counts:
         size = counts.tokens * config.hidden_size * 2 * STATES.get(kind, 1)
         if size <= CACHED * psutil.virtual_memory().total:
             why = "so the target reads each answer once"
@@ -146,6 +147,7 @@ def _head(
     width = config.hidden_size
     vocabulary = config.vocab_size
     is_small = width < SMALL
+    on_cpu = default_device() == "cpu"
     rate = 5e-3 if is_small else RATES[kind]
     yield Setting("head.kind", kind, WHY_KIND[kind])
     if kind in ("sequential", "medusa"):
@@ -153,7 +155,7 @@ def _head(
     if kind == "sequential":
         rank = max(16, min(512, width // 4))
         yield Setting("head.rank", rank, f"a quarter of the width, {width}")
-        if default_device() == "cpu" and not is_small:
+        if on_cpu and not is_small:
             why = "the target's: a ninth of what there is to learn, and little to read for a draft"
             yield Setting("head.lm_head", "shared", why)
             rate = SHARED
@@ -168,13 +170,13 @@ def _head(
             yield Setting("head.mask", mask, "no text contains it; engines read no learned mask")
     if kind in ("sequential", "medusa") and is_small:
         yield Setting("head.layers", 2, "they cost little at this width")
-    reduced = REDUCED if default_device() != "cpu" else REDUCED_ON_CPU
+    reduced = REDUCED_ON_CPU if on_cpu else REDUCED
     share = f"of {vocabulary:,}: the last matrix is what drafting reads most"
     if covered and not is_small:
         reduced = min(REDUCED, max(1024, covered))
         share = f"{COVERED:.0%} of the answers' tokens, {share}"
     reduced = vocabulary // 4 if is_small else reduced
-    is_served = kind == "block" and default_device() != "cpu"  # by engines that take all tokens
+    is_served = kind == "block" and not on_cpu  # by engines that take all tokens
     if not is_served and vocabulary >= 1.5 * reduced and reduced >= 512:
         yield Setting("head.vocabulary", reduced, share)
     yield Setting("optim.lr", TUNED if is_native else rate, "lower it if the loss jumps")
@@ -183,7 +185,7 @@ def _head(
 def _run(
     name: str, kind: str, counts: Counts | None, width: int, has_bf16: bool
 ) -> Iterator[Setting]:
-    yield Setting("run.output", f"out/{name}/{kind}", "")
+    yield Setting("run.output", f"out/{name}/{kind}")
     if has_bf16:
         yield Setting("run.precision", "bf16", "weights stay float32")
     yield Setting("run.save_every", 200, "each save measures the heads, too")
