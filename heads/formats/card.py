@@ -15,7 +15,6 @@ from jinja2 import Environment
 
 from draftheads.arguments import HUB_ID
 from draftheads.heads.formats import block
-from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.formats.stored import MERGED, Stored
@@ -83,16 +82,15 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         lora=lora,
         to=to,
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
+        config=config,
         quantised=facts.target.quantisation,
         adapter=_two_columns(flat(facts.adapter or {})),
         install=install_command(),
         engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
-        window=config.get("sliding_window"),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
         in_target=layer is not None and family_of(layer["config"]["model_type"]) is not None,
-        outputs=(config.get("eagle_config") or {}).get(AUX_LAYERS),
         tree=tree,
         training=_two_columns(flat(training)),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
