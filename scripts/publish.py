@@ -89,9 +89,9 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
     }
     head, stored = folder.read()
     public = stored_head(head, stored.tensors, public_facts(folder.facts.json))
-    card = _card(folder, as_ours(public, None).config, repo_id, licence)
+    card = _card(folder, as_ours(public).config, repo_id, licence)
     facts = public_config(folder.facts.json)
-    texts = {CONFIG: as_ours(stored_head(head, stored.tensors, facts), None).config}
+    texts = {CONFIG: as_ours(stored_head(head, stored.tensors, facts)).config}
     if has_adapter:
         settings = adapter.read_settings(folder.path / adapter.FOLDER)
         texts[adapter.FILES[0]] = settings | {"base_model_name_or_path": facts["target"]["name"]}

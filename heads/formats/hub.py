@@ -97,7 +97,7 @@ def write_head(
         "measured": [],
     }
     stored = stored_head(head, head.state_dict(), facts)
-    as_ours(stored, target).save(folder)
+    as_ours(stored).save(folder)
     (folder / CARD).write_text(render_card(stored.config) + "\n")
     write_remote_code(folder)
     if target.adapter:

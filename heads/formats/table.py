@@ -17,7 +17,7 @@ def as_is(stored: Stored, target: Target | None) -> Stored:
     return stored
 
 
-def as_ours(stored: Stored, target: Target | None) -> Stored:
+def as_ours(stored: Stored) -> Stored:
     """Our layout; for EAGLE-3 with the keys by which `vllm serve FOLDER` finds the target."""
     config = stored.config
     if stored.facts.kind == "eagle3" and stored.facts.target.name:
@@ -289,7 +289,7 @@ def written(stored: Stored, to: str, target: Target | None) -> Stored:
     if to not in destinations():
         raise ValueError(f"--to: expected one of {', '.join(destinations())}, got {to!r}")
     if to == "draftheads":
-        return as_ours(stored, target)
+        return as_ours(stored)
     if kind not in WRITERS[to]:
         others = ", ".join(["draftheads", *(name for name in WRITERS if kind in WRITERS[name])])
         raise ValueError(
