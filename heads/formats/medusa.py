@@ -98,8 +98,7 @@ def from_hydra(stored: Stored, target: Target | None) -> Stored:
         layer = LayerShape.of(known, LayerSizes()).config()
         layer["rope_parameters"] = rope.get("full_attention", rope)
     facts = {"kind": "sequential", "target": {"name": name or "its target"}}
-    config = {"norm_embeddings": False, "prefix_layer": layer, "draftheads": facts}
-    return Stored(config, tensors)
+    return Stored({"norm_embeddings": False, "prefix_layer": layer, "draftheads": facts}, tensors)
 
 
 def to_vllm(stored: Stored, target: Target | None) -> Stored:
