@@ -20,7 +20,7 @@ from draftheads.heads.mtp.families import FAMILIES, Family
 from draftheads.heads.mtp.head import MtpDesign, MtpHead
 from draftheads.heads.mtp.layer import empty_model, text_config
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import decoder_layers
+from draftheads.heads.target.pretrained import decoder_layers, name_in
 from draftheads.heads.target.skeleton import stored_tensors, tensor_files
 from draftheads.heads.tensors import check_finite, differences
 from draftheads.heads.vocabulary import token_map
@@ -145,8 +145,7 @@ def in_model(
     """
     origin = head.design.origin
     model = empty_model(text_config(origin.config))
-    layer = decoder_layers(model)[origin.number]
-    prefix = next(name for name, module in model.named_modules() if module is layer)
+    prefix = name_in(model, decoder_layers(model)[origin.number])
     inner, others = {}, {}
     for name, tensor in tensors.items():
         if name.startswith(BLOCK):

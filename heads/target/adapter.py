@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from draftheads.extras import extras
 from draftheads.heads.files import read_json
-from draftheads.heads.target.pretrained import decoder_layers, hash_tensor, same_weights
+from draftheads.heads.target.pretrained import decoder_layers, hash_tensor, name_in, same_weights
 from draftheads.heads.tensors import check_finite, opened
 
 if TYPE_CHECKING:  # slow to import, and rarely needed
@@ -99,13 +99,12 @@ class Adapter:
                 f"adapter.modules: expected some of {', '.join(names) or 'none'}, got "
                 f"{', '.join(missing) or 'none'}; list matrices of the target's layers"
             )
-        places: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,
             target_modules=names if modules is None else sorted(modules),
             layers_to_transform=list(range(first, len(stack))),
-            layers_pattern=places[stack].rpartition(".")[2],
+            layers_pattern=name_in(model, stack).rpartition(".")[2],
             task_type="CAUSAL_LM",
         )
         with _quiet():

@@ -40,7 +40,7 @@ from draftheads.arguments import check_path
 from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
-from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint
+from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint, name_in
 from draftheads.heads.tensors import check_sizes, dtype_name
 from draftheads.recipes import NAMED, target_path
 
@@ -409,9 +409,8 @@ def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     if not names:
         return []
     layers, text = decoder_layers(model), model.config.get_text_config(decoder=True)
-    [place] = [name for name, module in model.named_modules() if module is layers]
     base = f"{model.base_model_prefix}."  # checkpoints of the decoder alone leave it out
-    rest = re.escape(place.removeprefix(base))
+    rest = re.escape(name_in(model, layers).removeprefix(base))
     pattern = re.compile(rf"(?:{re.escape(base)})?{rest}\.(\d+)\.(.+)")
     extra = range(len(layers), len(layers) + (getattr(text, "num_nextn_predict_layers", 0) or 0))
     parsed = [(name, pattern.fullmatch(name)) for name in names]

@@ -112,6 +112,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def name_in(model: nn.Module, part: nn.Module) -> str:
+    """The name of one of a model's modules."""
+    name: str = next(name for name, module in model.named_modules() if module is part)
+    return name
+
+
 FINAL_NORMS = (
     "norm",
     "final_layernorm",
