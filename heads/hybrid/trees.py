@@ -124,7 +124,7 @@ class Window(MixerCache):
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         if before is None:
             missing = max(0, size - conv_states.shape[-1])
-            inputs = nn.functional.pad(conv_states, (missing, 0))
+            inputs = F.pad(conv_states, (missing, 0))
         else:
             inputs = torch.cat([before, conv_states], dim=-1)
         self.states["conv", state_idx] = inputs[..., -size:]

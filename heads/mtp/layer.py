@@ -85,7 +85,7 @@ class LayerOrigin:
         text = config.get_text_config(decoder=True)
         if getattr(text, "mtp_layer_types", None):
             return cls(_as_json(text.get_mtp_config()), 0)
-        layers = list(decoder_layers(empty_model(text)))
+        layers = decoder_layers(empty_model(text))
         types = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
         for number in reversed(range(len(layers))):
             is_attention = types[number] in ("full_attention", "sliding_attention")

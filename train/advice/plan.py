@@ -214,11 +214,8 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
         short = _short(recipe, work, Path(folder))
         run = start(short, make_accelerator(short))
         load = time.perf_counter() - began
-        try:
+        with closing(run.checkpoints), closing(run.features):
             first, again = trial_seconds(run)
-        finally:
-            run.features.close()
-            run.checkpoints.close()
     rows = recipe.data.rows_per_batch
     known = base + shapes.target_bytes() + 4 * shapes.trained  # weights, gradients, two moments
     if short.data.cache_gb and _device() == "cpu":
