@@ -94,7 +94,7 @@ class Shapes:
         saved = config.get_text_config(decoder=True).dtype or torch.float32
         self.served_dtype: torch.dtype = getattr(torch, recipe.target_dtype, saved)
         dtype = self.served_dtype
-        if recipe.target_dtype == "auto" and not torch.cuda.is_available():
+        if recipe.target_dtype == "auto" and not _on_gpu():
             dtype = torch.float32
         with reading(recipe.target), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -208,7 +208,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
     gc.collect()
     release()
     forget_peak()
-    base = _resident() if _device() == "cpu" else 0
+    base = 0 if _on_gpu() else _resident()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(owner, f".{TRIAL}") as folder, _in_silence():
         short = _short(recipe, work, Path(folder))
@@ -218,7 +218,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
             first, again = trial_seconds(run)
     rows = recipe.data.rows_per_batch
     known = base + shapes.target_bytes() + 4 * shapes.trained  # weights, gradients, two moments
-    if short.data.cache_gb and _device() == "cpu":
+    if short.data.cache_gb and not _on_gpu():
         known += shapes.feature_bytes(2 * rows * work.row_tokens)  # of two steps
     # the target's forward pass and the head's, a third of its step, for each held-out row
     of_row = (max(0.0, first - again) + again / 3) / rows
@@ -287,7 +287,7 @@ def _in_silence() -> Iterator[None]:
 
 def forget_peak() -> None:
     """Begin to count `peak_memory` anew."""
-    if _device() == "cuda":
+    if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     elif CLEAR.exists():
         CLEAR.write_text("5")  # see proc(5)
@@ -295,7 +295,7 @@ def forget_peak() -> None:
 
 def peak_memory() -> int:
     """Most bytes of memory since `forget_peak`; those of now where the system cannot forget."""
-    if _device() == "cuda":
+    if _on_gpu():
         return int(torch.cuda.max_memory_allocated())
     if CLEAR.exists():
         # getrusage's begins with the peak of the process that started this one
@@ -332,7 +332,7 @@ class Plan:
             parts[part] = math.ceil(copies * shapes.trained / shards)
         shards = self.processes if self.recipe.target_placement == "sharded" else 1
         parts["target"] = shapes.target_bytes(shards)
-        if _device() == "cpu":
+        if not _on_gpu():
             parts["libraries"] = trial.base if trial else _resident()
             # the first process trains on while a copy of weights and moments is written
             parts["checkpoint"] = shapes.checkpoint
@@ -354,7 +354,7 @@ class Plan:
     @property
     def limit(self) -> int:
         """Bytes of memory available to one process."""
-        return device_memory() // (self.processes if _device() == "cpu" else 1)
+        return device_memory() // (1 if _on_gpu() else self.processes)
 
     @property
     def fits(self) -> bool:
@@ -447,13 +447,13 @@ def make_plan(
         return replace(plan, reason=f"a trial failed: {one_line(error)}")
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _on_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def device_memory() -> int:
     """Bytes of memory of the GPU, or of RAM within the cgroup's limit."""
-    if _device() == "cuda":
+    if _on_gpu():
         return int(torch.cuda.mem_get_info()[1])
     total: int = psutil.virtual_memory().total
     group = Path("/sys/fs/cgroup/memory.max")
