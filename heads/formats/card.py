@@ -84,7 +84,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         dtype=" --dtype float32" if facts.target.dtype == "float32" else "",
         config=config,
         quantised=facts.target.quantisation,
-        adapter=_two_columns(flat(facts.adapter or {})),
+        adapter=markdown_table(("", ""), flat(facts.adapter or {}).items()),
         install=install_command(),
         engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
@@ -92,7 +92,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         method=_method(config),
         in_target=layer is not None and family_of(layer["config"]["model_type"]) is not None,
         tree=tree,
-        training=_two_columns(flat(training)),
+        training=markdown_table(("", ""), flat(training).items()),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
         measured=markdown_table(
             MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.measured]
@@ -146,10 +146,6 @@ def _method(config: dict[str, Any]) -> str:
     if kind != "block":
         return kind
     return "dflash" if "dflash_config" in config else "dspark"
-
-
-def _two_columns(values: dict[str, Any]) -> str:
-    return markdown_table(("", ""), values.items())
 
 
 def is_hub_id(name: Any) -> bool:
