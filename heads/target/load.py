@@ -111,9 +111,9 @@ def answering_dtype(path: str, revision: str | None) -> str:
     """
     config = read_config(path, revision)
     text = config.get_text_config(decoder=True)
-    half = "bfloat16" if is_gguf(path) else dtype_name(text.dtype or torch.float32)
+    is_half = is_gguf(path) or text.dtype == torch.bfloat16
     can = can_pack(torch.device("cpu"), torch.bfloat16) and text.hidden_size >= NATIVE_WIDTH
-    return "bfloat16" if can and half == "bfloat16" and not quantised_by(config) else "float32"
+    return "bfloat16" if can and is_half and not quantised_by(config) else "float32"
 
 
 def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -> bool:
