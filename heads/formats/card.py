@@ -112,12 +112,10 @@ def merge_sections(edited: str, old: str, new: str) -> str:
 
 
 def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
-    """The card's entry of an engine. convert: options of `draftheads convert`, if the folder is in
-    our layout and the engine needs another.
+    """The card's entry of an engine. convert: whether the folder is in our layout and the engine
+    needs another; with_target: which takes matrices of the target.
     """
-    facts = HeadFacts(config["draftheads"])
-    kind = facts.kind
-    name = facts.target.name
+    kind = HeadFacts(config["draftheads"]).kind
     is_shared = kind == "medusa" and config["original_lm_head"]
     is_bare = _method(config) == "dspark" and not config["markov_rank"]
     converts = {
@@ -127,16 +125,12 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
         "mlx": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
-    if facts.target.lora:
-        name = MERGED
-    elif not is_hub_id(name):
-        name = "TARGET_FOLDER"
-    target = f" --target {name}" if is_shared else ""
     return {
         "to": to,
         "name": ENGINES[to],
         "loss": loss(to, Stored(config, {})),
-        "convert": f"--to {to}{target}" if converts and layout == "draftheads" else "",
+        "convert": converts and layout == "draftheads",
+        "with_target": is_shared,
     }
 
 

@@ -700,6 +700,24 @@ def test_the_card_of_a_converted_folder_has_the_commands_of_its_program_alone(tm
     assert "THIS_FOLDER_OR_REPO NEW_FOLDER --to draftheads" in card
 
 
+@pytest.mark.parametrize("changed", ["lora", "adapter"])
+def test_an_engine_gets_the_matrices_of_the_adapted_target(tmp_path, changed):
+    """Not of the one on the Hub, which the adapter has changed."""
+    folder = saved("medusa-shared", tmp_path / "plain")
+    config = json.loads((folder / "config.json").read_text())
+    facts = config["draftheads"]
+    facts["target"]["name"] = "us/x"
+    card = render_card(config)
+    assert "for-vllm --to vllm --target us/x\n" in card
+    if changed == "lora":
+        facts["target"]["lora"] = "us/lora"
+    else:
+        facts["adapter"] = {"rank": 4}
+    card = render_card(config)
+    assert "draftheads convert adapted/heads for-vllm --to vllm --target adapted\n" in card
+    assert "--target us/x" not in card
+
+
 @pytest.mark.parametrize("name", ["medusa-shared", "eagle3-usual", "block-none"])
 def test_no_command_looks_up_a_local_target_on_the_hub(hub, tmp_path, name):
     kind, _, _ = name.partition("-")
