@@ -57,11 +57,11 @@ class SpeculativeSampling(Sampled):
         starts = [0, *accumulate([1, *accumulate(tree.widths[:-1], mul)])]  # of levels
         for start, end, width in zip(starts, starts[1:], tree.widths, strict=False):
             first_B = end + (last_B - start) * width
-            q_BV = tree.q_BMV[rows_B, last_B.clamp(max=tree.q_BMV.shape[1] - 1)]
+            q_BV = tree.q_BMV[rows_B, last_B]
             q_BV = F.pad(q_BV, (0, p_BNV.shape[2] - q_BV.shape[1]))
             is_tried_B = last_B >= start  # else an earlier level has rejected all
             for child in range(width):
-                node_B = (first_B + child).clamp(max=p_BNV.shape[1] - 1)
+                node_B = (first_B + child).clamp(min=0)  # of rows that are not tried
                 drafts_B1 = tree.tokens_BN[rows_B, node_B][:, None]
                 p_B1, q_B1 = left_BV.gather(1, drafts_B1), q_BV.gather(1, drafts_B1)
                 is_tried_B = is_tried_B & (q_B1[:, 0] > 0)  # else q had no more tokens

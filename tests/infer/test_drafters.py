@@ -397,7 +397,7 @@ def sampled_step(
 
 @pytest.mark.parametrize("vocabulary", [WORDS, WORDS - 1])
 @pytest.mark.parametrize("filters", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
-@pytest.mark.parametrize("widths", [(1,), (1, 1), (3,), (2, 1), (2, 3), (7, 2)])
+@pytest.mark.parametrize("widths", [(1,), (1, 1), (3,), (2, 1), (2, 3), (7, 2), (2, 1, 1, 5)])
 def test_speculative_sampling_has_the_targets_law(filters, vocabulary, widths):
     """Of chains, and of several draws after each node, also where these are more than the words."""
     rule = SpeculativeSampling(*filters)

@@ -71,7 +71,7 @@ SLOWER = 0.3
 @dataclass(frozen=True)
 class Source:
     """What is learned from, besides use. folder: of the head that learning started from. replay:
-    the data that it was trained on, if that is here. nodes: of its tree.
+    the data that it was trained on, if that is here.
     """
 
     folder: HeadFolder
