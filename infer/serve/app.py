@@ -24,7 +24,6 @@ from draftheads.infer.accept import Greedy
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve.gate import Gate, error_response
-from draftheads.infer.serve.hosts import Hosts
 from draftheads.infer.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -51,8 +50,8 @@ def create_app(
 ) -> FastAPI:
     """The application; its `state.service` decodes until the end of its lifespan.
 
-    hosts: names by which browsers may call it, as of `Hosts`. background: works while nothing is
-    asked.
+    hosts: names by which browsers may call it, as of `names_server`, besides localhost, which leads
+    to nothing else. background: works while nothing is asked.
     """
     service = Service(speculator, options, background)
 
@@ -66,7 +65,8 @@ def create_app(
         openapi_url=None,  # bodies are read by `Reader`, and OpenAI describes them
     )
     app.state.service = service
-    app.add_middleware(Gate, service=service, hosts=Hosts(hosts))
+    names = {"localhost", *map(str.lower, hosts)}
+    app.add_middleware(Gate, service=service, hosts=names)
 
     @app.exception_handler(HTTPException)
     async def refuse(http: Request, error: HTTPException) -> JSONResponse:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftheads.infer.serve.hosts import Hosts
+from draftheads.infer.serve.hosts import names_server
 from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.service import Service
 
@@ -23,12 +24,12 @@ MOST_BYTES = 4 << 20
 @dataclass
 class Gate:
     """Lets requests pass that know the server's name and key, are short enough and arrive in time;
-    counts how they end.
+    counts how they end. hosts: the server's names, as of `names_server`.
     """
 
     app: ASGIApp
     service: Service
-    hosts: Hosts
+    hosts: Collection[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,8 +52,8 @@ class Gate:
         """Why a request may not pass, by its head."""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
-        if not self.hosts.allow(host):
-            names = ", ".join(sorted(self.hosts.names))
+        if not names_server(host, self.hosts):
+            names = ", ".join(sorted(self.hosts))
             return ApiError(
                 400,
                 f"expected the host {names} or an address, got {host[:80]!r}; see --allowed-host",

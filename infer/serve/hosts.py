@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from ipaddress import ip_address
@@ -12,21 +12,15 @@ HEADER = re.compile(r"\[?([0-9a-f:.]+(?=\])|[\w.-]+?)\]?\.?(:\d+)?")
 """A Host header in lower case: a name or an address, and its port."""
 
 
-class Hosts:
-    """Host names that a server answers to. A page of another site cannot reach it by a name that
-    was made to lead to its address (DNS rebinding). Addresses and `localhost` always pass: they
-    lead to nothing else.
+def names_server(header: str, names: Collection[str]) -> bool:
+    """Whether a request with this Host header passes. A page of another site cannot reach a server
+    by a name that was made to lead to its address (DNS rebinding). Addresses always pass: they lead
+    to nothing else.
 
-    names: "model.example.com", "*.example.com" for all below it, or "*" for all.
+    names: in lower case; "model.example.com", "*.example.com" for all below it, or "*" for all.
     """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = {"localhost", *(name.lower() for name in names)}
-
-    def allow(self, header: str) -> bool:
-        """Whether a request with this Host header passes."""
-        parts = HEADER.fullmatch(header.lower())
-        host = parts[1] if parts else ""  # which "*" alone matches
-        with suppress(ValueError):
-            return bool(ip_address(host))
-        return any(fnmatchcase(host, name) for name in self.names)
+    parts = HEADER.fullmatch(header.lower())
+    host = parts[1] if parts else ""  # which "*" alone matches
+    with suppress(ValueError):
+        return bool(ip_address(host))
+    return any(fnmatchcase(host, name) for name in names)
