@@ -22,7 +22,6 @@ class ChatAnswer:
     """An answer and its statistics."""
 
     text: str = ""  # printable
-    accepted: list[bool] = field(default_factory=list)  # characters from accepted draft tokens
     steps: list[Step] = field(default_factory=list)
     finish: str = ""  # as in `Step`, or "interrupted", or "refused": the question does not fit
 
@@ -36,7 +35,6 @@ class ChatAnswer:
         """Take the whole text; of an answer that was stopped, half a character, too."""
         content.end()
         self.text = content.text
-        self.accepted = content.accepted
         self.finish = self.finish or "interrupted"
 
     @property
