@@ -56,9 +56,8 @@ class LookaheadDrafter(NGramDrafter):
         guesses = {path[:depth] for path in text.window() for depth in range(1, len(path) + 1)}
         copies = [*self.copies(text), *reversed(text.grams[text.tokens[-1]])]
         drafts = most_shared(copies, self.limits.draft_nodes - len(guesses))
-        nodes = [*dict.fromkeys([*sorted(guesses, key=len), *drafts])]
-        text.nodes = nodes
-        return nodes
+        text.nodes = [*dict.fromkeys([*sorted(guesses, key=len), *drafts])]
+        return text.nodes
 
     def observe(self, choices: Sequence[Sequence[int]]) -> None:
         """See `Observer.observe`."""
@@ -88,9 +87,8 @@ class GuessedText(Text):
 
     def window(self) -> list[TokenPath]:
         """A path to the end of the branch of each column."""
-        first, *others = self.levels
-        branches = zip(*others, strict=True) if others else [()] * self.columns
-        return [(*first[: column + 1], *branch) for column, branch in enumerate(branches)]
+        branches = zip(*self.levels, strict=True)
+        return [(*self.levels[0][:column], *branch) for column, branch in enumerate(branches)]
 
     def learn(self, chosen: Sequence[int]) -> None:
         """Take the target's answers at the nodes of the newest tree."""
