@@ -131,10 +131,12 @@ class MergedDrafter:
 
 
 def agreed(paths: Sequence[TokenPath], tokens: Sequence[int]) -> int:
-    """How many of these tokens lie on a path, up to the first that does not."""
+    """How many of these tokens lie on a path, up to the first that does not: with a path, those to
+    its parents are there.
+    """
     tree = set(paths)
     path = tuple(tokens)
-    return max((n for n in range(1, len(path) + 1) if path[:n] in tree), default=0)
+    return sum(path[:depth] in tree for depth in range(1, len(path) + 1))
 
 
 def union(parts: Sequence[Sequence[TokenPath]], weights: Sequence[float]) -> list[TokenPath]:
