@@ -13,7 +13,6 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 import inspect
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -230,9 +229,7 @@ class SpeculativeDecoding:
         if self.speculator is None or self.speculator.target.model is not model:
             target = Target(model)
             drafts = self.head
-            if isinstance(drafts, Path):  # never the name of another drafter
-                drafts = os.path.abspath(os.path.expanduser(drafts))
-            if isinstance(drafts, str):
+            if isinstance(drafts, str | Path):
                 drafts = named_drafts(drafts).load(target)
             elif isinstance(drafts, DraftHead):
                 drafts.to(target.device)

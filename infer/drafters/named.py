@@ -59,10 +59,12 @@ def load_drafts(
     return {name: drawing(option.load(target), rule) for name, option in drafts.items()}
 
 
-def named_drafts(source: str) -> NamedDrafts:
+def named_drafts(source: str | Path) -> NamedDrafts:
     """Find what one --head option names; + joins parts, unless it belongs to the name of a folder.
     Raises as `open_drafts`.
     """
+    if isinstance(source, Path):  # never the name of another drafter
+        source = os.path.abspath(os.path.expanduser(source))
     if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
         return _part(source)
     parts = [_part(text) for text in source.split("+")]

@@ -12,7 +12,6 @@ for text in model.stream("And at night?", temperature=0.7):
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -330,8 +329,6 @@ def load(
                 f"expected the names of head and target, got {type(part).__name__}; for loaded "
                 "parts: TextGenerator(Speculator(target, head))"
             )
-    if isinstance(head, Path):  # never the name of another drafter
-        head = os.path.abspath(os.path.expanduser(head))
     name = None if target is None else str(target)
     model, drafts = load_parts(head, name, Greedy(), Place(**place))
     shape = parse_tree(tree) if isinstance(tree, str) else tree

@@ -147,7 +147,7 @@ def faster_dtype(name: str, revision: str | None, place: Place) -> str:
 
 
 def load_parts(
-    head: str | None,
+    head: str | Path | None,
     target: str | None,
     sampling: Acceptance,
     place: Place,
@@ -163,10 +163,9 @@ def load_parts(
         assert target, "callers name a head or a target"
         return load_fast_target(target, place, None, (), template_args), None
     drafts = named_drafts(head)
-    name = target
     revision = None
-    if not name:
-        name, revision = drafts.target
+    if not target:
+        target, revision = drafts.target
         place = place.recorded(drafts.folders[0])
-    model = load_fast_target(name, place, revision, drafts.folders, template_args)
+    model = load_fast_target(target, place, revision, drafts.folders, template_args)
     return model, drawing(drafts.load(model), sampling)
