@@ -67,7 +67,7 @@ class DraftModel(DrafterSource):
                 f"draft model {model.name}: expected the vocabulary of {target.name}, got another; "
                 "use a smaller model of the same family"
             )
-        tree = self.tree if tree is None else tree
+        tree = tree or self.tree
         sampler = TreeSampler(full_widths(tree), self.sampling) if self.sampling else None
         return ModelDrafter(model, tree, target.vocab_size, sampler)
 
@@ -99,7 +99,7 @@ class EarlyExit(DrafterSource):
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError for targets with no more layers."""
-        tree = self.tree if tree is None else tree
+        tree = tree or self.tree
         check_fits(tree, target.vocab_size)
         if target not in self._cut:
             self._cut[target] = first_layers(target, self.layers)
@@ -151,7 +151,6 @@ class ModelDrafter:
         self.vocabulary = min(vocabulary, model.vocab_size)
         self.builder: Any = sampler or tree_builder(tree, None, model.device)
         self.masks = Masks(model.model)
-        self.no_draft = NoDraft()
         self.slots: SlotCache | None = None
         self.unread: list[list[int]] = []  # of each row, what was committed without a draft
         self.is_full = False
@@ -170,7 +169,7 @@ class ModelDrafter:
         longest = self.slots.table.longest if self.slots else 0
         self.is_full |= longest + max(committed.counts) + self.depth > self.model.context
         if self.is_full:
-            return self.no_draft.propose(committed)
+            return NoDraft().propose(committed)
         logits_B1V = self._commit(committed)
         return grow(self.builder, committed.last_tokens_B(), logits_B1V, self._pass)
 

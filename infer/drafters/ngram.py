@@ -61,7 +61,7 @@ class NGram(DrafterSource):
 
     def drafter(self, target: Target, tree: Tree | None = None) -> NGramDrafter:
         """A new drafter, for one generation."""
-        limits = self.tree if tree is None else tree
+        limits = tree or self.tree
         assert isinstance(limits, DynamicTree)
         return self.drafter_of(limits)
 
