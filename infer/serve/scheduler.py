@@ -58,13 +58,12 @@ class Scheduler:
     ) -> None:
         self.speculator = speculator
         self.background = background  # None after an error of it, too
-        self.plain = Speculator(speculator.target, compile=speculator.compile)
         self.slots = slots
         self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
         self._drafting = JobBatch(speculator, slots)
-        self._plain = JobBatch(self.plain, slots)
+        self._plain = JobBatch(Speculator(speculator.target, compile=speculator.compile), slots)
         self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
         self._end: float | None = None  # when the jobs that are left fail
@@ -107,8 +106,8 @@ class Scheduler:
             event = events.get()
             while isinstance(event, Step) and not event.finish:
                 event = events.get()
-        self.speculator.maker.compile_no_more()
-        self.plain.maker.compile_no_more()
+        for batch in (self._drafting, self._plain):
+            batch.engine.maker.compile_no_more()
 
     def cancel(self, job: Job) -> None:
         """End a job after the step that is being computed, if it has one."""
@@ -286,15 +285,15 @@ class Scheduler:
 
     def _tell(self, job: Job, event: Step | Exception) -> None:
         """Deliver a step or an error; its job may end with it."""
-        if isinstance(event, Exception):
+        finish = event.finish if isinstance(event, Step) else "error"
+        if finish == "error":
             job.session = job.session and Session()
-        if isinstance(event, Exception) or event.finish:
+        if finish:
             with self._changed:
                 self._leave(job)
-        background = self.background if job.is_kept else None
-        if background is not None and isinstance(event, Step) and event.finish in COMPLETE:
+        if self.background is not None and job.is_kept and finish in COMPLETE:
             try:  # before it is told: who has an answer may rely on its being kept
-                background.answered(job.prompt, job.row.text[job.row.prompt :])
+                self.background.answered(job.prompt, job.row.answer)
             except Exception:
                 self._end_background()
         job.deliver(event)
