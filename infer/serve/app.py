@@ -128,7 +128,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "shutting down", "shutting_down")
         return {"status": "ok"}
 
-    @app.get("/metrics", response_class=PlainTextResponse)
+    @app.get("/metrics")
     async def metrics() -> Any:
         return PlainTextResponse(generate_latest(service.metrics.registry))
 

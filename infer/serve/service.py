@@ -125,9 +125,7 @@ class Service:
         reply = Reply(request, self.options.name, prompts, self._texts, self.reader.calls)
         events = Events()
         constraint = await asyncio.to_thread(self._constraint, reply)
-        jobs = self._jobs(reply, events)
-        for job in jobs:
-            job.constraint = constraint
+        jobs = [self._job(choice, constraint, events) for choice in reply.choices]
         try:
             await asyncio.to_thread(self.scheduler.check, *jobs)
             self.scheduler.queue(*jobs)
@@ -165,27 +163,24 @@ class Service:
         except (ValueError, ModuleNotFoundError) as error:
             raise ApiError(400, str(error)) from error
 
-    def _jobs(self, reply: Reply, events: Events) -> list[Job]:
-        """One for each answer."""
-        request = reply.request
-        jobs = []
-        for choice in reply.choices:
-            rule = self.rule(request, choice.index % request.count)
-            if request.scores is not None:
-                rule = ScoredRule(rule, request.scores)
-            room = self.target.context - len(choice.prompt)
-            job = Job(
-                choice.prompt,
-                delivery(choice, rule, events),
-                rule,
-                min(request.limit or room, room),
-                stop=request.stops,
-                ends=frozenset(request.stop_token_ids or ()),
-                draft=request.draft is not False,
-                is_kept=request.store is not False,
-            )
-            jobs.append(job)
-        return jobs
+    def _job(self, choice: Choice, constraint: Grammar | None, events: Events) -> Job:
+        """That of an answer."""
+        request = choice.request
+        rule = self.rule(request, choice.index % request.count)
+        if request.scores is not None:
+            rule = ScoredRule(rule, request.scores)
+        room = self.target.context - len(choice.prompt)
+        return Job(
+            choice.prompt,
+            delivery(choice, rule, events),
+            rule,
+            min(request.limit or room, room),
+            stop=request.stops,
+            ends=frozenset(request.stop_token_ids or ()),
+            draft=request.draft is not False,
+            is_kept=request.store is not False,
+            constraint=constraint,
+        )
 
     def rule(self, request: GenerationRequest, number: int = 0) -> Acceptance:
         """The lossless rule that a request asks for. number: of the answer to a prompt, which
