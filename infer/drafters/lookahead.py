@@ -56,8 +56,9 @@ class LookaheadDrafter(NGramDrafter):
         guesses = {path[:depth] for path in text.window() for depth in range(1, len(path) + 1)}
         copies = [*self.copies(text), *reversed(text.grams[text.tokens[-1]])]
         drafts = most_shared(copies, self.limits.draft_nodes - len(guesses))
-        text.nodes = [*dict.fromkeys([*sorted(guesses, key=len), *drafts])]
-        return text.nodes
+        nodes = [*dict.fromkeys([*sorted(guesses, key=len), *drafts])]
+        text.nodes = nodes
+        return nodes
 
     def observe(self, choices: Sequence[Sequence[int]]) -> None:
         """See `Observer.observe`."""

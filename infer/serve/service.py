@@ -48,7 +48,7 @@ class ServeOptions:
     slots: int = 4  # requests decoded at a time
     waiting: int = 64  # more get 429
     timeout: float = 600.0  # seconds for a request, those in the queue included
-    allowed_hosts: tuple[str, ...] = ()  # as of `names_server`; default: by the address it listens on
+    allowed_hosts: tuple[str, ...] = ()  # `names_server`; default: by the address it listens on
     root_path: str = ""  # of the address under which a proxy offers it
 
     def __post_init__(self) -> None:
