@@ -90,9 +90,12 @@ class Arrival:
         """The next one. Raises ApiError."""
         try:
             async with asyncio.timeout_at(self._end):
-                message = await self._next()
-                while self._size > MOST_BYTES and message.get("more_body"):
-                    message = await self._next()  # who is cut off may not see the error
+                while True:
+                    message = await self._receive()
+                    self._size += len(message.get("body", b""))
+                    # the whole of what is too long: who is cut off may not see the error
+                    if self._size <= MOST_BYTES or not message.get("more_body"):
+                        break
         except TimeoutError:
             late = {"Connection": "close"}
             raise ApiError(408, "the request took too long to arrive", **late) from None
@@ -102,11 +105,6 @@ class Arrival:
             )
         if not message.get("more_body"):
             self._end = None
-        return message
-
-    async def _next(self) -> Message:
-        message = await self._receive()
-        self._size += len(message.get("body", b""))
         return message
 
 
