@@ -381,29 +381,27 @@ def _is_void(model: PreTrainedModel, key: str, value: Any) -> bool:
     return value is None or value == {}
 
 
+@dataclass
 class _Replay:
     """Shows the output to stopping criteria and streamer as `generate` does: one token of every row
     at a time, with `pad` for finished rows.
 
     Rows accept different numbers of tokens, so tokens wait until every running row has its next
-    one. pad: None if rows cannot end by EOS; then `generate` does not pad.
+    one. sequences_BT: at first the prompts. pad: None if rows cannot end by EOS; then `generate`
+    does not pad.
     """
 
-    def __init__(
-        self,
-        prompts_BT: Tensor,
-        criteria: StoppingCriteriaList,
-        streamer: BaseStreamer | None,
-        pad: int | None,
-    ) -> None:
-        self.sequences_BT = prompts_BT
-        self._criteria = criteria
-        self._streamer = streamer
-        self._pad = pad
-        self._waiting: list[deque[int]] = [deque() for _ in prompts_BT]
-        self._running = [True] * len(prompts_BT)
-        self._tokens = [0] * len(prompts_BT)
-        self._steps = [0] * len(prompts_BT)
+    sequences_BT: Tensor
+    criteria: StoppingCriteriaList
+    streamer: BaseStreamer | None
+    pad: int | None
+
+    def __post_init__(self) -> None:
+        rows = len(self.sequences_BT)
+        self._waiting: list[deque[int]] = [deque() for _ in range(rows)]
+        self._running = [True] * rows
+        self._tokens = [0] * rows
+        self._steps = [0] * rows
 
     def take(self, steps: Sequence[Step | None]) -> bool:
         """Add one step of the engine; returns whether any row is still running."""
@@ -422,17 +420,17 @@ class _Replay:
         return tuple((tokens - 1) / steps if steps else 0.0 for tokens, steps in pairs)
 
     def _is_padded(self, row: int) -> bool:
-        return self._pad is not None and not self._running[row]
+        return self.pad is not None and not self._running[row]
 
     def _add_column(self) -> None:
         column = []
         for row, waiting in enumerate(self._waiting):
             self._tokens[row] += self._running[row]
-            column.append(self._pad if self._is_padded(row) else waiting.popleft())
+            column.append(self.pad if self._is_padded(row) else waiting.popleft())
         column_B = torch.tensor(column)
         new_B1 = column_B[:, None].to(self.sequences_BT)
         self.sequences_BT = torch.cat([self.sequences_BT, new_B1], dim=1)
-        ended = self._criteria(self.sequences_BT, None).tolist()
+        ended = self.criteria(self.sequences_BT, None).tolist()
         self._running = [on and not end for on, end in zip(self._running, ended, strict=True)]
-        if self._streamer is not None:
-            self._streamer.put(column_B)
+        if self.streamer is not None:
+            self.streamer.put(column_B)
