@@ -84,15 +84,17 @@ def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
     ]
 
 
+@dataclass
 class TokenTexts:
     """The texts of single tokens, with their spaces. A token that is a part of a character has the
     tokenizer's own name for it. marks: as of `TextStream`, for chats.
     """
 
-    def __init__(self, tokenizer: Any, marks: Marks | None) -> None:
-        self.tokenizer = tokenizer
-        self.marks = marks
-        self._before = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+    tokenizer: Any
+    marks: Marks | None
+
+    def __post_init__(self) -> None:
+        self._before = self.tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
         self.read = cache(self._read)
 
     def _read(self, token: int) -> tuple[str, list[int] | None]:
