@@ -219,10 +219,11 @@ def advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
 
 
 def _fix(cache: SlotCache, room: int, bucket: int) -> None:
-    before = cache.table.capacity if cache.table.fixed_S is not None else 0
+    table = cache.table
+    before = table.capacity if table.fixed_S is not None else 0
     cache.fix(room, bucket)
-    torch._dynamo.maybe_mark_dynamic(cache.table.slots_S, 0)
-    if cache.table.capacity != before:
+    torch._dynamo.maybe_mark_dynamic(table.slots_S, 0)
+    if table.capacity != before:
         for layer in cache.layers:
             if layer.is_initialized:
                 torch._dynamo.maybe_mark_dynamic(layer.keys, 2)

@@ -193,7 +193,8 @@ def _read_json(keys: list[str], text: str, schemas: Schemas) -> Found:
 
 def _parameters(call: str) -> Reader | None:
     """Reads a name and parameters with such marks around keys and values."""
-    match = PARAMETERS.fullmatch(call.partition(ONE)[2])
+    example = call.partition(ONE)[2]
+    match = PARAMETERS.fullmatch(example)
     if match is None:
         return None
     before, middle, between, other, after = match.groups()
@@ -203,7 +204,7 @@ def _parameters(call: str) -> Reader | None:
         return None
     marks = [re.escape(mark) for mark in (start, middle, other, end)]
     parameter = re.compile("{}([^<>]+?)(?:{}|{})(.*?){}".format(*marks), re.DOTALL)
-    closing = without_blanks(parameter.sub("", call.partition(ONE)[2]))
+    closing = without_blanks(parameter.sub("", example))
 
     def read(text: str, schemas: Schemas) -> Found:
         name, text = NAME.findall(text)[0]
