@@ -50,6 +50,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Why a request may not pass, by its head."""
+        options = self.service.options
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if not names_server(host, self.hosts):
@@ -59,13 +60,13 @@ class Gate:
                 f"expected the host {names} or an address, got {host[:80]!r}; see --allowed-host",
             )
         path: str = scope["path"]
-        below = path.removeprefix(self.service.options.root_path)  # not every proxy removes it
+        below = path.removeprefix(options.root_path)  # not every proxy removes it
         is_open = not path.startswith("/v1") and not below.startswith("/v1")
-        if is_open or self.service.options.key is None:
+        if is_open or options.key is None:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         # in a time that does not tell how much of the key is right
-        is_right = hmac.compare_digest(key.strip(), self.service.options.key.encode())
+        is_right = hmac.compare_digest(key.strip(), options.key.encode())
         if is_right and scheme.lower() == b"bearer":
             return None
         return ApiError(

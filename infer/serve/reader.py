@@ -75,7 +75,7 @@ class Reader:
             raise self.unknown(request.model)
         prompts: list[Any] = [request]
         if isinstance(request, CompletionRequest):
-            prompts = list(request.prompts)
+            prompts = request.prompts
         choices = len(prompts) * request.count
         if choices > self.most_choices:
             raise ApiError(
