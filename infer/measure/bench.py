@@ -50,7 +50,6 @@ COMPILED = " compiled"
 """At the end of the names of candidates whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
 RIVAL = "llama.cpp"
-RESERVED = (*BASELINES, RIVAL)
 
 Entry = DrafterSource | tuple[DrafterSource, Tree]
 
@@ -177,7 +176,7 @@ def _candidates(
         plain = Speculator(target, compile=compile, profile=True)
         yield Candidate(PLAIN + ending, plain, 0)
     for name, entry in heads.items():
-        if name in RESERVED:
+        if name in (*BASELINES, RIVAL):
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():

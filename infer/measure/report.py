@@ -98,8 +98,8 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
         f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
     )
-    tables = [results_grid(report)]
-    print_findings(heading, tables, verdict(report), cautions(report), LEGEND, console)
+    table = results_grid(report)
+    print_findings(heading, [table], verdict(report), cautions(report), LEGEND, console)
 
 
 def print_findings(
@@ -151,32 +151,32 @@ def verdict(report: BenchReport) -> str:
     result = best(report) or max(results, key=_merit)
     over_generate = times(result.speedup, result.speedup_ci95)
     over_best = times(result.speedup_over_best, result.speedup_over_best_ci95)
+    rival = after_rival(report)
+    if result.speedup_over_best <= 1:
+        return (
+            "No drafts are faster here than the best decoding without: the fastest, "
+            f"{result.name}, has {over_best} its speed{rival}."
+        )
     text = {
         True: "its text is the same, token for token",
         False: "ITS TEXT DIFFERS",
         None: "its text is not judged",
     }[result.lossless]
-    text += after_rival(report)
-    if result.speedup_over_best <= 1:
-        return (
-            "No drafts are faster here than the best decoding without: the fastest, "
-            f"{result.name}, has {over_best} its speed{after_rival(report)}."
-        )
     if result.speedup_over_best_ci95[0] > 1:
         return (
             f"{result.name} is {over_generate} as fast as generate here, {over_best} the best "
-            f"without drafts; {text}."
+            f"without drafts; {text}{rival}."
         )
     return (
         f"{result.name} may be no faster here than the best decoding without drafts: it has "
-        f"{over_best} its speed, and {over_generate} that of generate; {text}."
+        f"{over_best} its speed, and {over_generate} that of generate; {text}{rival}."
     )
 
 
 def after_rival(report: BenchReport) -> str:
     """The end of that sentence, if llama.cpp is faster without drafts than all others here."""
-    ours = [report.plain.baseline_tokens_per_second, report.plain.tokens_per_second]
-    best = max([*ours, *(result.tokens_per_second for result in report.heads)])
+    speeds = [result.tokens_per_second for result in (report.plain, *report.heads)]
+    best = max(report.plain.baseline_tokens_per_second, *speeds)
     if not report.rival or report.rival.tokens_per_second <= best:
         return ""
     theirs = report.rival.tokens_per_second
