@@ -7,7 +7,7 @@ rule is right. What learns or writes data keeps a fixed one: its results must no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,11 +72,11 @@ def measured_pace(config: PretrainedConfig, *, is_exact: bool = True) -> DtypeTi
     text = config.get_text_config(decoder=True)
     own = own_dtype(config)
     half = own if own in HALVES else torch.bfloat16
-    weights = {dtype: matrices(text, dtype) for dtype in (torch.float32, half)}
-    rounds = [pass_seconds(weights) for _ in range(ROUNDS)]
-    best = {dtype: min(seconds[dtype] for seconds in rounds) for dtype in weights}
-    gain = best[torch.float32] / best[half]
-    return DtypeTimes(dtype_name(half), gain, rounds=is_exact and own != half)
+    whole = matrices(text, torch.float32)
+    halves = matrices(text, half)
+    rounds = [(pass_seconds(whole), pass_seconds(halves)) for _ in range(ROUNDS)]
+    slow, fast = map(min, zip(*rounds, strict=True))
+    return DtypeTimes(dtype_name(half), slow / fast, rounds=is_exact and own != half)
 
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:
@@ -96,20 +96,15 @@ def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | Pack
 
 
 @torch.inference_mode()
-def pass_seconds(
-    weights: Mapping[torch.dtype, Sequence[Tensor | PackedWeight]],
-) -> dict[torch.dtype, float]:
-    """Seconds of all products in each dtype, of 1 token and of a step with drafts."""
+def pass_seconds(weights: Sequence[Tensor | PackedWeight]) -> float:
+    """Seconds of all products with these weights, of 1 token and of a step with drafts."""
+    states = [
+        torch.ones(tokens, weight.shape[1], dtype=weight.dtype)
+        for tokens in (1, 1 + NODES)
+        for weight in weights
+    ]
     clock = fair_clock(torch.device("cpu"))
-    seconds = {}
-    for dtype, chosen in weights.items():
-        states = [
-            torch.ones(tokens, weight.shape[1], dtype=dtype)
-            for tokens in (1, 1 + NODES)
-            for weight in chosen
-        ]
-        began = clock()
-        for states_TD, weight in zip(states, [*chosen, *chosen], strict=True):
-            project(states_TD, weight)
-        seconds[dtype] = clock() - began
-    return seconds
+    began = clock()
+    for states_TD, weight in zip(states, [*weights, *weights], strict=True):
+        project(states_TD, weight)
+    return clock() - began
