@@ -2,6 +2,8 @@
 behind HTTP, decode the same prompts in turns. Acceptance is what the engine itself counted.
 
 Source: v1/spec_decode/metrics.py of vLLM 0.32.
+
+Legend: P units of the bootstrap (prompts, or batches of them).
 """
 
 from __future__ import annotations
@@ -102,9 +104,10 @@ def measure(
         prompts, runs = race(candidates, prompts, options, begin=begin, turns=turns)
     growth = growth_of(before, counts_of(head), head.url)
     drafts = growth.get("drafts")
-    sums = {name: sums_of(repeated, batch) for name, repeated in runs.items()}
-    tokens = int(sums[HEAD][:, 0].sum())
-    speedup, interval = compared(sums[HEAD], sums[PLAIN])
+    ours_P2 = sums_of(runs[HEAD], batch)
+    plain_P2 = sums_of(runs[PLAIN], batch)
+    tokens = int(ours_P2[:, 0].sum())
+    speedup, interval = compared(ours_P2, plain_P2)
     differing = None
     if isinstance(options.sampling, Greedy):
         differing = len(differing_outputs(prompts, runs[PLAIN], runs[HEAD]))
@@ -121,8 +124,8 @@ def measure(
         drafts=int(drafts or 0),
         tokens=tokens,
         foreign_tokens=int(growth.get("tokens", tokens)) - tokens,
-        tokens_per_second=speed(sums[HEAD]),
-        plain_tokens_per_second=speed(sums[PLAIN]),
+        tokens_per_second=speed(ours_P2),
+        plain_tokens_per_second=speed(plain_P2),
         speedup=speedup,
         speedup_ci95=interval,
         different_texts=differing,
