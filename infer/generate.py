@@ -369,8 +369,8 @@ def _prompts(
         "padding on the left only, got an attention_mask with zeros after a token; set "
         "tokenizer.padding_side='left'",
     )
-    starts = (~is_token_BT).sum(1).tolist()
-    return [row[start:] for row, start in zip(input_ids.tolist(), starts, strict=True)]
+    rows = zip(input_ids, is_token_BT, strict=True)
+    return [row_T[is_token_T].tolist() for row_T, is_token_T in rows]
 
 
 def _is_void(model: PreTrainedModel, key: str, value: Any) -> bool:
