@@ -284,17 +284,16 @@ class TextGenerator:
 
     def _rule(self, options: GenerateOptions, limit: int) -> Acceptance:
         rule = options.get("sampling")
-        numbers = [name for name in RULE if name in options]
-        if rule is not None and numbers:
-            raise ValueError(
-                f"expected sampling or {', '.join(numbers)}, got both; set the rule's own numbers"
-            )
         if rule is None:
             return seeded(
                 options.get("temperature", 0.0),
                 options.get("top_p", 1.0),
                 options.get("top_k", 0),
                 limit,
+            )
+        if numbers := [name for name in RULE if name in options]:
+            raise ValueError(
+                f"expected sampling or {', '.join(numbers)}, got both; set the rule's own numbers"
             )
         if "seed" in options:
             rule.seed(options["seed"])
