@@ -56,19 +56,25 @@ class Scheduler:
         waiting: int = 64,
         background: Background | None = None,
     ) -> None:
-        self.speculator = speculator
         self.background = background  # None after an error of it, too
         self.slots = slots
         self.room = waiting
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
-        self._drafting = JobBatch(speculator, slots)
+        self._use(speculator)
         self._plain = JobBatch(Speculator(speculator.target, compile=speculator.compile), slots)
-        self._idle = [Session() for _ in range(slots)]  # the least recently used first
         self._changed = Condition()
         self._end: float | None = None  # when the jobs that are left fail
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def _use(self, speculator: Speculator) -> None:
+        """Draft with this engine from now on. Batch and sessions are new, as old caches are of
+        other drafts.
+        """
+        self._drafting = JobBatch(speculator, self.slots)
+        self.speculator = speculator
+        self._idle = [Session() for _ in range(self.slots)]  # the least recently used first
 
     def submit(self, *jobs: Job) -> None:
         """Check and queue the jobs of a request."""
@@ -179,16 +185,14 @@ class Scheduler:
 
     def _work(self) -> float:
         """One piece of the background's work; returns the seconds until the next. What comes of it
-        is for later jobs: their batch and sessions are new, as the old caches are of other drafts.
+        is for later jobs.
         """
         assert self.background is not None
         try:
             with torch.inference_mode(False):
                 engine, pause = self.background.work(self.speculator)
             if engine is not self.speculator:
-                self._drafting = JobBatch(engine, self.slots)
-                self.speculator = engine
-                self._idle = [Session() for _ in range(self.slots)]
+                self._use(engine)
             return min(pause, LONGEST_PAUSE)
         except Exception:  # whatever it is, the answers are right without it
             self._end_background()
