@@ -81,7 +81,7 @@ class History:
         self.max_new_tokens = max_new_tokens
         self.has_template = bool(getattr(target.tokenizer, "chat_template", None))
         self.messages: list[Message] = []
-        self.system = system
+        self._head = [{"role": "system", "content": system}] if system else []
         if system and not self.has_template:
             raise ValueError(
                 f"{target.name} has no chat template, so it takes no system prompt; leave it out"
@@ -96,13 +96,12 @@ class History:
         """
         context = self.target.context
         reserve = min(self.max_new_tokens or RESERVE, RESERVE, context // 4)
-        head = [{"role": "system", "content": self.system}] if self.system else []
         turns = len(self.messages) // 2 if self.has_template else 0
         for dropped in range(turns + 1):
             prompt: str | list[Message] = question
             if self.has_template:
                 kept = self.messages[2 * dropped :]
-                prompt = [*head, *kept, {"role": "user", "content": question}]
+                prompt = [*self._head, *kept, {"role": "user", "content": question}]
             tokens = encode_prompt(self.target, prompt)
             if len(tokens) + reserve <= context:
                 break
