@@ -44,7 +44,7 @@ class Gate:
         scope["root_path"] = self.service.options.root_path
         refusal = self._refusal(scope)
         if refusal is None:
-            await self.app(scope, Arrival(receive).receive, counted)
+            await self.app(scope, limited(receive), counted)
         else:
             await error_response(refusal)(scope, receive, counted)
 
@@ -77,36 +77,35 @@ class Gate:
         )
 
 
-class Arrival:
+def limited(receive: Receive) -> Receive:
     """The messages of a request. Those of its body must come in time, and have at most MOST_BYTES
-    together; the one after them says that the client has left.
+    together, else ApiError is raised; the one after them says that the client has left.
     """
+    size = 0
+    end: float | None = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._size = 0
-        self._end: float | None = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
-
-    async def receive(self) -> Message:
-        """The next one. Raises ApiError."""
+    async def message_in_time() -> Message:
+        nonlocal size, end
         try:
-            async with asyncio.timeout_at(self._end):
+            async with asyncio.timeout_at(end):
                 while True:
-                    message = await self._receive()
-                    self._size += len(message.get("body", b""))
+                    message = await receive()
+                    size += len(message.get("body", b""))
                     # the whole of what is too long: who is cut off may not see the error
-                    if self._size <= MOST_BYTES or not message.get("more_body"):
+                    if size <= MOST_BYTES or not message.get("more_body"):
                         break
         except TimeoutError:
             late = {"Connection": "close"}
             raise ApiError(408, "the request took too long to arrive", **late) from None
-        if self._size > MOST_BYTES:
+        if size > MOST_BYTES:
             raise ApiError(
                 413, f"expected a body of at most {MOST_BYTES} bytes, got more; send a shorter one"
             )
         if not message.get("more_body"):
-            self._end = None
+            end = None
         return message
+
+    return message_in_time
 
 
 def error_response(error: HTTPException) -> JSONResponse:
