@@ -26,38 +26,38 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
-CORE = {"heads": 37_110, "infer": 17_000, "train": 24_050}
+CORE = {"heads": 37_295, "infer": 17_000, "train": 24_605}
 """Code tokens of the core's floors, without comments and docstrings, so that nothing is gained by
 writing tighter. Who must raise one says in the commit what went for it.
 """
 ROOMS = {
-    "heads.target": 15_120,
-    "heads.hybrid": 4_930,
-    "heads.cpu": 2_300,
-    "heads.mtp": 4_400,
-    "infer.fixed": 3_390,
-    "train.features": 8_720,
+    "heads.target": 15_180,
+    "heads.hybrid": 4_900,
+    "heads.cpu": 2_280,
+    "heads.mtp": 4_275,
+    "infer.fixed": 3_385,
+    "train.features": 8_580,
 }
 """Folders of the core."""
 WINGS = {
-    "heads.formats": 14_640,
-    "infer.drafters": 7_735,
-    "infer.measure": 8_900,
-    "infer.chat": 3_520,
-    "infer.serve": 14_985,
-    "infer.generate": 2_670,
-    "infer.pipeline": 3_070,
+    "heads.formats": 14_425,
+    "infer.drafters": 7_635,
+    "infer.measure": 8_815,
+    "infer.chat": 3_480,
+    "infer.serve": 14_835,
+    "infer.generate": 2_610,
+    "infer.pipeline": 3_015,
     "infer.costs": 1_525,
     "infer.grammar": 690,
-    "infer.lossy": 960,
-    "train.data": 21_050,
-    "train.advice": 7_155,
-    "train.learn": 5_100,
-    "scripts": 16_825,
+    "infer.lossy": 955,
+    "train.data": 21_100,
+    "train.advice": 7_130,
+    "train.learn": 5_010,
+    "scripts": 16_730,
 }
 """The folders and modules around the core."""
 PARTS = {**CORE, **ROOMS, **WINGS}
-TOTAL = 225_520
+TOTAL = 225_410
 """Of all parts. It only falls: a part grows by what another gives up."""
 DOORS = {
     "heads.formats.facts",
