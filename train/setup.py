@@ -230,7 +230,9 @@ def free_unread(
         return
     is_cached = recipe.features.mode == "cached"
     proves = recipe.features.server or not data.manifest["target"]  # states of others
-    spares_lm_head = not (head.needs_unembed or proves)
+    shares = data.train.shared or data.heldout.shared
+    prefills = shares and target.ways.packing == "alone"
+    spares_lm_head = not (head.needs_unembed or proves or prefills)
     freed = target.release(lm_head=spares_lm_head, layers=is_cached)
     log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
 

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -30,7 +31,7 @@ from draftheads.heads.target.load import can_pack_model, load, pack_model
 from draftheads.heads.target.longrope import LongRope
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.masks import Masks
-from draftheads.heads.target.packing import Packing, TrainingPass
+from draftheads.heads.target.packing import Packing, TrainingPass, is_sharded
 from draftheads.heads.target.placement import LoadOptions, end_ids, quantisation
 from draftheads.heads.target.pretrained import (
     ADVICE,
@@ -293,7 +294,33 @@ class Target:
         """
         self._check_layers()
         packing = packing or self.ways.packing
+        if packing == "alone" and batch.reach_BT is not None:
+            return self._branched_states(batch, layers)
         return TrainingPass(self.model, self._masks, self._longrope, packing).states(batch, layers)
+
+    def _branched_states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+        """`states` without gradients: a document goes on from the cache of what it begins with."""
+        host = batch.host or batch
+        shape = (*batch.tokens_BT.shape, len(layers) * self.hidden_size)
+        states_BTD = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        visible_BTT = host.visible()
+        for row, documents_T in enumerate(host.documents_BT):
+            cache = self.new_cache(1, len(documents_T))
+            positions_T = F.pad(host.positions_BT[row], (0, 1))
+            for number in range(int(documents_T.max()) + 1):
+                own_P = (documents_T == number).nonzero()[:, 0]
+                path_P = visible_BTT[row, own_P[-1]].nonzero()[:, 0]
+                start = cache.rewind(int(positions_T[own_P[0]]))
+                # the next document may go on from a place within this one
+                for stop in (int(positions_T[own_P[-1] + 1]), len(path_P)):
+                    if start < stop:
+                        places_P = path_P[start:stop]
+                        tokens = host.tokens_BT[row, places_P].tolist()
+                        out = self.prefill([tokens], cache, layers)
+                        assert out.features_BND is not None
+                        states_BTD[row, places_P] = out.features_BND[0]
+                        start = stop
+        return states_BTD.take_along_dim(batch.before()[:, :, None], 1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, shape (..., hidden)."""
@@ -382,10 +409,13 @@ class Target:
 
     @property
     def branches(self) -> bool:
-        """Whether packed documents may be branches of others: their states are those of attention,
-        and do not depend on the length of a text.
+        """Whether packed documents may be branches of others: with LongRoPE, states depend on the
+        length of a text. Where documents run alone, they are read from a cache, which has no
+        gradients, and in as many passes as they need.
         """
-        return not (self.is_hybrid or self.has_long_rope)
+        is_alone = self.ways.packing == "alone"
+        is_bound = self.adapter or is_sharded(self.model) or self.ways.mixing == "tokens"
+        return not (self.has_long_rope or (is_alone and is_bound))
 
     @property
     def has_long_rope(self) -> bool:

@@ -50,15 +50,15 @@ class TrainingPass:
         Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
         large; those of a sharded target are not, because all processes must run as many forwards.
         """
-        is_sharded = isinstance(decoder(self.model), FSDPModule)
+        sharded = is_sharded(self.model)
         is_short = batch.tokens_BT.shape[1] <= PIECE and batch.reach_BT is None
         if self.packing == "alone":
             passes = groups(batch, PIECE)
-        elif self.packing == "mask" or is_sharded or is_short:
+        elif self.packing == "mask" or sharded or is_short:
             return self._forward(batch, layers)
         else:
             passes = [[span] for span in _spans(batch, PIECE)]
-        if is_sharded:  # all processes must run as many
+        if sharded:  # all processes must run as many
             most = torch.tensor(len(passes), device=self.model.device)
             dist.all_reduce(most, dist.ReduceOp.MAX)
             passes += passes[-1:] * (int(most) - len(passes))
@@ -90,6 +90,11 @@ class TrainingPass:
         return torch.cat([torch.zeros_like(states_BTD[:, :1]), states_BTD[:, :-1]], dim=1)
 
 
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether all processes must run as many forwards."""
+    return isinstance(decoder(model), FSDPModule)
+
+
 def _spans(batch: Batch, tokens: int) -> Iterator[Span]:
     """The pieces of a batch: at most `tokens` tokens, or one document."""
     for row, cuts in enumerate(batch.pieces(tokens)):
@@ -114,22 +119,12 @@ def groups(batch: Batch, tokens: int) -> list[list[Span]]:
 
 
 def unpacked_rows(batch: Batch, spans: Sequence[Span]) -> Batch:
-    """Documents, with their branches, as rows of their own. Padding is on the right, where no
-    causal layer sees it.
-    """
+    """Documents as rows of their own. Padding is on the right, where no causal layer sees it."""
     source = batch.host or batch
-
-    def padded(values_BT: Tensor) -> Tensor:
-        return pad_sequence([values_BT[row, start:stop] for row, start, stop in spans], True)
-
-    tokens_RT = padded(source.tokens_BT)
+    tokens = [source.tokens_BT[row, start:stop] for row, start, stop in spans]
+    tokens_RT = pad_sequence(tokens, batch_first=True)
     positions_RT = torch.arange(tokens_RT.shape[1]).expand_as(tokens_RT)
-    reach_RT = None
-    if source.reach_BT is not None:
-        positions_RT = padded(source.positions_BT)
-        reach_RT = padded(source.reach_BT)
-    numbers_RT = torch.zeros_like(tokens_RT)
-    rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, numbers_RT, reach_BT=reach_RT)
+    rows = Batch(tokens_RT, tokens_RT >= 0, positions_RT, torch.zeros_like(tokens_RT))
     return rows.to(batch.tokens_BT.device)
 
 

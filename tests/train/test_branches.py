@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hybrid_targets import HYBRIDS, hybrid_model
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import CONFIGS, MASKLESS, UNEVEN, VOCABULARY, random_model, tiny_target
 from tiny_training import run, write_target
@@ -27,7 +28,7 @@ from draftheads.train.data.shards import rows_of as rows_of_line
 from draftheads.train.data.shards import to_batch
 from draftheads.train.features.states import StateFeatures, StateLayout
 
-NAMES = sorted({**CONFIGS, **UNEVEN, **MASKLESS})
+NAMES = sorted({**CONFIGS, **UNEVEN, **MASKLESS, **HYBRIDS})
 
 
 def conversation(turns: int, seed: int, question: int = 4, answer: int = 5) -> list[Answer]:
@@ -171,11 +172,11 @@ def compared(target: Target, features_of: Any, rows: Rows, layers: list[int]) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_features_are_those_of_each_document_alone(name):
     """On a device that reads rows whole, and on one that reads documents apart."""
-    target = tiny_target(name)
-    if not target.branches:
-        pytest.skip("recurrent layers, or RoPE by length: never has branches")
+    target = Target(hybrid_model(name)) if name in HYBRIDS else tiny_target(name)
+    assert target.branches == (target.ways.mixing != "tokens")
     layers = [0, 1, target.layers]
-    for way in {"alone", "mask" if name in MASKLESS else "resets"}:
+    ways = ["alone"] if target.is_hybrid else ["alone", "mask" if name in MASKLESS else "resets"]
+    for way in ways:
         compared(
             target,
             lambda _, batch, way=way: target.states(batch, layers, way).detach(),
@@ -240,7 +241,7 @@ def check_learning(name: str, **choices: Any) -> None:
         assert (batch.reach_BT is not None) == branches
         head.zero_grad()
         with Operators() as operators:
-            features_BTD = target.features(batch, head.training_layers)
+            features_BTD = target.states(batch, head.training_layers, "resets").detach()
             loss = head(batch, features_BTD, target).loss
             loss.backward()
         assert operators.waits == []
@@ -266,12 +267,17 @@ def test_windows_count_the_positions_of_a_document(name, monkeypatch):
     check_learning(name, sliding_window=8)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_runs_read_branches(tmp_path, kind, capsys):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama", "medusa"), ("llama", "eagle3"), ("qwen3.5", "medusa")]
+)
+def test_runs_read_branches(tmp_path, name, kind, capsys):
     """Features are computed at each step, kept in memory, or read from files: the same loss,
     that of documents in rows of their own.
     """
-    write_target(tmp_path / "target")
+    if name in HYBRIDS:
+        hybrid_model(name).save_pretrained(tmp_path / "target")
+    else:
+        write_target(tmp_path / "target")
     talks = [conversation(3, seed) for seed in range(8)]
     lines = []
     for number, talk in enumerate(talks):
@@ -292,10 +298,12 @@ def test_runs_read_branches(tmp_path, kind, capsys):
         "apart": ["data.pack=false"],
     }
     whole = ["run.steps=1", "run.tokens_per_step=1000000", "data.rows_per_batch=1"]
+    if kind == "medusa":  # which learns through the target's states, not from a cache
+        ways["adapter"] = ["adapter.rank=2"]
     losses = {}
     for way, overrides in ways.items():
         assert run(tmp_path, tmp_path / way, *whole, *overrides, kind=kind) == 0
-        assert ("read once" in capsys.readouterr().out) == (way != "apart")
+        assert ("read once" in capsys.readouterr().out) == (way not in ("apart", "adapter"))
         lines = (tmp_path / way / "metrics.jsonl").read_text().splitlines()
         [losses[way]] = [loss for line in lines if (loss := json.loads(line).get("loss"))]
     assert losses == pytest.approx(dict.fromkeys(ways, losses["online"]), rel=1e-5)

@@ -152,8 +152,7 @@ class Counts:
             lines.append(
                 f"{self.done:,} conversations became {self.documents:,} documents, because the "
                 f"chat template rewrites earlier turns: {self.tokens / self.learned_tokens:.1f} "
-                "tokens for each that is learned; training reads what they begin with once, unless "
-                "the target has recurrent layers"
+                "tokens for each that is learned; training reads what they begin with once"
             )
         return lines + [f"  {number:,} {why}" for why, number in self.reasons.most_common()]
 
