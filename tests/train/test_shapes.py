@@ -124,9 +124,16 @@ def test_known_keys_that_are_not_read_are_said(tmp_path: Path, caplog: Any) -> N
     caplog.clear()
     read_prompts(write(path, {"prompt": "q", "answer": "a", "tools": [{"name": "f"}]}))
     assert caplog.messages == ["left out: 1 tools beside prompt"]
+    caplog.clear()
+    chosen = {"conversations": said("U:q", "A:a", "U:r"), "chosen": said("A:b")[0]}
+    read_conversations(write(path, chosen))
+    assert caplog.messages == ["left out: 1 chosen beside conversations"]
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize(
+    "mark",
+    [{"weight": 0}, {"train": False}, {"training": False}, {"loss_weight": 0.0}, {"loss": False}],
+)
 def test_an_answer_of_no_weight_is_context(tmp_path: Path, mark: Any) -> None:
     turns = said("U:q", "A:bad", "U:r", "A:good", "U:s", "A:worse")
     for place in (1, 5):

@@ -19,12 +19,13 @@ beside them:
     system          the system's message, where the conversation has none
     tools           definitions for the chat template, as objects or JSON text
     text            plain text that the target continues
+    preferences     not read: answers of others
 
-An assistant's message may have its reasoning in a key of its own (THOUGHTS), and `weight: 0` or
-`train: false` if it is not to be learned. Reasoning, calls and results may also be parts of a
-content that is a list (PART_KEYS). In any record, `category` may name the kind of a prompt.
-Keys that are known and not read are counted and said. Errors name the record: "prompts.jsonl line
-17, messages, turn 2: expected ...".
+An assistant's message may have its reasoning in a key of its own (THOUGHTS), and `weight: 0`,
+`train: false` or the like (UNLEARNED) if it is not to be learned. Reasoning, calls and results may
+also be parts of a content that is a list (PART_KEYS). In any record, `category` may name the kind
+of a prompt. Keys that are known and not read are counted and said. Errors name the record:
+"prompts.jsonl line 17, messages, turn 2: expected ...".
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first t
     "history": ("history",),
     "system": ("system", "system_prompt"),
     "tools": ("tools", "functions"),
+    "preferences": ("chosen", "rejected"),
 }
 QUESTIONS = KEYS["conversation"] + KEYS["question"] + KEYS["text"]
 """Keys of which a record has one."""
@@ -93,7 +95,7 @@ PART_KEYS = {  # type of a content part: the key that a message has for it
     "tool_use": "tool_calls",
     "tool_call": "tool_calls",
 }
-UNLEARNED = ("weight", "train", "training")
+UNLEARNED = ("weight", "train", "training", "loss_weight", "loss")
 """Keys of an assistant's message that is context alone, if one of them is 0 or false."""
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 PACKED = (".gz", ".bz2", ".zst")
