@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -185,6 +186,22 @@ def test_features_are_those_of_each_document_alone(name):
         )
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "lfm2"])
+def test_beginnings_are_read_once(name, monkeypatch):
+    """Also where a row has many turns, and recurrent layers remember few of their states."""
+    target = Target(hybrid_model(name)) if name in HYBRIDS else tiny_target(name)
+    read, prefill = [], target.prefill
+
+    def counted(prompts: Any, *arguments: Any) -> Any:
+        read.append(sum(map(len, prompts)))
+        return prefill(prompts, *arguments)
+
+    monkeypatch.setattr(target, "prefill", counted)
+    rows = rows_of(Documents.read(conversation(9, 1)), 200)
+    target.states(rows.batch([0]), [-1], "alone")
+    assert len(rows) == 1 and sum(read) == rows.sizes[0]
+
+
 def test_long_rows_are_read_in_pieces_of_whole_documents_with_their_branches(monkeypatch):
     monkeypatch.setattr(packing, "PIECE", 30)
     target = tiny_target()
@@ -210,6 +227,31 @@ def test_rows_are_masked_one_by_one(monkeypatch):
     rows = rows_of(documents(), 64)
     target.states(rows.batch(range(len(rows))), [-1], "resets")
     assert shapes == [(1, size) for size in rows.sizes]
+
+
+def test_an_adapter_learns_the_same_through_a_mask():
+    pytest.importorskip("peft")
+    target = Target(random_model("llama").double(), name="double")
+    adapter = target.adapt(rank=2, alpha=4.0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapter.parameters.values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    assert not target.branches, "on this device documents would be read from a cache"
+    target.ways = replace(target.ways, packing="resets")
+    assert target.branches
+    gradients = []
+    for branches in (True, False):
+        rows = rows_of(documents(), 200, branches)
+        batch = rows.batch(range(len(rows)))
+        states_MD = target.states(batch, [-1])[batch.loss_mask_BT]
+        states_MD.square().sum().backward()
+        gradients.append([parameter.grad for parameter in adapter.parameters.values()])
+        for parameter in adapter.parameters.values():
+            parameter.grad = None
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours.abs().max() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
 def test_states_of_others_are_those_of_each_document_alone():
