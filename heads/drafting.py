@@ -38,12 +38,11 @@ class Committed:
         """The newest committed token of each row: the root of the next tree."""
         if self.tokens_BC.shape[1] == 1:
             return self.tokens_BC[:, 0]
-        return self.tokens_BC.gather(1, self._last_B1())[:, 0]
+        return self.tokens_BC.gather(1, self.last_B1())[:, 0]
 
     def last_features_BD(self) -> Tensor:
         """The feature of the newest committed token of each row."""
-        index_B1D = self._last_B1()[:, :, None].expand(-1, 1, self.features_BCD.shape[-1])
-        return self.features_BCD.gather(1, index_B1D)[:, 0]
+        return gather_nodes(self.features_BCD, self.last_B1())[:, 0]
 
     def select(self, rows: Sequence[int]) -> Committed:
         """What was committed to these rows alone."""
@@ -60,8 +59,7 @@ class Committed:
     def divide(self) -> tuple[Committed, Committed]:
         """All but the newest token of each row, and that token alone."""
         counts = [max(count - 1, 0) for count in self.counts]
-        earlier_B = (self.count_B - 1).clamp(min=0)
-        earlier = Committed(self.tokens_BC, self.features_BCD, earlier_B, counts)
+        earlier = Committed(self.tokens_BC, self.features_BCD, self.last_B1()[:, 0], counts)
         tokens_B1 = self.last_tokens_B()[:, None]
         features_B1D = self.last_features_BD()[:, None]
         counts = [min(count, 1) for count in self.counts]
@@ -88,7 +86,8 @@ class Committed:
             counts,
         )
 
-    def _last_B1(self) -> Tensor:
+    def last_B1(self) -> Tensor:
+        """int64: the place of the newest committed token of each row; 0 where there is none."""
         return (self.count_B - 1).clamp(min=0)[:, None]
 
 
@@ -110,18 +109,16 @@ class DraftCache:
 
     def commit(self, committed: Committed) -> Tensor:
         """Append the new pairs; returns the state after the newest one of each row, (B, 1, H)."""
+        if not self.memories:  # the first token of a text has no feature and forms no pair
+            committed = committed.since(1)
+            rows, length = committed.tokens_BC.shape
+            self._start(rows, length + ROOM)
         tokens_BC = committed.tokens_BC
         features_BCD = committed.features_BCD
         counts = committed.counts
-        if self.memories and self.table.fixed_S is not None:
+        if self.table.fixed_S is not None:
             hidden_BCH = self._append(tokens_BC, features_BCD, committed.count_B)
-            return gather_nodes(hidden_BCH, (committed.count_B - 1).clamp(min=0)[:, None])
-        if not self.memories:  # the first token of a text has no feature and forms no pair
-            tokens_BC = tokens_BC[:, 1:]
-            features_BCD = features_BCD[:, 1:]
-            counts = [count - 1 for count in counts]
-            rows, length = tokens_BC.shape
-            self._start(rows, length + ROOM)
+            return gather_nodes(hidden_BCH, committed.last_B1())
         hidden = []
         for start in range(0, tokens_BC.shape[1], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
@@ -130,8 +127,7 @@ class DraftCache:
         hidden_BCH = torch.cat(hidden, dim=1) if len(hidden) > 1 else hidden[0]
         if min(counts) == hidden_BCH.shape[1]:
             return hidden_BCH[:, -1:]
-        last_B = torch.tensor([max(count, 1) - 1 for count in counts], device=hidden_BCH.device)
-        return gather_nodes(hidden_BCH, last_B[:, None])
+        return gather_nodes(hidden_BCH, committed.last_B1())
 
     def extend(self, seen_BQP: Tensor, depths_1P: Tensor) -> None:
         """Prepare the memories for Q new nodes, after the text and P - Q earlier nodes. seen_BQP:

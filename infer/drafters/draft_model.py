@@ -204,7 +204,7 @@ class ModelDrafter:
         depths_1C = torch.arange(length, device=tokens_BC.device)[None]
         logits_BCV = self._pass(tokens_BC, chain_1CC, depths_1C)
         self.slots.table.advance(counts)
-        return gather_nodes(logits_BCV, (committed.count_B - 1).clamp(min=0)[:, None])
+        return gather_nodes(logits_BCV, committed.last_B1())
 
     def _pass(self, tokens_BQ: Tensor, seen_BQP: Tensor, depths_1P: Tensor) -> Tensor:
         """Logits (B, Q, V) after Q new nodes, which follow the text and P - Q earlier nodes.
