@@ -67,8 +67,7 @@ class SlotTable:
         if bucket > 1:
             bucket = max(bucket, 1 << (span - 1).bit_length() >> 2)
             span = -(-span // bucket) * bucket
-        if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
-            self._grow(span + 1)
+        self._grow(span + 1)  # fewer than all: a compiled step would treat that case alone
         self.uniform = False
         self.fixed_S = self._slots_S[:span]
 
@@ -87,7 +86,7 @@ class SlotTable:
         """
         self.start = after
         self.pending = after + tokens
-        if self.fixed_S is None and self.span > self.capacity:
+        if self.fixed_S is None:
             self._grow(self.span)
 
     @property
@@ -148,8 +147,7 @@ class SlotTable:
         for place, length in zip(places, lengths, strict=True):
             joined[place] = length
         self.set_lengths(joined)
-        if self.longest > self.capacity:
-            self._grow(self.longest)
+        self._grow(self.longest)
         self._shrink()
 
     def visible(self, ancestors_BQN: Tensor) -> Tensor:
@@ -185,7 +183,9 @@ class SlotTable:
         return node_BS, node_BS.clamp(0, nodes - 1)
 
     def _grow(self, span: int) -> None:
-        self._resize(max(span, int(self.capacity * GROWTH)))
+        """Have so many slots at least."""
+        if span > self.capacity:
+            self._resize(max(span, int(self.capacity * GROWTH)))
 
     def _shrink(self) -> None:
         """Give back the slots of texts that were much longer."""
