@@ -61,7 +61,17 @@ class PackedWeight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
-        return self.product(x.flatten(0, -2)).view(*x.shape[:-1], self.shape[0])
+        x_RI = x.flatten(0, -2)
+        if self.bits:
+            x_RI32 = x_RI.float()
+            largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
+            product_RO = (self._product(x_RI32 / largest_R1) * largest_R1).to(x.dtype)
+        else:
+            rows = len(x_RI)
+            if rows < FEW:
+                x_RI = F.pad(x_RI, (0, 0, 0, FEW - rows))
+            product_RO = self._product(x_RI)[:rows]
+        return product_RO.view(*x.shape[:-1], self.shape[0])
 
     def __deepcopy__(self, memo: Any) -> PackedWeight:
         """The same, as it is frozen, and torch cannot copy what it holds."""
@@ -78,18 +88,7 @@ class PackedWeight:
             return cast(Tensor, torch.ops.quantized.linear_unpack(self._int8)[0].dequantize())
         return cast(Tensor, self._own.to_dense())
 
-    def product(self, x_RI: Tensor) -> Tensor:
-        """The same for a matrix."""
-        if self.bits:
-            x_RI32 = x_RI.float()
-            largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
-            return (self._opaque_product(x_RI32 / largest_R1) * largest_R1).to(x_RI.dtype)
-        rows = len(x_RI)
-        if rows < FEW:
-            x_RI = F.pad(x_RI, (0, 0, 0, FEW - rows))
-        return self._opaque_product(x_RI)[:rows]
-
-    def _opaque_product(self, x_RI: Tensor) -> Tensor:
+    def _product(self, x_RI: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             product_RO: Tensor = torch.ops.draftheads.packed_product(x_RI, self.key, self.shape[0])
             return product_RO
