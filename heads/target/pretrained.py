@@ -76,11 +76,8 @@ def _outside_digits(model: PreTrainedModel) -> str:
 
 def _hash_rows(digest: Any, tensor: Tensor) -> None:
     """About 64 rows of a matrix, or all numbers of a vector."""
-    if tensor.ndim == 1:
-        hash_tensor(digest, tensor)
-        return
-    for row in range(0, len(tensor), max(1, len(tensor) // 64)):
-        hash_tensor(digest, tensor[row])
+    step = 1 if tensor.ndim == 1 else max(1, len(tensor) // 64)
+    hash_tensor(digest, tensor[::step].flatten())
 
 
 def same_weights(known: str | None, now: str | None) -> bool:
