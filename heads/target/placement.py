@@ -498,8 +498,7 @@ def _shard(model: PreTrainedModel, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     layers = decoder_layers(model)
     root = decoder(model)
-    inside = {id(parameter) for parameter in layers.parameters()}
-    outside = {parameter for parameter in model.parameters() if id(parameter) not in inside}
+    outside = {*model.parameters()} - {*layers.parameters()}
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(root, mesh=mesh, ignored_params=outside)  # the root prefetches
