@@ -277,6 +277,10 @@ class DraftHead(nn.Module, ABC):
             pack_layers(self, bits, keep=list(self.modules()))
         return self
 
+    def cast(self, features: Tensor) -> Tensor:
+        """Features in the dtype of the head."""
+        return features.to(next(self.parameters()).dtype)
+
     def checkpointed(self, part: Callable[..., Result], *arguments: Any) -> Result:
         """part(*arguments). With `recompute`, the backward pass calls it again, so it must be
         deterministic.

@@ -249,7 +249,7 @@ class AutoregressiveHead(DraftHead):
 
     def _unroll(self, batch: Batch, features_BTD: Tensor, target: Target, steps: int) -> Unrolled:
         width = len(self.feature_layers) * self.hidden_size  # states for labels follow
-        inputs_BTD = features_BTD[..., :width].to(next(self.parameters()).dtype)
+        inputs_BTD = self.cast(features_BTD[..., :width])
         hidden_BTH = self.checkpointed(self.fuse, inputs_BTD)
         # autocast must not narrow the residual stream
         return unroll(self, batch, hidden_BTH.to(inputs_BTD.dtype), target, steps)

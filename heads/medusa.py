@@ -270,10 +270,6 @@ class MedusaHead(DraftHead):
         heads = zip(self.lm_heads, x_KBD, strict=False)
         return torch.stack([lm_head(hidden_BD) for lm_head, hidden_BD in heads])
 
-    def cast(self, features: Tensor) -> Tensor:
-        """Features in the dtype of the heads."""
-        return features.to(next(self.parameters()).dtype)
-
     def unembed_weights(self, target: Target) -> list[Tensor]:
         """The lm_head weight (v, D) of each head."""
         if self.own_lm_head:
