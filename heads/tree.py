@@ -120,7 +120,7 @@ class StaticTree:
                     f"tree path {list(path)} has no parent; add {list(path[:-1])} to the tree"
                 )
         if any(place.get(path[:-1], -1) > number for path, number in place.items()):
-            paths = tuple(sorted(paths, key=_by_depth))
+            paths = tuple(sorted(paths, key=by_depth))
         object.__setattr__(self, "paths", paths)
 
     def __repr__(self) -> str:
@@ -170,7 +170,7 @@ class StaticTree:
         kept.
         """
         counts = _path_counts(ranks_MK)
-        best = sorted(counts, key=lambda path: (-counts[path], _by_depth(path)))
+        best = sorted(counts, key=lambda path: (-counts[path], by_depth(path)))
         return cls(tuple(best[: max(nodes, ORDERED)])).resized(nodes)
 
     def head(self, nodes: int) -> StaticTree:
@@ -372,5 +372,6 @@ def _path_counts(ranks_MK: Tensor) -> Counter[Path]:
     return counts
 
 
-def _by_depth(path: Path) -> tuple[int, Path]:
+def by_depth(path: Path) -> tuple[int, Path]:
+    """A key to sort paths by: shallow ones first, then the most probable."""
     return len(path), path

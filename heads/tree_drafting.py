@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree, by_depth
 
 
 def gather_nodes(x_BFX: Tensor, nodes_BE: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class StaticTreeBuilder:
     def __init__(self, tree: StaticTree, token_map: Tensor | None, device: torch.device) -> None:
         self.token_map = token_map
         self.start()
-        paths = sorted(tree.paths, key=lambda path: (len(path), path))
+        paths = sorted(tree.paths, key=by_depth)
         self.topology = StaticTree(tuple(paths)).topology(device)
         # for each level: ranks needed of each frontier node; which of them become nodes; which of
         # these are the next frontier; places of their parents in this one
