@@ -15,10 +15,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftheads.heads.hybrid.trees import (
     Arguments,
@@ -31,11 +32,7 @@ from draftheads.heads.hybrid.trees import (
     Window,
     can_branch,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from draftheads.heads.tree import Topology
+from draftheads.heads.tree import Topology
 
 ASKS = {"update_conv_state", "update_recurrent_state"}
 """Methods of transformers' caches by which a mixer hands in its states."""

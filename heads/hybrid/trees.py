@@ -19,7 +19,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -64,7 +63,6 @@ class Mixer(nn.Module):
         return out
 
 
-@cache
 def can_branch(code: Any) -> bool:
     """Whether a mixer's forward can run over a tree: it calls inner functions that are known."""
     names = {*code.__code__.co_names}
