@@ -64,16 +64,20 @@ class States:
     def __init__(self, batch: int, mixers: Sequence[Mixer], mixing: Mixing = "tree") -> None:
         self.rows = batch
         self.mixing = mixing
-        self.length = 0
-        self.committed = StatesByLayer()
         branching = [each for each in mixers if mixing == "tree" and each.branching]  # in one call
         self._branches = {each.layer_idx: Branches(each) for each in branching}
         self._snapshots: list[Snapshot] = []
-        self._earlier: Snapshot = (0, {})  # before the last step
         self._read: StatesByLayer = {}
         self._passes: dict[int, TreePass] = {}  # over the newest trees, by layer
         self._counts: list[int] = []
         self._topology: Topology | None = None
+        self._begin(0, {})
+
+    def _begin(self, length: int, committed: StatesByLayer) -> None:
+        """Continue with these, as if nothing had been before."""
+        self.length = length
+        self.committed = committed
+        self._earlier: Snapshot = (0, {})  # before the last step
         self._is_fixed = False
         self._is_torn = False  # between `keep` and `note`: the states may not be those of `length`
 
@@ -81,8 +85,8 @@ class States:
         """Let the next step write the committed states where they are."""
         self._is_torn = True
         if not self._is_fixed:
-            self.committed, earlier = _each(self.committed, _own), _each(self.committed, _own)
-            self._earlier = (self.length, earlier)
+            self.committed = _each(self.committed, _own)
+            self._earlier = (self.length, _each(self.committed, _own))
             self._is_fixed = True
 
     def free(self) -> None:
@@ -173,17 +177,15 @@ class States:
     def _mix_tokens(self, mixer: Mixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
         """Rows of equal numbers of tokens run together: padding would enter their states."""
         out_BTD = torch.zeros_like(hidden_BTD)
-        number = mixer.layer_idx
+        states = self._read.setdefault(mixer.layer_idx, {})
         for count in set(self._counts) - {0}:
             rows = [row for row, other in enumerate(self._counts) if other == count]
-            before = self._read.get(number, {})
-            window = Window({key: state[rows] for key, state in before.items()})
-            width = 1 if before and self.mixing == "tokens" else count
+            window = Window({key: state[rows] for key, state in states.items()})
+            width = 1 if states and self.mixing == "tokens" else count
             for start in range(0, count, width):
                 tokens_RTD = hidden_BTD[rows, start : start + width]
                 out_RTD = mixer.plain(tokens_RTD, window, arguments)
                 out_BTD[rows, start : start + width] = out_RTD
-            states = self._read.setdefault(number, {})
             for key, state in window.states.items():
                 if len(rows) == self.rows:
                     states[key] = state
@@ -213,12 +215,6 @@ class States:
     def take(self, other: States, place: int, length: int) -> None:
         """Continue with a row of `other`, of `length` tokens, and what is known of its past."""
         self._begin(length, _each(other.committed, lambda state: state[[place]]))
-
-    def _begin(self, length: int, committed: StatesByLayer) -> None:
-        """Continue with these, as if nothing had been before."""
-        self.length = length
-        self.committed = committed
-        self._earlier, self._is_fixed, self._is_torn = (0, {}), False, False
 
 
 def _each(states: StatesByLayer, change: Callable[[Tensor], Tensor]) -> StatesByLayer:
