@@ -6,7 +6,6 @@ Legend: v draft vocabulary, V vocabulary of the target, M tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import integers
 
 
-class Vocabulary:
+class Vocabulary(nn.Module):
     """The draft vocabulary of a head, stored as in published checkpoints: `d2t` holds target id
     minus draft index, `t2d` whether the head can draft each of the target's tokens.
     """
@@ -28,9 +27,8 @@ class Vocabulary:
     def add_vocabulary(self, size: int, vocab_size: int) -> None:
         """Create the buffers, unless the vocabulary is the target's."""
         ids_v = torch.arange(size) if size < vocab_size else None
-        module = cast(nn.Module, self)
-        module.register_buffer("d2t", None if ids_v is None else torch.zeros_like(ids_v))
-        module.register_buffer("t2d", None if ids_v is None else t2d(ids_v, vocab_size))
+        self.register_buffer("d2t", None if ids_v is None else torch.zeros_like(ids_v))
+        self.register_buffer("t2d", None if ids_v is None else t2d(ids_v, vocab_size))
 
     def fill_vocabulary(self, ids_v: Tensor) -> None:
         """Set the target ids, which rise."""
