@@ -334,11 +334,11 @@ class RecurrentHead(SequentialHead):
                 codes_Vr = []
                 for index in range(self.depth):
                     codes_Vr.append(torch.cat([self.codes(index, part, target) for part in parts]))
+            logits_rv = None
             is_thin = len(downs_rE[0]) <= width
-            if not (is_thin and self.fits(self.draft_vocab_size, target)):
-                return Products(mixers_KDr, codes_Vr, None)
-            pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
-            logits_rv = [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
+            if is_thin and self.fits(self.draft_vocab_size, target):
+                pairs = zip(self.unembed_weights(target), self.up.parameters(), strict=True)
+                logits_rv = [(lm_vD.to(up.dtype) @ up).T.contiguous() for lm_vD, up in pairs]
             return Products(mixers_KDr, codes_Vr, logits_rv)
 
         embeddings = target.model.get_input_embeddings().parameters()
