@@ -292,8 +292,7 @@ class Branches(TreePass, MixerCache):
             taps.append(size + at_BN)
             above_BN = parents_BN.gather(1, at_BN.clamp(min=0))
             at_BN = torch.where(at_BN >= 0, above_BN, at_BN - 1)
-        taps_BNK: Tensor = torch.stack(taps[::-1], dim=-1)
-        return taps_BNK
+        return torch.stack(taps[::-1], dim=-1)
 
     def _gated_delta_rule(
         self, query: Tensor, key: Tensor, value: Tensor, **options: Any
