@@ -212,8 +212,9 @@ class Branches(TreePass, MixerCache):
         }
         scope = {**plain.__globals__, **inner}
         del scope["__name__"]  # by which a compiler would look names up in transformers' module
-        code, defaults, closure = plain.__code__, plain.__defaults__, plain.__closure__
-        self._code = FunctionType(code, scope, None, defaults, closure)
+        self._code = FunctionType(
+            plain.__code__, scope, None, plain.__defaults__, plain.__closure__
+        )
         self._code.__kwdefaults__ = plain.__kwdefaults__
         self._convolution = 0  # the number of the next one
         self._paths_BCNK: dict[int, Tensor] = {}
@@ -323,7 +324,7 @@ class Branches(TreePass, MixerCache):
             dt = F.softplus(dt)
         dt_BHN = dt.clamp(*options.get("dt_limit", (0.0, float("inf")))).transpose(1, 2)
         x_BHNV, key_BHNQ, query_BHNQ = (_heads_first(x, heads) for x in (hidden_states, B, C))
-        decay_BHN = (A.float()[:, None] * dt_BHN).float()
+        decay_BHN = A.float()[:, None] * dt_BHN
         value_BHNV = x_BHNV * dt_BHN[..., None].float()
         out_BHNV = self._attend(query_BHNQ, key_BHNQ, value_BHNV, decay_BHN, None)
         if (skip_H := options.get("D")) is not None:
