@@ -311,7 +311,7 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
         end_ids(generation.eos_token_id, path, vocabulary)
     place, file = location(path)
     with reading(path, revision):
-        _check_promise(config, Path(place), **file)
+        _check_promise(config, Path(place), file.get("gguf_file", "*"))
         model: PreTrainedModel
         model, report = AutoModelForCausalLM.from_pretrained(
             place,
@@ -340,11 +340,11 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     return model
 
 
-def _check_promise(config: PretrainedConfig, folder: Path, gguf_file: str = "", **_: Any) -> None:
+def _check_promise(config: PretrainedConfig, folder: Path, pattern: str) -> None:
     """Raise ValueError for a config that asks for memory that its files cannot fill: transformers
     would allocate it before it looks at shapes. Only of folders: a download has been asked for.
     """
-    files = [file for file in folder.glob(gguf_file or "*") if file.suffix in WEIGHTS]
+    files = [file for file in folder.glob(pattern) if file.suffix in WEIGHTS]
     if not files:
         return
     with unpartitioned(), torch.device("meta"):
