@@ -297,7 +297,7 @@ class TorchEngine(Engine):
 
     def update(self, rates: Rates) -> float:
         parameters = list(self._named.values())
-        norm = float(_gathered(nn.utils.clip_grad_norm_(parameters, self.choices.clip)))
+        norm = float(self._full(nn.utils.clip_grad_norm_(parameters, self.choices.clip)))
         if math.isfinite(norm):  # the same norm, hence the same decision, on all processes
             for group in self.optimizer.param_groups:
                 group["lr"] = rates[group["name"]]
@@ -309,7 +309,7 @@ class TorchEngine(Engine):
         state: State = {}
         for name, parameter in self._named.items():
             for key, value in self.optimizer.state[parameter].items():
-                full = _gathered(value)
+                full = self._full(value)
                 if keep:
                     state[f"{key}.{name}"] = full.to("cpu", copy=True)
         return state
@@ -329,8 +329,9 @@ class TorchEngine(Engine):
     def full_head(self) -> DraftHead:
         return super().full_head() if isinstance(self.model, FSDPModule) else self.learner.head
 
-    def _full(self, parameter: nn.Parameter) -> Tensor:
-        return _gathered(parameter)
+    def _full(self, parameter: Tensor) -> Tensor:
+        parameter = parameter.detach()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 class DeepSpeedEngine(Engine):
@@ -421,8 +422,3 @@ def make_engine(learner: Learner, choices: OptimChoices, accelerator: Accelerato
                 "another version, or launch with recipes/accelerate-fsdp2.yaml"
             ) from error
     return TorchEngine(learner, choices, accelerator, sharded=sharded)
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
