@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -106,26 +106,27 @@ class Run:
         size = self.recipe.data.rows_per_batch
         pins = self.accelerator.device.type == "cuda"
 
-        def make(rows: Sequence[int]) -> Batch:
+        def make(number: int, rows: list[int]) -> MicroBatch:
             batch = self.data.train.batch(rows)
-            return batch.pin_memory() if pins else batch
+            if pins:
+                batch = batch.pin_memory()
+            return number, rows, batch
 
         choices = self.recipe.features
         asked = choices.in_flight * len(choices.server)  # rows, of servers
         ahead = max(AHEAD, asked // size)
         # by the clock, nobody knows which step is the last
         end = sys.maxsize if self.recipe.run.minutes else self.state.steps
-        due: deque[tuple[int, list[int], Future[Batch]]] = deque()
+        due: deque[Future[MicroBatch]] = deque()
         with ThreadPoolExecutor(1, "batches") as thread:
             for step in range(self.state.step, end):
                 for number, rows in share(self.order.step(step), size, rank, world):
-                    due.append((number, rows, thread.submit(make, rows)))
+                    due.append(thread.submit(make, number, rows))
                     self.features.ahead(rows)
                     if len(due) > ahead:
-                        number, rows, future = due.popleft()
-                        yield number, rows, future.result()
-            for number, rows, future in due:
-                yield number, rows, future.result()
+                        yield due.popleft().result()
+            for future in due:
+                yield future.result()
 
 
 def train_step(run: Run, stop: bool) -> StepResult:
