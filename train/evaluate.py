@@ -23,7 +23,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree
 from draftheads.infer.engine import Speculator
-from draftheads.infer.race import BenchPrompt
+from draftheads.infer.race import BenchPrompt, fitting_prompts
 from draftheads.infer.rows import Statistics, Step
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.engines import autocast
@@ -219,7 +219,7 @@ class Evaluator:
         self.share = Share(self.data.heldout, rows_per_batch, self.accelerator)
         self.prompts: list[BenchPrompt] = []
         if self.recipe.decodes:
-            self.prompts = heldout_prompts(self.recipe, self.data, self.target.context)
+            self.prompts = heldout_prompts(self.recipe, self.data, self.target)
 
     def __call__(self, head: DraftHead, *, decode: bool) -> Evaluation:
         """Fit the tree of `head`, which is whole and in float32, to its ranks, and evaluate it.
@@ -256,12 +256,13 @@ class Evaluator:
         return Measured.of(_in_order(texts))
 
 
-def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[BenchPrompt]:
+def heldout_prompts(recipe: Recipe, data: TrainingData, target: Target) -> list[BenchPrompt]:
     """Distinct held-out documents, each up to the first token that the target wrote.
 
     Raises ValueError if none leaves room in the context.
     """
     documents, choices = data.documents, recipe.eval
+    context = target.context
     prompts: dict[tuple[int, ...], None] = {}
     for start, stop in data.heldout.spans:
         [learned] = documents.mask(start, stop).nonzero()
@@ -273,10 +274,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, context: int) -> list[Be
             f"{recipe.data.path}: expected held-out prompts shorter than the context ({context} "
             "tokens), got none to decode; set eval.every=0"
         )
-    return [
-        BenchPrompt(number, prompt, min(choices.new_tokens, context - len(prompt)))
-        for number, prompt in enumerate(prompts)
-    ]
+    return fitting_prompts(target, [*prompts], choices.new_tokens)
 
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:
