@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
@@ -97,10 +98,8 @@ class Progress:
             bar_format=BAR,
             ncols=min(WIDEST, shutil.get_terminal_size().columns),
         )
-        self.losses: list[float] = []
-        self.tokens = 0
-        self.ranks_KR: Tensor | None = None
-        self.seconds = 0.0
+        self.results: list[StepResult] = []  # since the newest line
+        self.tokens = 0  # of them
 
     def log(self, text: str) -> None:
         """Print a line above the bar."""
@@ -110,19 +109,17 @@ class Progress:
     def step(self, step: int, result: StepResult, tokens: int) -> None:
         """Count step number `step`. tokens: over all processes."""
         self.bar.update()
-        self.losses.append(result.loss)
+        self.results.append(result)
         self.tokens += tokens
-        self.seconds += result.seconds
-        before_KR = self.ranks_KR
-        self.ranks_KR = result.ranks_KR if before_KR is None else before_KR + result.ranks_KR
         if step % self.log_every:
             return
-        ranks_KR = self.accelerator.reduce(self.ranks_KR, "sum").cpu()
+        mine_KR = torch.stack([each.ranks_KR for each in self.results]).sum(0)
+        ranks_KR = self.accelerator.reduce(mine_KR, "sum").cpu()
         shares_KR = ranks_KR.double() / ranks_KR.sum(1, keepdim=True).clamp(min=1)
         top1 = shares_KR[:, 0]
-        rate = self.tokens / self.seconds
+        rate = self.tokens / sum(each.seconds for each in self.results)
         values = {
-            "loss": sum(self.losses) / len(self.losses),
+            "loss": sum(each.loss for each in self.results) / len(self.results),
             "gradient_norm": result.norm,
             "lr": result.lr,
             "tokens_per_second": rate,
@@ -135,10 +132,8 @@ class Progress:
             refresh=False,
         )
         self._write(step, values)
-        self.losses = []
+        self.results = []
         self.tokens = 0
-        self.ranks_KR = None
-        self.seconds = 0.0
 
     def skipped(self, step: int, reason: str) -> None:
         """Count step number `step`, which did not change the weights."""
