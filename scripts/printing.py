@@ -39,22 +39,23 @@ class Pen:
         """A document's text with its learned spans and end tokens marked."""
         text = Text()
         stream = TextStream(self.side.tokenizer, skip_special_tokens=False)
+
+        def write(part: Sequence[int], style: str) -> None:
+            text.append(printable(stream.feed(part)), style="" if self.is_plain else style)
+
         at = 0
         for start, stop in learn:
             end = stop - (tokens[stop - 1] in self.side.eos_ids)
-            self._write(text, stream, tokens[at:start], REST)
+            write(tokens[at:start], REST)
             if self.is_plain:
                 text.append("[[")
-            self._write(text, stream, tokens[start:end], LEARNED)
-            self._write(text, stream, tokens[end:stop], ENDING)
+            write(tokens[start:end], LEARNED)
+            write(tokens[end:stop], ENDING)
             if self.is_plain:
                 text.append("]]")
             at = stop
-        self._write(text, stream, tokens[at:], REST)
+        write(tokens[at:], REST)
         return text
-
-    def _write(self, text: Text, stream: TextStream, tokens: Sequence[int], style: str) -> None:
-        text.append(printable(stream.feed(tokens)), style="" if self.is_plain else style)
 
 
 def show_answers(folder: Path, pen: Pen, limit: int, out: Console) -> None:
