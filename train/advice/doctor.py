@@ -79,8 +79,6 @@ class Evidence:
         self.training = self.facts.training
         recipe = self.training.get("recipe", {})
         self.nodes: int = recipe.get("head", {}).get("nodes") or self.head.tree.draft_nodes
-        layers = range(self.target.layers + 1)  # layer 0: the embeddings
-        self.layers = tuple(layers[layer] for layer in self.head.feature_layers)
         self.finite = all(x.isfinite().all() for x in self.head.state_dict().values())
 
     @cached_property
@@ -154,7 +152,7 @@ class Evidence:
 
     def ranks_of(self, rows: Rows) -> Tensor:
         """ranks_MK of these rows."""
-        source = OnlineFeatures(self.target, self.layers, adapted=True)
+        source = OnlineFeatures(self.target, self.head.feature_layers, adapted=True)
         share = Share(rows, ROWS_PER_BATCH, Accelerator())
         return heldout_ranks(self.head, self.target, share, source)
 
