@@ -113,7 +113,7 @@ class ContinuousBatch:
             if started is not None:
                 self._active |= zip(started.rows, new, strict=True)
             yield from self._finished()
-            note([len(row.text) - row.prompt for row in self._active])
+            note([row.new_tokens for row in self._active])
 
     def _finished(self) -> Iterator[Outcome]:
         """The answers that are finished, whose places are then free."""
@@ -122,7 +122,7 @@ class ContinuousBatch:
             fault = None
             if row.finish == "failed":
                 fault = RuntimeError("the target's logits are not finite")
-            yield self._active.pop(row), row.text[row.prompt :], fault
+            yield self._active.pop(row), row.answer, fault
         if self._decoding is not None and self._is_dry:  # else their places are taken
             free = len(self._decoding.rows) - len(self._active)
             if free > self._few():
