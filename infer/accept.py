@@ -165,8 +165,12 @@ class Sampled(Acceptance):
 
     def as_generate(self) -> dict[str, Any]:
         """Sampling, by the same arguments."""
-        numbers = {"temperature": float(self.temperature), "top_p": float(self.top_p)}
-        return {"do_sample": True, "top_k": self.top_k, **numbers}
+        return {
+            "do_sample": True,
+            "temperature": float(self.temperature),
+            "top_p": float(self.top_p),
+            "top_k": self.top_k,
+        }
 
 
 def check_temperature(temperature: float) -> None:
