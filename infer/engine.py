@@ -97,7 +97,7 @@ class NoDraft:
             self.cache.commit(committed)
         tokens_B = committed.last_tokens_B()
         if self._root is None or self._root.parents_BN.device != tokens_B.device:
-            self._root = Topology(torch.full((1, 1), -1, device=tokens_B.device))
+            self._root = self.tree.topology(tokens_B.device)
         return TokenTree(tokens_B[:, None], self._root)
 
     def rewind(self, length: int) -> None:
