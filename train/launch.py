@@ -230,22 +230,22 @@ class StopRequest:
     def __init__(self, output: Path) -> None:
         self.by = ""  # the signal or file, once there is one
         self._file = output / STOP_FILE
-        self._signals = handling(self._record, *REQUESTS)
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Take requests in the block."""
+        self._file.unlink(missing_ok=True)  # left from an earlier launch
+        with handling(self._record, *REQUESTS):
+            try:
+                yield
+            finally:
+                self._file.unlink(missing_ok=True)
 
     def pending(self) -> bool:
         """Whether this process was asked to stop."""
         if not self.by and self._file.exists():
             self.by = STOP_FILE
         return bool(self.by)
-
-    def __enter__(self) -> StopRequest:
-        self._file.unlink(missing_ok=True)  # left from an earlier launch
-        self._signals.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.unlink(missing_ok=True)
-        self._signals.__exit__(None, None, None)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.by and number == signal.SIGINT:

@@ -102,7 +102,8 @@ def fit(
             checkpoint.Checkpoints(recipe, accelerator, saved.folder, size=0).close()
             return metrics.Outcome(saved.folder, saved.state.step, saved.state.step, trained=False)
         run = start(recipe, accelerator, saved, on_evaluation)
-        with closing(run), launch.StopRequest(recipe.run.output) as stop:  # nothing to save before
+        stop = launch.StopRequest(recipe.run.output)
+        with closing(run), stop.awaited():  # nothing to save before
             with run.paused():
                 progress = metrics.Progress(accelerator, run.state)
             with closing(progress), loop.rescued(run):
