@@ -70,8 +70,6 @@ class Run:
     on_evaluation: OnEvaluation | None = None
     asked: str = ""
     """What asked for the end of the run, other than a signal."""
-    stopped_by: str = ""
-    """What interrupted the run, once it is."""
     batches: Generator[MicroBatch] = field(init=False)
     began: float = field(init=False)
     """When this process would have begun to train without a pause, by time.monotonic."""

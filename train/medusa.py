@@ -107,16 +107,17 @@ def fit(
             with run.paused():
                 progress = metrics.Progress(accelerator, run.state)
             with closing(progress), loop.rescued(run):
+                stopped_by = ""
                 if run.state.lacks_evaluation:
                     with run.paused():
                         loop.save(run, progress)
-                while run.state.has_steps and not run.stopped_by:
+                while run.state.has_steps and not stopped_by:
                     result = loop.train_step(run, stop.pending() or run.must_stop)
                     loop.record(run, result, progress)
                     if result.stop:
-                        run.stopped_by = stop.by or run.asked or "another process"
+                        stopped_by = stop.by or run.asked or "another process"
                         run.checkpoints.wait()  # raises if a failed write is the reason
-                    if run.stopped_by or run.state.saves:
+                    if stopped_by or run.state.saves:
                         with run.paused():
                             loop.save(run, progress)
                 run.checkpoints.wait()
@@ -125,7 +126,7 @@ def fit(
                     progress.log(run.state.early_end)
                     steps = step
                 folder = run.checkpoints.folder(step)
-                return metrics.Outcome(folder, step, steps, trained=True, stopped_by=run.stopped_by)
+                return metrics.Outcome(folder, step, steps, trained=True, stopped_by=stopped_by)
 
 
 def main(argv: Sequence[str] | None = None, *, script: str = "medusa", kind: str = "medusa") -> int:
