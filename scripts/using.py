@@ -246,7 +246,6 @@ def learner(
         return
     from draftheads.infer.drafters.ngram import NGramIndex
     from draftheads.infer.drafters.parts import with_memory
-    from draftheads.infer.engine import DrafterSource
 
     with extras():
         from draftheads.train.learn.learner import Source, UseLearner, with_version
@@ -264,7 +263,7 @@ def learner(
         if place.versions.served:
             engine = with_version(engine, place.versions.served)
         if memory:
-            assert isinstance(engine.drafts, DrafterSource)
+            assert engine.drafts is not None  # as --head names some
             engine = engine.with_drafts(with_memory(engine.drafts, memory))
         say_beside(
             f"learning from use: what is asked and answered is kept in {path} for "
