@@ -30,13 +30,14 @@ DECODING = 4
 """Minutes for each of these measurements."""
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
+Command = Callable[[list[str]], int | None]
+"""A command, given its words; returns its exit code, None for 0."""
+
 
 class Stages:
-    """Numbered stages of a journey, each a command with its words. run: a command, given its words;
-    returns its exit code, None for 0.
-    """
+    """Numbered stages of a journey, each a command with its words."""
 
-    def __init__(self, run: Callable[[list[str]], int | None]) -> None:
+    def __init__(self, run: Command) -> None:
         self.console = SafeConsole()
         self._run = run
         self._numbers = count(1)
@@ -57,8 +58,8 @@ class Stages:
         self.console.print(f"\nTotal time: {time.monotonic() - self._began:.0f} s.")
 
 
-def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
-    """Run all stages in `out`; an earlier run is resumed. run: as of `Stages`."""
+def demo(out: Path, run: Command) -> None:
+    """Run all stages in `out`; an earlier run is resumed."""
     stages = Stages(run)
     stages.console.print(
         "The target: a frozen Llama of 3.1 M parameters that answers questions about Python's "
@@ -95,7 +96,7 @@ def demo(out: Path, run: Callable[[list[str]], int | None]) -> None:
 
 def own_demo(
     out: Path,
-    run: Callable[[list[str]], int | None],
+    run: Command,
     target: str,
     prompts: str | None,
     minutes: float,
