@@ -20,6 +20,8 @@ from draftheads.heads.target.load import template_variables
 from draftheads.infer.text import THOUGHTS, Marks, TextStream, assistant, tool_call, without_blanks
 
 Message = dict[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation, {"role", "content"} each."""
 OPEN, CLOSE = "<think>", "</think>"
 """In texts, reasoning stands between them, whatever special tokens a target writes."""
 RESULT_MARK = "<tool_response>"
@@ -165,9 +167,7 @@ class PromptRenderer:
         other.template_args = {**self.template_args, **variables}
         return other
 
-    def text(
-        self, messages: Sequence[Mapping[str, Any]], *, ask: bool = True, as_is: bool = False
-    ) -> str:
+    def text(self, messages: Messages, *, ask: bool = True, as_is: bool = False) -> str:
         """The text of a conversation. ask: append the generation prompt. as_is: the messages
         are already what `template_message` makes of them.
 
@@ -271,9 +271,8 @@ class PromptRenderer:
         stream = TextStream(self.tokenizer, marks=self.marks)
         return stream.feed(ids) + stream.flush()
 
-    def prompt_ids(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a plain text, or of a conversation ({"role", "content"} messages) up to the
-        start of the answer.
+    def prompt_ids(self, prompt: str | Messages) -> list[int]:
+        """Token ids of a plain text, or of a conversation up to the start of the answer.
 
         Plain text gets the tokenizer's own first tokens, but not the end token that some tokenizers
         append to every text: a prompt goes on. Raises TemplateError.
@@ -302,7 +301,7 @@ class PromptRenderer:
 
 def encode_prompt(
     target: TextSource,
-    prompt: str | Sequence[Mapping[str, Any]],
+    prompt: str | Messages,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a prompt as of `PromptRenderer.prompt_ids`.

@@ -30,14 +30,13 @@ from draftheads.infer.continuous import seeded
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
 from draftheads.infer.pipeline.loading import Place, load_parts
-from draftheads.infer.prompt import PromptRenderer, encode_prompt
+from draftheads.infer.prompt import Messages, PromptRenderer, encode_prompt
 from draftheads.infer.rows import Row, Statistics, Step, is_whole
 from draftheads.infer.text import AnswerText, TextStream
 
 NEW_TOKENS = 512
 """Of an answer at most, where nothing else is said."""
 
-Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Messages | Sequence[int]
 """A text, a conversation ({"role", "content"} messages), or token ids."""
 
