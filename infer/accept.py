@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -24,7 +24,7 @@ from transformers import (
 
 from draftheads.heads.target.model import Decoded
 from draftheads.heads.tree import TokenTree
-from draftheads.infer.draws import Draws, RandomStream, Source
+from draftheads.infer.draws import Draws, Places, RandomStream, Source
 
 LEAST_TEMPERATURE = 1e-5
 """Below it, sampling is practically greedy, and the divided logits can overflow."""
@@ -82,8 +82,8 @@ class Acceptance(ABC):
         """Whether what is drafted changes the distribution of the output, or that of a seed."""
         return not self.lossless or self.draws.needs_same_drafts
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
-        """Called before each choice. rows: the seed of each row, and the number of its tokens."""
+    def prepare(self, rows: Places) -> None:
+        """Called before each choice."""
         self.draws.prepare(rows)
 
     def constants(self) -> tuple[Any, ...]:

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from draftheads.heads.tree import TokenTree
 
+Places = Sequence[tuple[str, int]]
+"""Where the rows of a batch are: the seed of each, and the number of its new tokens."""
+
 
 @dataclass
 class RandomSource:
@@ -61,7 +64,7 @@ class Draws(ABC):
     def branch(self) -> Self:
         """The draws of another generation, which leave those here alone."""
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:  # noqa: B027  # few need it
+    def prepare(self, rows: Places) -> None:  # noqa: B027  # few need it
         """As of `Acceptance`."""
 
     @contextmanager
@@ -131,7 +134,7 @@ class RowNumbers(Draws):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._rows: Sequence[tuple[str, int]] = ()  # the seed of each row, the tokens of its answer
+        self._rows: Places = ()
         self._by_seed: dict[str, Tensor] = {}
 
     def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
@@ -144,7 +147,7 @@ class RowNumbers(Draws):
     def branch(self) -> Self:
         return type(self)(self.limit)
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+    def prepare(self, rows: Places) -> None:
         self._rows = rows
 
     def _draw(self, scores_BNV: Tensor, levels_BN: Tensor) -> Tensor:
