@@ -31,8 +31,13 @@ QUESTION = {"role": "user", "content": "Hello"}
 THOUGHT, ANSWER = "DRAFTHEADS-THOUGHT", "DRAFTHEADS-ANSWER"
 """Texts that are searched for in a rendered conversation."""
 EXPRESSION_ERRORS = (
-    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-    *(MemoryError, RecursionError),
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    MemoryError,
+    RecursionError,
 )
 """What the expressions of a chat template may raise, besides jinja's own errors."""
 LOOK_S, LOOKS, MOST_BYTES = 0.1, 100, 1 << 30

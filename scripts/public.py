@@ -34,8 +34,16 @@ output epochs minutes save_every keep precision trackers log_every max_skipped
 gradient_checkpointing compile
 """
 """Keys that leave, those of recipes last, besides those of the recipes' section `head`."""
-WHOLE = {"tree", "tuned", "measured", "decoding", "drift"}
-WHOLE |= {"versions", "template_args", "rope_scaling"}
+WHOLE = {
+    "tree",
+    "tuned",
+    "measured",
+    "decoding",
+    "drift",
+    "versions",
+    "template_args",
+    "rope_scaling",
+}
 """Of them, those below which all keys leave."""
 NAMES = {"name", "target", "source", "lora", "target_adapter", "from"}
 PATHS = {"path", "output"}
