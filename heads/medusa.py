@@ -184,12 +184,13 @@ class MedusaHead(DraftHead):
     def prepare(self, target: Target, choices: MedusaChoices) -> None:
         """Set the choices for training, and initialise own lm_heads with the target's."""
         self.train_with(choices)
-        if not self.own_lm_head:
+        if self.own_lm_head:
+            weight_vD = lm_head_rows(target, self.token_map)
+            for parameter in self.lm_heads.parameters():
+                parameter.data.copy_(weight_vD)
+        else:
             target.unembed_weight()  # raises here rather than in the first step
         self.check_labels(target)
-        weight_vD = lm_head_rows(target, self.token_map)
-        for parameter in self.lm_heads.parameters():
-            parameter.data.copy_(weight_vD)
 
     @property
     def depth(self) -> int:

@@ -49,7 +49,7 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     release(model, lm_head=False, layers=True)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings, norm, lm_head = outside(model)
-    is_tied = config.get_text_config(decoder=True).tie_word_embeddings
+    is_tied = lm_head.weight is embeddings.weight
     files = tensor_files(path, revision)
     with torch.no_grad():
         for module in (embeddings, norm) if is_tied else (embeddings, norm, lm_head):
@@ -117,7 +117,7 @@ def checkpoint_name(name: str, files: Mapping[str, str], path: str) -> str:
     """
     if name in files:
         return name
-    end = name.removeprefix("model.")
+    end = name.removeprefix("model.").removeprefix("language_model.")
     found = [
         each
         for each in files

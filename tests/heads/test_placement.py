@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from hybrid_targets import MULTIMODAL, multimodal_model
 from launching import ROOT, outputs_of_two_forks
 from placement_worker import random_batch
 from safetensors.torch import load_file, save_file
@@ -411,6 +412,26 @@ def test_tensors_that_checkpoints_have_besides_their_layers_are_left_out(tmp_pat
     }
     rewrite_weights(folder, {name: torch.ones(2) for name in names})
     assert Target.load(folder).layers == 2
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_skeleton_has_what_surrounds_the_layers_of_a_multimodal_model(tmp_path, kind, tied):
+    """Checkpoints name it in other orders than models: Gemma 3's language_model.model.embed_tokens
+    is its model.language_model.embed_tokens.
+    """
+    model = multimodal_model(kind)
+    config = model.config
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = tied
+    model = type(model)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path)
+    skeleton, whole = (Target.load(tmp_path, placement=place) for place in ("skeleton", "auto"))
+    for part in ("get_input_embeddings", "get_output_embeddings"):
+        ours, theirs = (getattr(target.model, part)().weight for target in (skeleton, whole))
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neox"])
