@@ -172,11 +172,10 @@ def _head(
         yield Setting("head.layers", 2, "they cost little at this width")
     reduced = REDUCED_ON_CPU if on_cpu else REDUCED
     share = f"of {vocabulary:,}: the last matrix is what drafting reads most"
-    if is_small:
-        reduced = vocabulary // 4
-    elif covered:
+    if covered and not is_small:
         reduced = min(REDUCED, max(1024, covered))
         share = f"{COVERED:.0%} of the answers' tokens, {share}"
+    reduced = vocabulary // 4 if is_small else reduced
     is_served = kind == "block" and not on_cpu  # by engines that take all tokens
     if not is_served and vocabulary >= 1.5 * reduced and reduced >= 512:
         yield Setting("head.vocabulary", reduced, share)
