@@ -19,9 +19,11 @@ from hybrid_targets import hybrid_model
 from tiny_heads import VARIANTS, random_head, written_by
 from tiny_targets import random_model, some_prompts
 from tiny_training import run, tiny_recipe, weights
+from turns import conversation, rows_of
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
+from draftheads.train.batches import Documents
 from draftheads.train.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -34,15 +36,20 @@ LAUNCHES = {
 }
 
 
+@pytest.mark.parametrize("rows", ["apart", "branches"])
 @pytest.mark.parametrize("name", ["llama", "qwen3.5"])
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_loss_and_gradients_are_those_of_the_cpu(kind, name):
+def test_loss_and_gradients_are_those_of_the_cpu(kind, name, rows):
     model = random_model(name) if name == "llama" else hybrid_model(name)
     found = []
     for device in ("cpu", "cuda"):
         target = Target(copy.deepcopy(model).to(device))
-        head = random_head(kind, target, steps=3).to(device)
-        batch = written_by(target, some_prompts(5, 5), 12).to(device)
+        head = random_head(kind, target, steps=3, anchors=99).to(device)
+        batch = written_by(target, some_prompts(5, 5), 12)
+        if rows == "branches":
+            batch = rows_of(Documents.read(conversation(5, 1)), 64).batch([0])
+            assert batch.reach_BT is not None and target.branches
+        batch = batch.to(device)
         loss = head(batch, target.features(batch, head.training_layers), target).loss
         loss.backward()
         gradients = {n: x.grad.cpu() for n, x in head.named_parameters() if x.grad is not None}

@@ -15,8 +15,9 @@ import pytest
 import torch
 from hybrid_targets import HYBRIDS, hybrid_model
 from tiny_heads import VARIANTS, random_head
-from tiny_targets import CONFIGS, MASKLESS, UNEVEN, VOCABULARY, random_model, tiny_target
+from tiny_targets import CONFIGS, MASKLESS, UNEVEN, random_model, tiny_target
 from tiny_training import run, write_target
+from turns import conversation, rows_of
 from waits import Operators
 
 from draftheads.heads import training_time_test
@@ -32,35 +33,11 @@ from draftheads.train.features.states import StateFeatures, StateLayout
 NAMES = sorted({**CONFIGS, **UNEVEN, **MASKLESS, **HYBRIDS})
 
 
-def conversation(turns: int, seed: int, question: int = 4, answer: int = 5) -> list[Answer]:
-    """What a template that drops reasoning from earlier turns makes of a chat: each document has
-    the history without it, and ends with an answer that has it.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def some(count: int) -> list[int]:
-        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-    history: list[int] = []
-    documents = []
-    for turn in range(turns):
-        history += some(question)
-        thought, text = some(2), some(answer)
-        tokens = [*history, *thought, *text]
-        documents.append(Answer(tokens, [(len(history), len(tokens))], turn > 0))
-        history += text
-    return documents
-
-
 @cache
 def documents() -> Documents:
     alone = [Answer(list(range(3, 3 + size)), [(1, size)]) for size in (9, 14)]
     talks = [conversation(5, 1), alone[:1], conversation(2, 2), conversation(4, 3, 1), alone[1:]]
     return Documents.read([answer for talk in talks for answer in talk])
-
-
-def rows_of(documents: Documents, length: int, branches: bool = True) -> Rows:
-    return Rows(documents, documents.spans, length, pack=True, seed=0, branches=branches)
 
 
 def paths(rows: Rows, batch: Batch) -> list[tuple[list[int], list[int]]]:
