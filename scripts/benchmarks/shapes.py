@@ -230,14 +230,14 @@ def prompts(setup: Setup, target: Target, batch: int) -> list[list[int]]:
 @contextmanager
 def weights_read() -> Iterator[Reads]:
     """Counts the bytes of weights that products read, packed ones included."""
-    product_of = PackedWeight.product
+    product_of = PackedWeight.__call__
 
-    def counting(weight: PackedWeight, x_RI: Tensor) -> Tensor:
+    def counting(weight: PackedWeight, x: Tensor) -> Tensor:
         reads.bytes += weight.nbytes
         with _disable_current_modes():
-            return product_of(weight, x_RI)
+            return product_of(weight, x)
 
-    with mock.patch.object(PackedWeight, "product", counting), Reads() as reads:
+    with mock.patch.object(PackedWeight, "__call__", counting), Reads() as reads:
         yield reads
 
 
