@@ -35,7 +35,9 @@ class Batch:
     host: Batch | None = None
     """The same on the CPU; None: this one is."""
     reach_BT: Tensor | None = None
-    """int64, how many places further a token is seen; None: its document sees it, no branch."""
+    """int64, for how many more places a token is seen; None: to the end of its document, as there
+    are no branches.
+    """
 
     def to(self, device: torch.device | str) -> Batch:
         """The same on a device. Copies from pinned memory are not waited for."""

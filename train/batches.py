@@ -241,8 +241,8 @@ class Rows:
     cut into row-long pieces. A piece counts as a document: its positions start at 0, and its first
     token is not learned, because no state predicted it. Pieces without learned tokens are dropped.
 
-    branches: documents of a conversation that begin alike share a row, where they fit, which holds
-    their beginning once. The later one is a branch of the earlier one there.
+    share_prefixes: where they fit, documents of a conversation stand in one row, which has the
+    prefix that two of them share once. The later one is a branch of the earlier one there.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Rows:
         *,
         pack: bool,
         seed: int,
-        branches: bool = False,
+        share_prefixes: bool = False,
     ) -> None:
         self.documents = documents
         self.spans = np.asarray(spans, np.int64)
@@ -268,9 +268,11 @@ class Rows:
         learned_P = documents.learned_before(stops_P) - documents.learned_before(starts_P + 1)
         useful = np.flatnonzero(learned_P)
         starts_P, stops_P, learned_P = starts_P[useful], stops_P[useful], learned_P[useful]
-        shared_P = self._shared(starts_P, stops_P) if branches else np.zeros_like(starts_P)
-        sizes_P = stops_P - starts_P - shared_P
-        wholes_G = np.flatnonzero(shared_P == 0)  # the first of a group, and then its branches
+        prefixes_P = np.zeros_like(starts_P)
+        if share_prefixes:
+            prefixes_P = self._prefixes(starts_P, stops_P)
+        sizes_P = stops_P - starts_P - prefixes_P
+        wholes_G = np.flatnonzero(prefixes_P == 0)  # the first of a group, and then its branches
         sizes_G = np.array(_sums(sizes_P, wholes_G), np.int32)
         shuffled_G = _permutation(len(sizes_G), seed)
         rows_G = np.arange(len(sizes_G))
@@ -282,15 +284,15 @@ class Rows:
         order = np.lexsort((places_P, rows_P))
         self._starts_P = starts_P[order]
         self._sizes_P = (stops_P - starts_P)[order].astype(np.int32)
-        self._shared_P = shared_P[order].astype(np.int32)
+        self._prefixes_P = prefixes_P[order].astype(np.int32)
         firsts_R = np.flatnonzero(np.diff(rows_P[order], prepend=-1))
         self._bounds_R1 = array("q", np.append(firsts_R, len(useful)).tobytes())
         self.learned = _sums(learned_P[order], firsts_R)
         """Learned tokens of each row."""
         self.sizes = _sums(sizes_P[order], firsts_R)
         """Tokens of each row, without padding."""
-        self.shared = int(shared_P.sum())
-        """Tokens that rows hold once for several documents."""
+        self.prefix_tokens = int(prefixes_P.sum())
+        """Tokens of prefixes that rows hold once for several documents."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -302,18 +304,18 @@ class Rows:
         stops_P = starts_P + self._sizes_P[start:stop]
         return list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
 
-    def shared_of(self, row: int) -> list[int]:
+    def prefixes_of(self, row: int) -> list[int]:
         """How many of its first tokens each of the pieces has in common with the one before."""
         start, stop = self._bounds_R1[row : row + 2]
-        shared: list[int] = self._shared_P[start:stop].tolist()
-        return shared
+        prefixes: list[int] = self._prefixes_P[start:stop].tolist()
+        return prefixes
 
-    def _shared(self, starts_P: Array, stops_P: Array) -> Array:
-        """`shared_of` for all pieces in the order of the data: with its branches, a document fits
+    def _prefixes(self, starts_P: Array, stops_P: Array) -> Array:
+        """`prefixes_of` for all pieces in the order of the data: with its branches, a document fits
         into a row, and no branch begins behind its first learned token.
         """
         documents = self.documents
-        shared_P = np.zeros_like(starts_P)
+        prefixes_P = np.zeros_like(starts_P)
         talks_P = documents.conversations()[documents.numbers(starts_P)]
         spans = list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
         size, last = 0, -1
@@ -322,14 +324,14 @@ class Rows:
             learned = documents.mask(*spans[place])[1:].nonzero()[0][0]
             most = min(len(earlier), learned)
             differs = np.append(earlier[:most] != own[:most], True)
-            shared = int(differs.argmax())
+            prefix = int(differs.argmax())
             size = size if last == place - 1 else len(earlier)
-            if not shared or size + len(own) - shared > self.length:
-                shared = size = 0
-            shared_P[place] = shared
-            size += len(own) - shared
+            if not prefix or size + len(own) - prefix > self.length:
+                prefix = size = 0
+            prefixes_P[place] = prefix
+            size += len(own) - prefix
             last = place
-        return shared_P
+        return prefixes_P
 
     def document_numbers(self, rows: Iterable[int]) -> list[int]:
         """Indices of the documents in these rows, in the order of the data."""
@@ -349,10 +351,10 @@ class Rows:
         has_branches = False
         for line, row in enumerate(rows):
             end = self.sizes[row]
-            shared_P = self.shared_of(row)
+            prefixes_P = self.prefixes_of(row)
             starts_P, stops_P = np.array(self.pieces(row)).T
-            spans = list(zip(starts_P + shared_P, stops_P, strict=True))
-            sizes_P = stops_P - starts_P - shared_P
+            spans = list(zip(starts_P + prefixes_P, stops_P, strict=True))
+            sizes_P = stops_P - starts_P - prefixes_P
             firsts_P = sizes_P.cumsum() - sizes_P
             np.concatenate(
                 [self.documents.tokens(*span) for span in spans], out=tokens_BT[line, :end]
@@ -360,13 +362,13 @@ class Rows:
             loss_mask_BT[line, :end] = np.concatenate([self.documents.mask(*s) for s in spans])
             loss_mask_BT[line, firsts_P] = False
             documents_BT[line, :end] = np.repeat(np.arange(len(spans)), sizes_P)
-            positions_BT[line, :end] -= np.repeat(firsts_P - shared_P, sizes_P)
+            positions_BT[line, :end] -= np.repeat(firsts_P - prefixes_P, sizes_P)
             positions_BT[line, end:] -= end
             path = np.arange(0)  # the places of a document's tokens
-            for first, size, shared in zip(firsts_P, sizes_P, shared_P, strict=True):
-                reach_BT[line, path[shared:]] = first - 1 - path[shared:]
-                path = np.append(path[:shared], np.arange(first, first + size))
-            has_branches |= any(shared_P)
+            for first, size, prefix in zip(firsts_P, sizes_P, prefixes_P, strict=True):
+                reach_BT[line, path[prefix:]] = first - 1 - path[prefix:]
+                path = np.append(path[:prefix], np.arange(first, first + size))
+            has_branches |= any(prefixes_P)
         return Batch(
             torch.from_numpy(tokens_BT),
             torch.from_numpy(loss_mask_BT),

@@ -232,7 +232,7 @@ class StopRequest:
         self._file = output / STOP_FILE
 
     @contextmanager
-    def awaited(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Take requests in the block."""
         self._file.unlink(missing_ok=True)  # left from an earlier launch
         with handling(self._record, *REQUESTS):

@@ -103,7 +103,7 @@ def fit(
             return metrics.Outcome(saved.folder, saved.state.step, saved.state.step, trained=False)
         run = start(recipe, accelerator, saved, on_evaluation)
         stop = launch.StopRequest(recipe.run.output)
-        with closing(run), stop.awaited():  # nothing to save before
+        with closing(run), stop.watch():  # nothing to save before
             with run.paused():
                 progress = metrics.Progress(accelerator, run.state)
             with closing(progress), loop.rescued(run):

@@ -118,7 +118,7 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     for line in excess(recipe, target):
         log(line)
     spans, apart = documents.split(recipe.data.heldout)
-    ways = {"pack": pack, "branches": pack and target.branches}
+    ways = {"pack": pack, "share_prefixes": pack and target.shares_prefixes}
     train = Rows(documents, spans, length, seed=recipe.run.seed, **ways)
     heldout = Rows(documents, apart, length, seed=0, **ways)
     release()
@@ -134,8 +134,8 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         f"{len(train)} rows of {length} ({tokens / len(train) / length:.0%} full), "
         f"{learned / tokens:.0%} learned"
     )
-    if train.shared:
-        log(f"{train.shared:,} more tokens begin documents as others of a conversation: read once")
+    if train.prefix_tokens:
+        log(f"{train.prefix_tokens:,} more tokens, of prefixes that turns share, are read once")
     if train.cut:
         log(f"cut long documents in {train.cut} places; raise data.sequence_length to avoid it")
     if learned / tokens < LOW_SHARE:
@@ -230,7 +230,7 @@ def free_unread(
         return
     is_cached = recipe.features.mode == "cached"
     proves = recipe.features.server or not data.manifest["target"]  # states of others
-    shares = data.train.shared or data.heldout.shared
+    shares = data.train.prefix_tokens or data.heldout.prefix_tokens
     prefills = shares and target.ways.packing == "alone"
     spares_lm_head = not (head.needs_unembed or proves or prefills)
     freed = target.release(lm_head=spares_lm_head, layers=is_cached)

@@ -295,10 +295,10 @@ class Target:
         self._check_layers()
         packing = packing or self.ways.packing
         if packing == "alone" and batch.reach_BT is not None:
-            return self._branched_states(batch, layers)
+            return self._states_by_document(batch, layers)
         return TrainingPass(self.model, self._masks, self._longrope, packing).states(batch, layers)
 
-    def _branched_states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
+    def _states_by_document(self, batch: Batch, layers: Sequence[int]) -> Tensor:
         """`states` without gradients: a document goes on from the cache of what it begins with."""
         host = batch.host or batch
         shape = (*batch.tokens_BT.shape, len(layers) * self.hidden_size)
@@ -408,10 +408,10 @@ class Target:
         return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
 
     @property
-    def branches(self) -> bool:
-        """Whether packed documents may be branches of others: with LongRoPE, states depend on the
-        length of a text. Where documents run alone, they are read from a cache, which has no
-        gradients, and in as many passes as they need.
+    def shares_prefixes(self) -> bool:
+        """Whether packed documents may share prefixes: with LongRoPE, states depend on the length
+        of a text. Documents that run alone are read from a cache, without gradients, in as many
+        passes as they need.
         """
         is_alone = self.ways.packing == "alone"
         is_bound = self.adapter or is_sharded(self.model) or self.ways.mixing == "tokens"

@@ -44,7 +44,7 @@ class Gate:
         scope["root_path"] = self.service.options.root_path
         refusal = self._refusal(scope)
         if refusal is None:
-            await self.app(scope, limited(receive), counted)
+            await self.app(scope, limit_arrival(receive), counted)
         else:
             await error_response(refusal)(scope, receive, counted)
 
@@ -77,7 +77,7 @@ class Gate:
         )
 
 
-def limited(receive: Receive) -> Receive:
+def limit_arrival(receive: Receive) -> Receive:
     """The messages of a request. Those of its body must come in time, and have at most MOST_BYTES
     together, else ApiError is raised; the one after them says that the client has left.
     """

@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(kind, name, rows):
         batch = written_by(target, some_prompts(5, 5), 12)
         if rows == "branches":
             batch = rows_of(Documents.read(conversation(5, 1)), 64).batch([0])
-            assert batch.reach_BT is not None and target.branches
+            assert batch.reach_BT is not None and target.shares_prefixes
         batch = batch.to(device)
         loss = head(batch, target.features(batch, head.training_layers), target).loss
         loss.backward()

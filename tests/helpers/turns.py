@@ -30,4 +30,4 @@ def conversation(turns: int, seed: int, question: int = 4, answer: int = 5) -> l
 
 
 def rows_of(documents: Documents, length: int, branches: bool = True) -> Rows:
-    return Rows(documents, documents.spans, length, pack=True, seed=0, branches=branches)
+    return Rows(documents, documents.spans, length, pack=True, seed=0, share_prefixes=branches)

@@ -70,9 +70,9 @@ def test_each_document_is_whole_in_what_its_last_token_sees(length):
     assert texts == Counter(tuple(documents().tokens(*span).tolist()) for span in spans)
     apart = rows_of(documents(), length, branches=False)
     assert sum(rows.learned) == sum(apart.learned) == int(batch.loss_mask_BT.sum())
-    assert sum(rows.sizes) == sum(apart.sizes) - rows.shared
+    assert sum(rows.sizes) == sum(apart.sizes) - rows.prefix_tokens
     assert max(rows.sizes) <= length
-    assert rows.shared > 0
+    assert rows.prefix_tokens > 0
 
 
 def test_a_hundred_turns_are_read_once():
@@ -91,7 +91,7 @@ def test_a_row_takes_as_many_documents_as_fit():
     begun = {
         span: shared
         for row in range(len(rows))
-        for span, shared in zip(rows.pieces(row), rows.shared_of(row), strict=True)
+        for span, shared in zip(rows.pieces(row), rows.prefixes_of(row), strict=True)
     }
     assert list(begun.values()).count(0) > 2, "one row is too small for this talk"
     size = 0
@@ -108,10 +108,11 @@ def test_what_no_branch_can_be_made_of_stays_as_it_was():
     same = Answer(list(range(3, 12)), [(5, 9)])
     other = Answer([90, *range(4, 12)], [(5, 9)], follows=True)
     for answers in ([same, same], [same, other]):
-        assert rows_of(Documents.read(answers), 64).shared == 0
+        assert rows_of(Documents.read(answers), 64).prefix_tokens == 0
     talk = conversation(2, 0)
     size = rows_of(Documents.read(talk), 64).sizes[0]
-    assert [rows_of(Documents.read(talk), n).shared > 0 for n in (size - 1, size)] == [False, True]
+    assert rows_of(Documents.read(talk), size - 1).prefix_tokens == 0
+    assert rows_of(Documents.read(talk), size).prefix_tokens > 0
     alone = Documents.read([same, *[Answer(list(range(n, n + 9)), [(1, 9)]) for n in range(20)]])
     ways = [rows_of(alone, 40, branches) for branches in (True, False)]
     assert [list(map(rows.pieces, range(len(rows)))) for rows in ways[:1]] == [
@@ -125,7 +126,7 @@ def test_a_branch_begins_before_what_it_learns():
     first = Answer(list(range(3, 13)), [(6, 10)])
     again = Answer([*range(3, 11), 20, 21], [(5, 10)], follows=True)
     rows = rows_of(Documents.read([first, again]), 64)
-    assert rows.shared_of(0) == [0, 4]
+    assert rows.prefixes_of(0) == [0, 4]
     assert sum(rows.learned) == 9 == int(rows.batch([0]).loss_mask_BT.sum())
 
 
@@ -133,7 +134,7 @@ def compared(target: Target, features_of: Any, rows: Rows, layers: list[int]) ->
     """Features in rows with branches are those of each document alone."""
     batch = rows.batch(range(len(rows))).to(target.device)
     together_BTD = features_of(list(range(len(rows))), batch)
-    assert rows.shared
+    assert rows.prefix_tokens
     for row, seen in paths(rows, batch):
         tokens_1T = batch.tokens_BT[row, seen][None]
         places_1T = torch.arange(len(seen))[None]
@@ -151,7 +152,7 @@ def compared(target: Target, features_of: Any, rows: Rows, layers: list[int]) ->
 def test_features_are_those_of_each_document_alone(name):
     """On a device that reads rows whole, and on one that reads documents apart."""
     target = Target(hybrid_model(name)) if name in HYBRIDS else tiny_target(name)
-    assert target.branches == (target.ways.mixing != "tokens")
+    assert target.shares_prefixes == (target.ways.mixing != "tokens")
     layers = [0, 1, target.layers]
     ways = ["alone"] if target.is_hybrid else ["alone", "mask" if name in MASKLESS else "resets"]
     for way in ways:
@@ -214,9 +215,9 @@ def test_an_adapter_learns_the_same_through_a_mask():
     with torch.no_grad():
         for parameter in adapter.parameters.values():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    assert not target.branches, "on this device documents would be read from a cache"
+    assert not target.shares_prefixes, "on this device documents would be read from a cache"
     target.ways = replace(target.ways, packing="resets")
-    assert target.branches
+    assert target.shares_prefixes
     gradients = []
     for branches in (True, False):
         rows = rows_of(documents(), 200, branches)

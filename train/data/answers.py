@@ -151,8 +151,9 @@ class Counts:
         if self.documents > self.done:
             lines.append(
                 f"{self.done:,} conversations became {self.documents:,} documents, because the "
-                f"chat template rewrites earlier turns: {self.tokens / self.learned_tokens:.1f} "
-                "tokens for each that is learned; training reads what they begin with once"
+                "chat template rewrites earlier turns. They have "
+                f"{self.tokens / self.learned_tokens:.1f} tokens for each that is learned; "
+                "training reads the prefixes that they share once"
             )
         return lines + [f"  {number:,} {why}" for why, number in self.reasons.most_common()]
 

@@ -95,14 +95,15 @@ class StateLayout:
         self.places = [self.captured.index(layer) for layer in wanted]
 
     @torch.no_grad()
-    def row(self, documents: Sequence[Tensor], shared: Sequence[int]) -> Tensor:
+    def row(self, documents: Sequence[Tensor], prefixes: Sequence[int]) -> Tensor:
         """features_TD of a row by the alignment law, in the target's dtype on its device.
 
-        documents: the states (P, L, H) of each, computed alone. shared: as of `Rows.shared_of`.
+        documents: the states (P, L, H) of each, computed alone. prefixes: as of
+        `Rows.prefixes_of`.
         """
-        pairs = zip(documents, shared, strict=True)
+        pairs = zip(documents, prefixes, strict=True)
         return torch.cat(
-            [F.pad(self.features(each)[:-1], (0, 0, 1, 0))[known:] for each, known in pairs]
+            [F.pad(self.features(each)[:-1], (0, 0, 1, 0))[prefix:] for each, prefix in pairs]
         )
 
     def features(self, states_PLH: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ class StateFeatures:
         assert rows is self.rows
         self.ahead([number])
         states = [future.result() for future in self._asked.pop(number)]
-        return self._layout.row(states, rows.shared_of(number))
+        return self._layout.row(states, rows.prefixes_of(number))
 
 
 def file_features(layout: StateLayout, rows: Rows, read: Read) -> StateFeatures:
