@@ -240,9 +240,11 @@ def other_model() -> LlamaForCausalLM:
 
 
 def test_a_server_that_is_started_again_with_another_model(made, server, tmp_path, capsys):
+    other = other_model()  # not in the server's thread: training draws from the same generator
+
     def restart(number: int, request: dict) -> None:
         if number == 15:
-            server.model = other_model()
+            server.model = other
 
     server.fault = restart
     line = refused(made, server, tmp_path / "run", capsys, is_learned=True)
