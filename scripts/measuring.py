@@ -171,7 +171,7 @@ def bench(
     if not (target and head):
         raise ValueError("bench: expected --target and --head, or --server; pass them")
     from draftheads.infer.accept import Greedy
-    from draftheads.infer.drafters.named import load_drafts, open_drafts
+    from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
@@ -191,7 +191,7 @@ def bench(
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)
     model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
-    loaded = load_drafts(drafts, model, options.sampling)
+    loaded = {name: each.load(model) for name, each in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)

@@ -231,9 +231,6 @@ class Lossy:
     typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
         False
     )
-    drawn: Annotated[
-        bool, Option("--drawn", help="draft models draw chains (speculative sampling); lossless")
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -244,25 +241,13 @@ class Sampling:
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")] = 1.0
     top_k: Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")] = 0
 
-    def rule(
-        self, seed: int = 0, typical: bool = False, drawn: bool = False, lenient: str = ""
-    ) -> Acceptance:
+    def rule(self, seed: int = 0, typical: bool = False, lenient: str = "") -> Acceptance:
         """The acceptance rule that these options request."""
         from draftheads.infer.accept import Greedy, Sampled
-        from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
         from draftheads.infer.lossy import Typical
 
         rule: Acceptance = Greedy()
-        if drawn:
-            others = {"--typical": typical, "--lenient": lenient, "--temperature 0": True}
-            if typical or lenient or not self.temperature:
-                raise ValueError(
-                    "--drawn: expected sampling, as with --temperature 1, and not --typical or "
-                    "--lenient, got "
-                    f"{next(name for name, given in others.items() if given)}; change that"
-                )
-            rule = SpeculativeSampling(**vars(self))
-        elif lenient:
+        if lenient:
             if typical or self.temperature:
                 raise ValueError(
                     "--lenient: expected greedy decoding by one rule, got it with "

@@ -40,7 +40,6 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import Speculator
     from draftheads.train.learn.learner import UseLearner
 
@@ -136,7 +135,7 @@ def chat(
     from draftheads.infer.grammar import Grammar
 
     rule = sampling.rule(seed, **vars(lossy))
-    engine = load_engine(target, drafts, rule, placement, speed, template_args)
+    engine = load_engine(target, drafts, placement, speed, template_args)
     constraint = None
     if schema:
         constraint = Grammar(engine.target, "json_schema", schema.read_text(encoding="utf-8"))
@@ -199,7 +198,7 @@ def serve(
         **vars(sampling),
         **vars(requests),
     )
-    engine = load_engine(target, drafts, sampling.rule(), placement, speed, template_args)
+    engine = load_engine(target, drafts, placement, speed, template_args)
     if not options.name:
         model = engine.target.lora or engine.target.name
         options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
@@ -216,7 +215,6 @@ def check_either(head: str | None, target: str | None) -> None:
 def load_engine(
     target: str | None,
     drafts: Drafts,
-    rule: Acceptance,
     placement: Placement,
     speed: Speed,
     template_args: str | None,
@@ -226,7 +224,7 @@ def load_engine(
 
     variables = prepared(template_args)
     place = placement.place(bits=speed.bits)
-    model, drafter = load_parts(drafts.head, target, rule, place, variables)
+    model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)
     say_compiling(engine.compile)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,7 @@ from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -50,13 +49,6 @@ def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     if len(set(names)) < len(names):
         names = list(sources)
     return dict(zip(names, drafts, strict=True))
-
-
-def load_drafts(
-    drafts: Mapping[str, NamedDrafts], target: Target, rule: Acceptance
-) -> dict[str, DrafterSource]:
-    """Load what --head options name, for decoding by this rule."""
-    return {name: drawing(option.load(target), rule) for name, option in drafts.items()}
 
 
 def named_drafts(source: str | Path) -> NamedDrafts:

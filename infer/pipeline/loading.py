@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import Bits, PlacementName
-    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
 
 logger = logging.getLogger("draftheads")
@@ -149,14 +148,12 @@ def faster_dtype(name: str, revision: str | None, place: Place) -> str:
 def load_parts(
     head: str | Path | None,
     target: str | None,
-    sampling: Acceptance,
     place: Place,
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
     one that the head records, with its LoRA. Raises ValueError for drafts that record none.
     """
-    from draftheads.infer.drafters.draft_model import drawing
     from draftheads.infer.drafters.named import named_drafts
 
     if not head:
@@ -168,4 +165,4 @@ def load_parts(
         target, revision = drafts.target
         place = place.recorded(drafts.folders[0])
     model = load_fast_target(target, place, revision, drafts.folders, template_args)
-    return model, drawing(drafts.load(model), sampling)
+    return model, drafts.load(model)

@@ -28,7 +28,6 @@ from draftheads.heads.cpu.linear import has_int8
 from draftheads.heads.formats.hub import load_pair, open_head, save_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
-from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.generator import load
 from draftheads.infer.pipeline.loading import Place, load_parts
@@ -186,7 +185,7 @@ def test_heads_are_trained_and_loaded_by_name_alone(made, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # heads of other weights would warn
         target, head = load_pair(tmp_path / "run")
-        again, drafts = load_parts(str(tmp_path / "run"), None, Greedy(), Place(threads=1))
+        again, drafts = load_parts(str(tmp_path / "run"), None, Place(threads=1))
     assert (target.lora, head.kind) == (str(lora), "medusa")
     adapted = Target(tiny_lora.merged(made / "target", lora))
     assert target.fingerprint() == Target.load(made / "target", lora=lora).fingerprint()

@@ -38,8 +38,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.continuous import seeded
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
-from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.draws import RandomStream
@@ -274,15 +273,6 @@ def test_what_was_drafted_before_a_compilation_that_fails_is_verified(monkeypatc
             steps = engine.generate(prompts[0], max_new_tokens=NEW)
             rows.append([(step.tokens, step.drafted) for step in steps])
     assert rows[0] == rows[1]
-
-
-def test_drawn_drafts_are_not_compiled(traced):
-    target = tiny_target()
-    rule = SpeculativeSampling()
-    speculator = Speculator(target, drawing(DraftModel(target), rule), compile=True)
-    with pytest.warns(UserWarning, match="without compilation: it compares probabilities"):
-        assert [len(row) for row in written(speculator, [[5]], sampling=rule)] == [NEW]
-    assert traced == []
 
 
 def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
