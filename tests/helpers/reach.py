@@ -212,15 +212,16 @@ def reached(names: Iterable[str]) -> list[Path]:
             finders.add(FINDS_FILES)
             near = next(above for above in file.parents if [*above.glob("*.py")])
             changed |= {*near.glob("*.py")}
-    return [test for test in TEST_FILES if closure(test) & changed or finds(closure(test), finders)]
+    return [test for test in TEST_FILES if closure(test) & changed or finders & found_by(test)]
 
 
-def finds(files: Iterable[Path], patterns: Iterable[re.Pattern[str]]) -> bool:
-    """Whether a test file or a helper looks into the repository, and has one of the patterns."""
-    ours = [source(file) for file in files if TESTS in file.parents and file.name != "conftest.py"]
-    return any(
-        pattern.search(text) for text in ours if FINDS_FILES.search(text) for pattern in patterns
-    )
+@cache
+def found_by(test: Path) -> set[re.Pattern[str]]:
+    """The patterns of a test file and its helpers, where these look into the repository."""
+    ours = [file for file in closure(test) if TESTS in file.parents and file.name != "conftest.py"]
+    texts = [source(file) for file in ours if FINDS_FILES.search(source(file))]
+    patterns = (FINDS_CODE, FINDS_FILES, FINDS_PAGES)
+    return {pattern for pattern in patterns for text in texts if pattern.search(text)}
 
 
 def everything(start: Path, edges: Callable[[Path], Iterable[Path]]) -> set[Path]:
