@@ -12,11 +12,7 @@ REACHED = [
     ("infer/serve/calls.py", ["infer/test_calls", "infer/test_server"], ["heads/test_lossless"]),
     ("infer/grammar.py", ["infer/test_grammar", "infer/test_server"], ["heads/test_lossless"]),
     ("infer/engine.py", ["infer/test_engine", "heads/test_lossless", "cli/test_serve"], []),
-    (
-        "heads/formats/mlx.py",
-        ["formats/test_formats_mlx"],
-        ["heads/test_tree.", "heads/test_memory"],
-    ),
+    ("heads/formats/llamacpp.py", ["formats/test_formats_llamacpp"], []),
     ("src/draftheads/extras.py", ["cli/test_entry"], []),
     ("infer/serve/page/page.js", ["infer/test_page"], ["heads/test_lossless"]),
     ("heads/formats/card.jinja", ["cli/test_publish", "heads/test_hub"], []),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import EACH, random_head
+from tiny_heads import KINDS, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotCache, SlotLayer
@@ -78,7 +78,7 @@ def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
     ("temperature", "name"),
     [
         *((0.0, name) for name in ("medusa", "eagle3", "block")),
-        *(pytest.param(1.0, *each.values, marks=each.marks) for each in EACH),
+        *(pytest.param(1.0, *each.values, marks=each.marks) for each in KINDS),
     ],
 )
 def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature, steps):
@@ -94,7 +94,7 @@ def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperatur
     assert taken == sum(steps for _, steps in each)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("places", [(2, 0, 1, 3), (0, 2, 1, 3, 4), (0, 1, 2)])
 def test_rows_that_end_at_their_first_token_leave_before_anything_is_drafted(name, places):
     """`distill --head` died of it, at every launch again: two such rows were enough."""
