@@ -190,7 +190,13 @@ def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])
+@pytest.mark.parametrize(
+    ("script", "key"),
+    [
+        ("eagle", "head.steps"),
+        pytest.param("medusa", "head.depth", marks=pytest.mark.thorough),  # test_launch.py runs it
+    ],
+)
 def test_a_script_runs_by_path(path, tmp_path, script, key):
     """train/ is then first on sys.path, and the working directory is not the repository."""
     result = subprocess.run(

@@ -291,7 +291,15 @@ def test_data_that_teaches_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
+BY_FIT = ("medusa", "eagle3", "block")
+"""Kinds that differ most in what training makes of a row; all learn one by heart in their contract."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in BY_FIT)) for kind in HEADS],
+)
 def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path, kind):
     """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
     target = Target.load(write_target(tmp_path / "target"))
