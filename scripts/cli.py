@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -67,8 +67,7 @@ RESUMING = (["demo"], ["distill"], ["train"])
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
 LEARNING = "data-preview demo distill import-answers init plan questions train"
-NEEDS = {**dict.fromkeys(LEARNING.split(), ("pyarrow", "ruamel.yaml")), "gguf": ("gguf",)}
-"""Words of a command line -> packages of extras, missed only once torch is loaded otherwise."""
+"""Commands that need packages of an extra, which are missed only once torch is loaded otherwise."""
 
 UsageError: Any = typer.BadParameter.__base__
 """click's; typer may carry its own copy of click."""
@@ -112,9 +111,10 @@ def main() -> None:
 
 def check_packages(arguments: Sequence[str]) -> None:
     """Raise ImportError for a package that this command needs and the install lacks."""
-    words = {*arguments[:1], "gguf"} & {*arguments}
-    for package in chain.from_iterable(NEEDS.get(word, ()) for word in words):
-        if find_spec(package) is None and "--help" not in arguments:
+    if not {*arguments[:1]} & {*LEARNING.split()} or "--help" in arguments:
+        return
+    for package in ("pyarrow", "ruamel.yaml"):
+        if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 

@@ -134,7 +134,42 @@ COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
 WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_250, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
+TOP = {
+    *(".ci", ".github", "docs", "heads", "infer", "recipes", "scripts", "src", "tests", "train"),
+    *(".gitignore", ".pre-commit-config.yaml", "Makefile"),
+    *("constraints.txt", "pyproject.toml", "setup.py"),
+    *("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
+}
+"""What stands at the top of the repository."""
+BINARIES = {
+    "docs/page.png",
+    "recipes/demo-target/model.safetensors",
+    "recipes/smollm2-head/model.safetensors",
+}
+"""The files of the repository that are no text."""
 LONGEST_FUNCTION, MOST_PARAMETERS, MOST_OPTIONS = 60, 6, 12
+
+
+def tracked() -> list[str]:
+    """The files of the repository, as the next commit has them."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone")
+    return listed.stdout.split("\0")[:-1]
+
+
+def test_the_repository_holds_what_is_listed():
+    """Six wheels were once downloaded into its top, and `git add` took them."""
+    assert {name.split("/")[0] for name in tracked()} == TOP
+
+
+def test_a_file_that_is_no_text_is_listed():
+    """As git tells them: by a zero byte. A wheel, a checkpoint, a GGUF file has one."""
+    files = {name: ROOT / name for name in tracked()}
+    binaries = {
+        name for name, file in files.items() if file.is_file() and b"\0" in file.read_bytes()[:8000]
+    }
+    assert binaries == BINARIES
 
 
 @pytest.fixture(params=MODULES, scope="module")

@@ -37,6 +37,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from draftheads.arguments import check_path
+from draftheads.extras import extras
 from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
@@ -245,6 +246,9 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
     place, file = location(path)
+    if is_gguf(path):
+        with extras():  # transformers would log a paragraph
+            importlib.import_module("gguf")
     with reading(path, revision):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             place, revision=revision, trust_remote_code=False, **file

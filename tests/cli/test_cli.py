@@ -53,7 +53,9 @@ def recipe(folder: Path, target: Path, *, kind: str = "medusa", **run_choices: o
     return path
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind == "eagle")) for kind in HEADS]
+)
 def test_the_whole_journey(run, target, tmp_path, kind):
     """distill, train, bench with figures in the card, then chat, as a user types them."""
     source = questions(tmp_path)

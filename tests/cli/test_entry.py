@@ -190,7 +190,13 @@ def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])
+@pytest.mark.parametrize(
+    ("script", "key"),
+    [
+        ("eagle", "head.steps"),
+        pytest.param("medusa", "head.depth", marks=pytest.mark.thorough),  # test_launch.py runs it
+    ],
+)
 def test_a_script_runs_by_path(path, tmp_path, script, key):
     """train/ is then first on sys.path, and the working directory is not the repository."""
     result = subprocess.run(
@@ -209,10 +215,10 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
     ("module", "advice"),
     [
         ("pyarrow", "pip install 'draftheads[train]'"),
-        ("datasets.exceptions", "pip install 'draftheads[prompts]'"),
+        ("datasets.exceptions", "pip install 'draftheads[train]'"),
         ("peft", "pip install 'draftheads[medusa2]'"),
-        ("prometheus_client", "pip install 'draftheads[serve]'"),
-        ("gguf", "pip install 'draftheads[gguf]'"),
+        ("prometheus_client", "pip install prometheus_client"),
+        ("gguf", "pip install gguf"),
         ("wandb", "pip install wandb"),
     ],
 )
@@ -237,7 +243,7 @@ def test_a_librarys_own_words_about_a_package_name_the_extra(capsys) -> None:
     """As fsspec's, which is how spec-bench failed."""
     with pytest.raises(SystemExit), mistakes_in_one_line():
         raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
-    assert capsys.readouterr().err.endswith("; pip install 'draftheads[prompts]'\n")
+    assert capsys.readouterr().err.endswith("; pip install 'draftheads[train]'\n")
 
 
 def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:
@@ -270,7 +276,6 @@ def test_a_very_long_value_is_cut_out_of_its_error_line():
     [
         (["distill", "--target", "demo-target"], "pyarrow"),
         (["train", "demo-medusa"], "ruamel.yaml"),
-        (["convert", "me/heads", "head.gguf", "--to", "gguf"], "gguf"),
     ],
 )
 def test_a_missing_extra_is_named_before_torch_is_loaded(run, monkeypatch, words, package):

@@ -310,7 +310,7 @@ def test_reading_the_hub_without_datasets_is_one_line(
     with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
         read_prompts("owner/name")
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[prompts]'")
+    assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[train]'")
 
 
 def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
