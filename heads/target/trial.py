@@ -42,7 +42,10 @@ def working_ways(target: Any) -> Ways:
     are none. target: a `Target`, whose module imports this one.
     """
     result: Ways | str = ""
-    for mixing in get_args(Mixing) if target.is_hybrid else ("tree",):
+    mixings = get_args(Mixing) if target.is_hybrid else ("tree",)
+    if target.is_hybrid and target.bits:
+        mixings = mixings[1:]  # nodes are computed as tokens are, with the same last bit
+    for mixing in mixings:
         try:
             result = _trial(target, mixing)
         except torch.OutOfMemoryError:
