@@ -288,8 +288,9 @@ def input_sizes(run: Callable[[], Any], module: nn.Module) -> dict[nn.Module, Te
     sizes: dict[nn.Module, Tensor] = {}
 
     def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
-        x_RI = inputs[0].detach().float().flatten(0, -2)
-        sizes[layer] = torch.cat([x_RI, sizes.get(layer, x_RI[:0])]).abs().amax(0)
+        x_RI = inputs[0].detach().float().flatten(0, -2).abs()
+        before_I = sizes.get(layer, torch.zeros(x_RI.shape[1]))
+        sizes[layer] = torch.cat([x_RI, before_I[None]]).amax(0)
 
     layers = [layer for layer in module.modules() if type(layer) is nn.Linear]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]

@@ -225,6 +225,11 @@ def cautions(report: BenchReport) -> list[str]:
             f"{RIVAL}: the same weights, its own rounding. Its verify: ms of a token, without the "
             "prompt, by its own clock."
         )
+    if cost := report.int8:
+        lines.append(
+            f"int8: after {cost['agreement']:.1%} of {cost['tokens']} tokens of the prompts, the "
+            f"likeliest next one is float32's; KL divergence from float32 {cost['kl']:.3f} nats."
+        )
     if report.plain.lossless_reason:
         lines.append(report.plain.lossless_reason)
     for result in (report.plain, *report.heads):
