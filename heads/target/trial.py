@@ -42,9 +42,8 @@ def working_ways(target: Any) -> Ways:
     are none. target: a `Target`, whose module imports this one.
     """
     result: Ways | str = ""
-    mixings = get_args(Mixing) if target.is_hybrid else ("tree",)
-    if target.is_hybrid and target.bits:
-        mixings = mixings[1:]  # nodes are computed as tokens are, with the same last bit
+    # in int8, "levels": nodes are computed as tokens are, to the last bit
+    mixings = get_args(Mixing)[bool(target.bits) :] if target.is_hybrid else ("tree",)
     for mixing in mixings:
         try:
             result = _trial(target, mixing)
