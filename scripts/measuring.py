@@ -204,7 +204,9 @@ def bench(
             options = replace(options, rival=rival)
         report = benches.bench(model, entries, ids, options, turns=turns)
         if model.bits:
-            whole = load_target(target, replace(place, dtype="float32", bits=None), revision)
+            whole = load_target(
+                target, replace(place, dtype="float32", bits=None), revision, folders
+            )
             report = replace(report, int8=benches.int8_cost(model, whole, ids))
         outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
