@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target
+from draftheads.infer.pipeline.loading import load_fast_target, load_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
     TARGET_CHECK,
@@ -203,6 +203,11 @@ def bench(
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
         report = benches.bench(model, entries, ids, options, turns=turns)
+        if model.bits:
+            whole = load_target(
+                target, replace(place, dtype="float32", bits=None), revision, folders
+            )
+            report = replace(report, int8=benches.int8_cost(model, whole, ids))
         outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
