@@ -120,7 +120,8 @@ def replay(
             conversation.end("skipped", f"turn {place + 1}: {error}")
             break
         end_ids = [] if written.end is None else [written.end]
-        conversation.answer(ids + end_ids, answer, written.lead, lead_ids)
+        text = written.text if answer.get("tool_calls") else ANSWER
+        conversation.answer(ids + end_ids, answer, written.lead, lead_ids, text)
     return conversation.record()
 
 
