@@ -163,10 +163,9 @@ def test_a_column_of_tools_reaches_the_template(tmp_path: Path, wrap: Any) -> No
     turns = [*said("U:q"), {"role": "assistant", "tool_calls": [call("f", x=1)]}]
     turns += said("T:r", "A:a")
     path = write(tmp_path / "p.jsonl", {"tools": wrap({"name": "f"}), "messages": turns})
-    first, second = learned(path, TOOLED)
-    assert first == f"Tf\nU:q|A:[[<tool_call>{CALLED}</tool_call>|]]"
-    shown = f"<tool_call>{CALLED}</tool_call>|R:<tool_response>\nr\n</tool_response>|"
-    assert second == f"Tf\nU:q|A:{shown}A:[[a|]]"
+    result = "R:<tool_response>\nr\n</tool_response>|"
+    shown = f"Tf\nU:q|A:[[<tool_call>{CALLED}</tool_call>|]]\n{result}A:[[a|]]"
+    assert learned(path, TOOLED) == [shown]
     [prompt] = read_prompts(path, tools="keep")
     other = Prompt(0, prompt.messages, template_args={"tools": [{"function": {"name": "g"}}]})
     assert _identify([prompt])[0] != _identify([other])[0], "other tools, another prompt"
@@ -243,9 +242,9 @@ def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path: Pat
         result["tool_call_id"] = number
     asked = {"role": "assistant", "content": None, "tool_calls": calls}
     path = write(tmp_path / "p.jsonl", {"messages": [*said("U:q"), asked, *results, *said("A:a")]})
-    first, _ = learned(path, TOOLED)
+    [shown] = learned(path, TOOLED)
     other = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    assert first == f"U:q|A:[[<tool_call>{CALLED}</tool_call>{other}|]]"
+    assert shown.startswith(f"U:q|A:[[<tool_call>{CALLED}</tool_call>{other}|]]")
     [talk] = read_conversations(path)
     assert [message["name"] for message in (talk.messages or ())[2:4]] == ["g", "f"]
 
@@ -266,10 +265,9 @@ def test_all_marked_calls_of_a_turn_are_read(tmp_path: Path) -> None:
 
 
 def test_values_of_other_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
-    for beside in ({"history": [5]}, {"choices": 5}):
-        path = write(tmp_path / "a.jsonl", {"question": "q", **beside, "answer": "a"})
-        with pytest.raises(ValueError, match=r"line 1: expected values of other kinds, got"):
-            read_conversations(path)
+    path = write(tmp_path / "a.jsonl", {"question": "q", "choices": 5, "answer": "a"})
+    with pytest.raises(ValueError, match=r"line 1: expected values of other kinds, got"):
+        read_conversations(path)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "turn", "channel"])

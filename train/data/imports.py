@@ -36,7 +36,7 @@ from draftheads.train.data.conversation import (
     check_tools,
     render,
 )
-from draftheads.train.data.prompts import Message, Messages, Prompt
+from draftheads.train.data.prompts import CUT, FINISHES, Message, Messages, Prompt, is_silent
 from draftheads.train.data.shards import documents_of, rows_of, to_batch
 from draftheads.train.data.text_side import TextSide
 
@@ -119,7 +119,8 @@ def replay(
         except (TemplateError, ValueError) as error:  # other conversations may be fine
             conversation.end("skipped", f"turn {place + 1}: {error}")
             break
-        end_ids = [] if written.end is None else [written.end]
+        is_cut = written.end is None or answer.get(FINISHES[0]) == CUT[0]
+        end_ids = [] if is_cut else [written.end]
         text = written.text if answer.get("tool_calls") else ANSWER
         conversation.answer(ids + end_ids, answer, written.lead, lead_ids, text)
     return conversation.record()
@@ -134,8 +135,7 @@ def _parts(messages: Messages) -> tuple[list[Turn], list[Message]]:
     is_asked = False
     for message in messages:
         is_asked = is_asked or message["role"] == "user"
-        has_content = (message.get("content") or "").strip() or message.get("tool_calls")
-        if is_asked and message["role"] == "assistant" and has_content:
+        if is_asked and message["role"] == "assistant" and not is_silent(message):
             answers.append(message)
             turns.append([])
         else:
