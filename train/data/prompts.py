@@ -4,8 +4,8 @@ Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .txt and .md, als
 .bz2 or .zst; .csv, .tsv, .parquet and .arrow; a folder of them (README, LICENSE and hidden files
 are ignored); a Hub data set, "owner/name" or "owner/name:config"; or one of SETS by name. In a .txt
 or .md file each paragraph is a record or, without blank lines, each line. JSON is read here, not by
-`datasets`, which refuses lines of several shapes and fills their objects with nulls; and so are
-.csv and .tsv, in which it makes numbers of texts.
+`datasets`, which refuses lines of several shapes and fills their objects with nulls. Fields of .csv
+and .tsv are text.
 
 A record has a conversation, a question or a text; KEYS are the names of these and of what stands
 beside them:
@@ -17,6 +17,7 @@ beside them:
     choices         likewise (MMLU), as lines "A. ...", or with labels of their own (ARC)
     answer          "...", a number, messages, an index of the choices, or {"text": [...]} (SQuAD)
     reasoning       what the answer begins with
+    label           false: the answer is a rejected one (KTO); a number is not read
     history         [["question", "answer"], ...] before the question
     system          the system's message, where the conversation has none
     tools           definitions for the chat template, as objects or JSON text
@@ -27,7 +28,7 @@ beside them:
 
 An assistant's message may have its reasoning in a key of its own (THOUGHTS), `weight: 0`, `train:
 false` or the like (MARKS) if it is not to be learned, and `finish_reason: length` if it was cut. So
-may a record, also with a list of marks, one for each turn; `label: false` is KTO's. Reasoning,
+may a record, also with a list of marks, one for each turn. Reasoning,
 calls and results may also be parts of a content that is a list (PART_KEYS). In any record,
 `category` may name the kind of a prompt. Keys that are known and not read are counted and said.
 Errors name the record:
@@ -36,13 +37,11 @@ Errors name the record:
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import logging
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +73,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first t
     ),
     "history": ("history",),
     "reasoning": THOUGHTS,
+    "label": ("label", "kto_tag"),
     "system": ("system", "system_prompt", "instructions"),
     "tools": ("tools", "functions"),
     "variables": ("chat_template_kwargs",),
@@ -117,15 +117,13 @@ PART_KEYS = {  # type of a content part: the key that a message has for it
 }
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask", "learn")
 """Keys of an assistant's message that is context alone, if one of them is 0 or false."""
-LABELS = ("label", "kto_tag")
-"""Keys of a record whose answer is a rejected one, if one of them is false; 0 is a class."""
 FINISHES = ("finish_reason", "stop_reason")
 CUT = ("length", "max_tokens", "max_output_tokens", "model_length", "content_filter", "abort")
 """Reasons for which an answer has no end of its own."""
 UNREAD = ("train_detail", "training_detail", "loss_scale", "mask", "prefix", "refusal")
 """Keys of a turn that are known and not read."""
 ENDED = re.compile(
-    r"(<\|(im_end|eot_id|eom_id|end|return|endoftext|end_of_text|end_of_turn)\|>|</s>|<end_of_turn>)\s*$"
+    r"(<\|(im_end|eot_id|eom_id|end|return|end_of_turn)\|>|<end_of_turn>|\[/INST\].*</s>)\s*$"
 )
 """The end of a text that a chat template rendered, with an answer."""
 CALL_TEXT = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
@@ -287,32 +285,28 @@ def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
     return _dataset(f"{source} [{split}]", **choice | {"split": split}, streaming=limit is not None)
 
 
-def _text_table(path: Path) -> Records:
-    """Fields are text as it stands; for `datasets` "02108" is a number and "NA" nothing."""
-    csv.field_size_limit(sys.maxsize)
-    tabs = _suffix(path) == ".tsv"
-    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text, dialect="excel-tab" if tabs else "excel", strict=True)
-        for number, record in enumerate(rows, start=1):
-            if None in record or None in record.values():
-                raise ValueError(f"record {number} has other columns than the first line")
-            yield f"{path} record {number}", record
-
-
 def _table(path: Path) -> Records:
     kind = _suffix(path).removeprefix(".")
-    return _dataset(str(path), path=kind, data_files=str(path), split="train", streaming=True)
+    layout = {"path": "csv", "sep": "\t"} if kind == "tsv" else {"path": kind}
+    return _dataset(str(path), **layout, data_files=str(path), split="train", streaming=True)
 
 
 def _dataset(place: str, **arguments: Any) -> Records:
-    """The rows of a data set, as `datasets.load_dataset` takes its arguments."""
+    """The rows of a data set, as `datasets.load_dataset` takes its arguments. Fields of tables of
+    text are read as text, in which pandas sees numbers and nothing ("02108", "NA").
+    """
     with extras():
         import datasets  # slow, and optional
 
-    failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+    failures = (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError)
     try:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
+            if getattr(getattr(rows, "info", None), "builder_name", "") == "csv":
+                fields = dict.fromkeys(next(iter(rows), {}), datasets.Value("string"))
+                features = datasets.Features(fields)
+                arguments |= {"features": features, "keep_default_na": False, "index_col": False}
+                rows = datasets.load_dataset(**arguments)
         for number, record in enumerate(rows, start=1):
             yield f"{place} record {number}", without_nulls(record)
     except failures as error:
@@ -334,7 +328,7 @@ def _file_records(path: Path) -> Records:
     try:
         yield from READERS[_suffix(path)](path)
     # codecs, pyarrow and pandas do not name the file
-    except (csv.Error, EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
+    except (EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
         if str(path) in str(e):
             raise
         raise ValueError(
@@ -416,8 +410,8 @@ def _json_records(path: Path) -> Records:
 READERS: dict[str, Callable[[Path], Records]] = {
     ".json": _json_records,
     ".jsonl": _json_lines,
-    ".csv": _text_table,
-    ".tsv": _text_table,
+    ".csv": _table,
+    ".tsv": _table,
     ".parquet": _table,
     ".arrow": _table,
     ".txt": _paragraphs,
@@ -513,10 +507,14 @@ def _turns(where: str, key: str, turns: Any, left: Message, parts: _Parts) -> An
 
 def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[Any]:
     """Turns with the marks that their record has, one for all or one for each."""
-    rejected = [name for name in LABELS if _loaded(str(left.get(name)).lower()) is False]
-    parts.left_out.update(f"answers with {name} false" for name in rejected)
     marks = {name: _loaded(left[name]) for name in MARKS if name in left}
-    for name, mark in (marks | dict.fromkeys(rejected, 0)).items():
+    for name in KEYS["label"]:
+        label = _loaded(str(left.get(name)).lower())
+        if isinstance(label, bool):
+            marks[name] = label
+            del left[name]
+            parts.left_out.update([f"answers with {name} false"] * (not label))
+    for name, mark in marks.items():
         each = mark if isinstance(mark, list) else [mark] * len(turns)
         if len(each) != len(turns):
             raise ValueError(
@@ -546,7 +544,8 @@ def _take(kind: str, left: Message) -> Any:
 
 def _count_left(main: str, left: Message, parts: _Parts) -> None:
     """Count what is left of a record and was not meant to be: known keys, and what is no text."""
-    kinds = [kind for kind in KEYS if parts.answers or kind not in ("answer", "reasoning")]
+    of_answers = () if parts.answers else ("answer", "reasoning", "label")
+    kinds = [kind for kind in KEYS if kind not in of_answers]
     known = {key for kind in kinds for key in KEYS[kind]}
     parts.left_out.update(key for key in MEDIA if key in left)
     parts.left_out.update(f"{key} beside {main}" for key in left if key in known)
