@@ -37,6 +37,7 @@ Errors name the record:
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
@@ -287,25 +288,37 @@ def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
 
 def _table(path: Path) -> Records:
     kind = _suffix(path).removeprefix(".")
-    layout = {"path": "csv", "sep": "\t"} if kind == "tsv" else {"path": kind}
-    return _dataset(str(path), **layout, data_files=str(path), split="train", streaming=True)
+    return _dataset(str(path), path=kind, data_files=str(path), split="train", streaming=True)
+
+
+def _text_table(path: Path) -> Records:
+    """Records of text alone, in which pandas sees numbers and nothing ("02108", "NA")."""
+    csv.field_size_limit((1 << 31) - 1)
+    dialect = "excel-tab" if _suffix(path) == ".tsv" else "excel"
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, dialect=dialect, strict=True)
+        for number, record in enumerate(rows, start=1):
+            if None in record:
+                raise ValueError(f"record {number} has more fields than the first line")
+            yield f"{path} record {number}", record
 
 
 def _dataset(place: str, **arguments: Any) -> Records:
-    """The rows of a data set, as `datasets.load_dataset` takes its arguments. Fields of tables of
-    text are read as text, in which pandas sees numbers and nothing ("02108", "NA").
+    """The rows of a data set, as `datasets.load_dataset` takes its arguments; fields of CSV files
+    are text here, too.
     """
     with extras():
         import datasets  # slow, and optional
 
-    failures = (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError)
+    failures = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
     try:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
             if getattr(getattr(rows, "info", None), "builder_name", "") == "csv":
-                fields = dict.fromkeys(next(iter(rows), {}), datasets.Value("string"))
+                names = rows.column_names or next(iter(rows), {})
+                fields = dict.fromkeys(names, datasets.Value("string"))
                 features = datasets.Features(fields)
-                arguments |= {"features": features, "keep_default_na": False, "index_col": False}
+                arguments |= {"features": features, "keep_default_na": False}
                 rows = datasets.load_dataset(**arguments)
         for number, record in enumerate(rows, start=1):
             yield f"{place} record {number}", without_nulls(record)
@@ -328,7 +341,7 @@ def _file_records(path: Path) -> Records:
     try:
         yield from READERS[_suffix(path)](path)
     # codecs, pyarrow and pandas do not name the file
-    except (EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
+    except (csv.Error, EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
         if str(path) in str(e):
             raise
         raise ValueError(
@@ -410,8 +423,8 @@ def _json_records(path: Path) -> Records:
 READERS: dict[str, Callable[[Path], Records]] = {
     ".json": _json_records,
     ".jsonl": _json_lines,
-    ".csv": _table,
-    ".tsv": _table,
+    ".csv": _text_table,
+    ".tsv": _text_table,
     ".parquet": _table,
     ".arrow": _table,
     ".txt": _paragraphs,
