@@ -545,12 +545,12 @@ class _Contents:
         no part of a record whose other part is in another file.
         """
         ends = self._sizes[rows].cumsum()
-        edges = np.append(np.flatnonzero(~self._follows[rows])[1:], len(rows))
+        edges = np.append(np.flatnonzero(~self._follows[rows]), len(rows))
         start = used = 0
         while start < len(rows):
-            fitting = np.searchsorted(ends, used + SHARD_TOKENS, side="right")
             later = edges[edges > start]
-            stop = int(max(later[0], *later[later <= fitting][-1:]))
+            fitting = later[ends[later - 1] <= used + SHARD_TOKENS]
+            stop = int(fitting[-1] if len(fitting) else later[0])
             yield self._take(rows[start:stop])
             start = stop
             used = int(ends[stop - 1])
