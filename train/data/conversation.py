@@ -267,14 +267,15 @@ def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]
 
 def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError if there are tool calls or results in prompts, and the chat template does
-    not render them. Definitions that it does not render are said.
+    not render them. Definitions and documents that it does not render are said.
     """
-    variables = next((each.template_args for each in prompts if each.template_args), {})
-    renderer = renderer.with_variables(variables)
-    with suppress(TemplateError):  # what it refuses is said where it is rendered
-        without = renderer.with_variables({"tools": None}).text([QUESTION])
-        if renderer.template_args.get("tools") and renderer.text([QUESTION]) == without:
-            logger.warning("the chat template shows no definitions of tools; they are left out")
+    pairs = (pair for each in prompts for pair in each.template_args.items())
+    renderer = renderer.with_variables(dict(pairs))
+    for name in ("tools", "documents"):
+        with suppress(TemplateError):  # what it refuses is said where it is rendered
+            without = renderer.with_variables({name: None}).text([QUESTION])
+            if renderer.template_args.get(name) and renderer.text([QUESTION]) == without:
+                logger.warning("the chat template shows no %s; they are left out", name)
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return

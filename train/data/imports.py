@@ -183,14 +183,21 @@ def _rendering_as_shown(
     """Tool calls, and reasoning between special tokens, stand in the conversation in the template's
     own layout. ends: end tokens by their text.
     """
+    empty = rf"\s*{re.escape(how.opening)}\s*{re.escape(how.closing)}\s*"
     text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+    if not text:  # the prompt has an empty block, which the template leaves out of answers
+        prompt = re.sub(rf"{empty}$", "", prompt)
+        text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        text = text.lstrip().removeprefix(how.closing).lstrip()
+        has_two = any(text.endswith(end) and text.count(end) > 1 for end in ends)
+        if has_two or text.startswith(how.opening.strip()):  # what no target writes behind it
+            text = ""
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     if not text or not all(name in text for name in names):
         raise ValueError(
             "expected tool calls or reasoning after the generation prompt, found other text; "
             "--template-args may switch reasoning on"
         )
-    empty = rf"\s*{re.escape(how.opening)}\s*{re.escape(how.closing)}\s*"
     block = re.match(empty, text)
     lead = block.group() if block else ""
     end = next((end for end in ends if text.endswith(end)), "")
