@@ -255,7 +255,8 @@ class PromptRenderer:
             return message
         thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
         if thought:
-            content = f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"
+            if not content.lstrip().startswith(OPEN):  # then it is there already
+                content = f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"
             message = {key: message[key] for key in message if key not in THOUGHTS}
             message["content"] = content
         thought, closed, answer = content.partition(CLOSE)
