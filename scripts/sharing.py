@@ -13,6 +13,7 @@ from draftheads.infer.pipeline.loading import Place, load_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
     NEW_CHECK,
+    TARGET_CHECK,
     Device,
     Dtype,
     Dtypes,
@@ -41,7 +42,11 @@ def convert(
         ),
     ],
     target: Annotated[
-        str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
+        str | None,
+        Option(
+            callback=TARGET_CHECK,
+            help="the head's target, if it is needed; for gguf, its GGUF file",
+        ),
     ] = None,
     lora: Lora = None,
     dtype: Annotated[Dtypes, Option(help="of the written head; auto: as it is")] = "auto",

@@ -14,6 +14,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from draftheads.arguments import check_path
+from draftheads.recipes import check_paths
 from draftheads.train import entry
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def main(argv: Sequence[str] | None = None, *, script: str = "medusa", kind: str
     try:
         with entry.mistakes_in_one_line():
             path, *overrides = entry.words(argv, script, kind)
+            check_paths(path, overrides)
             from draftheads.train.metrics import report
             from draftheads.train.recipe import load_recipe
 

@@ -1,11 +1,12 @@
-"""What a person types: paths, names, the variable of a key. What a path leads to is seen by its name
-and a few bytes, so a file in the wrong place is named for what it is. These checks import nothing
-slow, so a mistake is said at once, not after the seconds that torch takes to load.
+"""What a person types: paths, names, the variable of a key. What a path leads to is seen by its
+name and a few bytes, so a file in the wrong place is named for what it is. These checks import
+nothing slow, so a mistake is said at once, not after the seconds that torch takes to load.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Collection, Iterable
@@ -42,7 +43,7 @@ FILES = {
 WHOLE = re.compile(rb'"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)"')
 DRAFTS = re.compile(rb"draft|eagle|medusa|hydra|speculat|dflash|dspark", re.IGNORECASE)
 LAYERS = re.compile(rb'"(num_hidden_layers|n_layers?|num_layers)"\s*:\s*([2-9]|\d\d)')
-"""In config.json: names of models' classes, words of heads alone, and more layers than EAGLE has."""
+"""In config.json: names of models' classes, words of heads alone, more layers than EAGLE has."""
 SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 JOIN = "join its parts: llama-gguf-split --merge FIRST WHOLE.gguf"
 
@@ -55,7 +56,7 @@ def kind_of(path: Path) -> str:
         return _kind_of_folder(path)
     if not path.exists():
         return NOTHING
-    if is_gguf(path):
+    if begins_as_gguf(path):
         return GGUF
     kinds = [kind for kind, end in FILES.items() if re.search(end, path.name.lower())]
     return kinds[0] if kinds else FILE
@@ -79,7 +80,7 @@ def _kind_of_folder(folder: Path) -> str:
     return FOLDER if any(folder.iterdir()) else EMPTY
 
 
-def is_gguf(path: Path) -> bool:
+def begins_as_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF does, whatever its name is: those of Ollama are digests."""
     if not path.is_file():
         return False
@@ -104,8 +105,10 @@ def check_kind(label: str, path: Path, wanted: str, kinds: Collection[str], advi
         raise fault(f"{label}: expected {wanted}, got {kind}; {USES.get(kind, advice)}")
 
 
-def check_path(path: str) -> None:
-    """Raise FileNotFoundError for the path of nothing, ValueError for what is no model."""
+def check_path(path: str, *, is_name: bool = True) -> None:
+    """Raise FileNotFoundError for the path of nothing, ValueError for what is no model. is_name:
+    whether it may be a name of the Hub's.
+    """
     if not path.strip():  # Path("") is the working directory
         raise FileNotFoundError(
             f"expected a target, got the empty name {path!r}; pass a model folder or a Hub id"
@@ -114,7 +117,7 @@ def check_path(path: str) -> None:
     is_path = local.is_absolute() or path.startswith((".", "~"))
     is_path = is_path or "\\" in path or path.count("/") > 1
     is_file = re.search(r"\.gg\w*$" if "/" in path else r"\.[a-z]\w*$", path.lower())
-    if not (is_path or is_file or local.exists()):
+    if is_name and not (is_path or is_file or local.exists()):
         return
     files = gguf_files(local) or [local]
     if any(SPLIT.search(file.name) for file in files):
@@ -164,6 +167,24 @@ def head_folder(source: str | Path, what: str = "head") -> Path | None:
     advice = f"pass a folder or a Hub id (user/name){near_name(folder)}"
     check_kind(f"{what} {source}", folder, f"a {what}", kinds, advice)
     return folder
+
+
+def text_files(head: str) -> Path:
+    """FILES of a head "retrieve:FILES". Raises ValueError where none is."""
+    path = Path(os.path.expanduser(head.partition(":")[2] or "nothing"))
+    kinds = (PROMPTS, JSON, RECIPE, FILE, FOLDER, EITHER)
+    check_kind(f"head {head}", path, "a file or folder of texts", kinds, "check the path")
+    return path
+
+
+def check_schema(path: Path) -> None:
+    """Raise ValueError for a file without JSON."""
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"--schema: expected a JSON schema, got {path}, {kind_of(path)}; give a .json file"
+        ) from None
 
 
 def expected(message: str) -> str:
