@@ -137,10 +137,11 @@ def train(
     In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
     `accelerate launch train/eagle.py RECIPE.yaml`.
     """
+    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
+    check_paths(recipe, values)
     from draftheads.train.medusa import main
 
     set_threads(threads)
-    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
     code = main([str(recipe), *values])
     if code:
         sys.exit(code)

@@ -155,8 +155,8 @@ class RunChoices(Section):
     minutes: float | None = Field(
         None,
         gt=0,
-        description="time for steps, by which the lr goes, too; loading, evaluations and saves are "
-        "not counted",
+        description="time for steps and evaluations, by which the lr goes, too; loading is not "
+        "counted",
     )
     tokens_per_step: int | None = Field(
         None, ge=1, description="over all processes; null: 1 % of all tokens, at most 65536"

@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+PATIENCE = 10.0
+"""Seconds to wait for the Hub's first answer."""
 VARIABLE = re.compile(r"\$\{\w*\}?")
 """Of a shell, which has not replaced it."""
 
@@ -118,6 +120,7 @@ def check_path(path: str, *, is_name: bool = True) -> None:
     is_path = is_path or "\\" in path or path.count("/") > 1
     is_file = re.search(r"\.gg\w*$" if "/" in path else r"\.[a-z]\w*$", path.lower())
     if is_name and not (is_path or is_file or local.exists()):
+        check_name("target", path)
         return
     files = gguf_files(local) or [local]
     if any(SPLIT.search(file.name) for file in files):
@@ -130,12 +133,42 @@ def check_path(path: str, *, is_name: bool = True) -> None:
     check_kind(f"target {path}", local, wanted, (MODEL, EITHER, GGUF), advice)
 
 
-def near_name(path: Path) -> str:
-    """A hint at a file or folder of a similar name."""
+def near_name(name: str | Path) -> str:
+    """A hint at a file or folder of a similar name; "" for one that is there."""
+    path = Path(os.path.expanduser(name))
     if path.exists() or not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
     return f" (did you mean {path.parent / near[0]}?)" if near else ""
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise FileNotFoundError for a name of the Hub's form that leads nowhere, if it is near one of
+    a file or folder here. Others are looked up when they are loaded.
+    """
+    if not near_name(name):
+        return
+    from huggingface_hub import HfApi  # half a second, where torch takes many
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name.partition("@")[0], timeout=PATIENCE)
+    except RepositoryNotFoundError as error:
+        if not isinstance(error, GatedRepoError):
+            raise FileNotFoundError(f"{what} {name}: {nowhere(name)}") from error
+    except Exception:  # of the HTTP library: whoever downloads it says why it cannot
+        return
+
+
+def nowhere(name: str) -> str:
+    """The line about a name that is neither here nor on the Hub."""
+    from huggingface_hub import constants
+
+    return (
+        f"expected a folder here or a repository on {constants.ENDPOINT}, found "
+        f"neither{near_name(name)}; check the name, or log in if it is "
+        "private: hf auth login"
+    )
 
 
 def check_answers(path: Path, *, are_there: bool = True) -> None:
@@ -160,6 +193,7 @@ def head_folder(source: str | Path, what: str = "head") -> Path | None:
         )
     folder = Path(os.path.expanduser(source))
     if not folder.exists() and HUB_ID.fullmatch(str(source).partition("@")[0]):
+        check_name(what, str(source))
         return None
     kinds = (HEAD, EITHER)
     if what != "head":

@@ -81,14 +81,14 @@ def test_a_target_in_the_cache_is_loaded_without_a_network(hub, monkeypatch, mod
 @pytest.mark.usefixtures("model")
 def test_a_head_is_not_a_target(run):
     for head in ("run", "run/step-000002"):
-        failed(chat(run, head), f"target {head}: expected a model, got a draft head; pass it as")
+        failed(chat(run, head), f"target {head}: expected a model", "got a draft head; pass it")
 
 
 @pytest.mark.usefixtures("model")
 def test_a_model_is_not_a_head(run):
-    said = "expected a head, got a whole model (LlamaForCausalLM); pass it as --target, or let it "
-    failed(chat(run, "out/model", "out/model"), said, "--head model:PATH")
+    said = "expected a head, got a whole model; pass it as --target, or let it draft: --head model:"
+    failed(chat(run, "out/model", "out/model"), said)
 
 
 def test_a_gguf_file_that_does_not_exist_is_no_hub_id(run):
-    failed(chat(run, "them/model.gguf"), "expected a GGUF file, found none")
+    failed(chat(run, "them/model.gguf"), "expected a model", "got nothing; pass")
