@@ -60,6 +60,13 @@ def test_the_command_trains_every_kind(path, fitted, monkeypatch):
     assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
 
 
+@pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=1"])
+def test_the_word_that_launchers_add_is_none_of_the_recipes(path, fitted, word):
+    """deepspeed puts it before the recipe, torch.distributed.launch as well."""
+    assert medusa.main([word, str(path), "run.steps=2"]) == 0
+    assert [recipe.run.steps for recipe in fitted] == [2]
+
+
 @pytest.mark.parametrize(("script", "other"), [(medusa, "eagle"), (eagle, "medusa")])
 def test_help_is_the_scripts_own(capsys, script, other):
     name = script.__name__.rpartition(".")[2]

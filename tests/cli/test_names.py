@@ -16,6 +16,7 @@ from typed_commands import failed
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
+from draftheads.train.data.prompts import read_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,19 @@ def test_without_a_network_nobody_waits(run, monkeypatch, caplog, target, head):
         said = "http://127.0.0.1:9 cannot be reached; check the network, or pass a folder"
         failed(chat(run, target, head), "expected a folder, or its files in", said)
     assert "Retrying" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["mt-bench", "them/prompts"])
+def test_without_a_network_a_ready_set_is_not_waited_for(monkeypatch, caplog, name):
+    """`datasets` would ask for each file six times, too."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with (
+        caplog.at_level(logging.WARNING, "huggingface_hub"),
+        pytest.raises(ValueError, match=rf"{name} .*: expected a file.* on the Hub"),
+    ):
+        read_prompts(name)
+    assert "Retrying" not in caplog.text
+    assert not constants.HF_HUB_OFFLINE, "for this set alone"
 
 
 def test_with_the_hub_switched_off_that_is_the_reason(run, monkeypatch):
