@@ -162,9 +162,10 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-def check_paths(recipe: str | Path, overrides: Sequence[str]) -> None:
+def check_paths(recipe: str | Path, overrides: Sequence[str], *, has_data: bool = True) -> None:
     """Raise for paths of a recipe and its overrides that lead to nothing or to another kind of
-    thing, before torch is loaded. A run that is there may be over, and need none of them.
+    thing, before torch is loaded. A run that is there may be over, and need none of them. has_data:
+    whether there must be answers by now.
     """
     values = read_recipe(find_recipe(recipe))
     named = {}
@@ -179,7 +180,7 @@ def check_paths(recipe: str | Path, overrides: Sequence[str]) -> None:
     if target := paths.get("target"):
         check_target(target)
     if data := paths.get("data.path"):
-        check_answers(Path(data))
+        check_answers(Path(data), are_there=has_data)
     if adapter := paths.get("target_adapter"):
         head_folder(adapter, "PEFT adapter")
     if (head := paths.get("head.from")) and head != "target":  # its own layer

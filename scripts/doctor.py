@@ -51,10 +51,7 @@ def doctor(
     placement: Placement,
     data: Annotated[
         Path | None,
-        Option(
-            callback=DATA_CHECK,
-            help="a folder that distill wrote; default: the head's training data",
-        ),
+        Option(callback=DATA_CHECK, help="answers of distill; default: the head's training data"),
     ] = None,
     template_args: MaybeTemplateArgs = None,
     json_out: Json = None,

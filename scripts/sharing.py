@@ -42,11 +42,7 @@ def convert(
         ),
     ],
     target: Annotated[
-        str | None,
-        Option(
-            callback=TARGET_CHECK,
-            help="the head's target, if it is needed; for gguf, its GGUF file",
-        ),
+        str | None, Option(callback=TARGET_CHECK, help="if it is needed; for gguf, its GGUF file")
     ] = None,
     lora: Lora = None,
     dtype: Annotated[Dtypes, Option(help="of the written head; auto: as it is")] = "auto",

@@ -108,7 +108,7 @@ def plan(
     threads: Threads = None,
 ) -> None:
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
-    check_paths(recipe, overrides or [])
+    check_paths(recipe, overrides or [], has_data=False)
     if not no_probe:  # before imports, which take seconds
         say("memory by shapes; then by two or three steps, as the time; --no-probe skips these")
     from draftheads.scripts.printing import next_command, print_counts, print_trial

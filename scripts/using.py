@@ -47,12 +47,7 @@ if TYPE_CHECKING:
 
 SchemaFile = Annotated[
     Path | None,
-    Option(
-        exists=True,
-        dir_okay=False,
-        callback=early(check_schema),
-        help="file with a JSON schema of the answers",
-    ),
+    Option(callback=early(check_schema), help="file with a JSON schema of the answers"),
 ]
 LearnFolder = Annotated[
     Path | None, Option(help="where they are kept; default: draftheads/learned in your data")

@@ -113,11 +113,16 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     if plugin and not plugin.zero_stage:
         raise ValueError("expected ZeRO stage 1, 2 or 3, got 0; use recipes/accelerate-ddp.yaml")
     if accelerator.is_main_process:
-        for name, key in UNUSED.items():
-            value = os.environ.get(f"ACCELERATE_{name.upper()}", "no")
-            if value not in ("no", "1", recipe.run.precision):
-                logger.warning("accelerate's %s, %s, is not used: set %s", name, value, key)
+        warn_of_unused(os.environ, recipe.run.precision)
     return accelerator
+
+
+def warn_of_unused(environ: Mapping[str, str], precision: str) -> None:
+    """Name settings of accelerate's that say something else than what holds here."""
+    for name, key in UNUSED.items():
+        value = environ.get(f"ACCELERATE_{name.upper()}", "no")
+        if value not in ("no", "1", precision):
+            logger.warning("accelerate's %s, %s, is not used: set %s", name, value, key)
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:

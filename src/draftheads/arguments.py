@@ -212,12 +212,12 @@ def text_files(head: str) -> Path:
 
 
 def check_schema(path: Path) -> None:
-    """Raise ValueError for a file without JSON."""
+    """Raise ValueError for what is no file of JSON."""
     try:
         json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         raise ValueError(
-            f"--schema: expected a JSON schema, got {path}, {kind_of(path)}; give a .json file"
+            f"--schema {path}: expected a JSON schema, got {kind_of(path)}; give a file with one"
         ) from None
 
 

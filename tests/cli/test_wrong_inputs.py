@@ -102,12 +102,11 @@ SLOTS = {
 NO_KEYS = ["error: table.json: expected `key: value` lines, got list"]
 NO_YAML = ["error: notes.pdf: not YAML in UTF-8"]
 NO_PROMPTS = ["expected a file, a folder or a Hub data set, found none"]
-NO_SCHEMA = ["--schema"]
 SAID: dict[str, dict[str, list[str]]] = {
     **{slot: {JSON: NO_KEYS, FILE: NO_YAML} for slot in ("plan X", "train X")},
     **{slot: {NOTHING: NO_PROMPTS} for slot in SLOTS if PROMPTS in SLOTS[slot]},
     "chat --target llm --head retrieve:X": {},
-    "chat --target llm --schema X": dict.fromkeys(INPUTS.values(), NO_SCHEMA),
+    "chat --target llm --schema X": {kind: [kind] for kind in USES},
 }
 """What is said at a place instead of the kind, and where it belongs."""
 

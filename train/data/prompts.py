@@ -327,8 +327,6 @@ def _suffix(path: Path) -> str:
 
 
 def _file_records(path: Path) -> Records:
-    if _suffix(path) not in SUFFIXES:
-        raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
         yield from READERS[_suffix(path)](path)
     # codecs, pyarrow and pandas do not name the file
