@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from draftheads.infer.pipeline.loading import Place, load_target
+from draftheads.recipes import target_path
 from draftheads.scripts.options import (
     HEAD_CHECK,
     NEW_CHECK,
@@ -58,7 +59,7 @@ def convert(
     from draftheads.scripts.convert import converted, with_mtp
 
     if to == "gguf":
-        file = TargetFile.open(target) if target else None
+        file = TargetFile.open(target_path(target)) if target else None
         say(converted(source, out, to, target_file=file, dtype=dtype))
         say_beside(f"next: the llama-server command in {open_head(source).path / CARD}")
         return
