@@ -17,7 +17,7 @@ import typer
 from rich.logging import RichHandler
 
 from draftheads import __version__
-from draftheads.arguments import expected
+from draftheads.arguments import VARIABLE, expected
 from draftheads.scripts import data, measuring, sharing, training, using
 from draftheads.scripts.doctor import doctor
 from draftheads.scripts.options import expand_options
@@ -64,6 +64,7 @@ for command, example in COMMANDS.items():
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
+TEXTS = ("--system", "--template-args")
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
 LEARNING = "data-preview demo distill import-answers init plan questions train"
@@ -119,16 +120,23 @@ def check_packages(arguments: Sequence[str]) -> None:
 
 
 def refuse_empty(arguments: Sequence[str]) -> None:
-    """Raise ValueError for an empty value, which would be read as the working directory. Only a
-    system prompt may be empty.
+    """Raise ValueError for an empty value, which would be read as the working directory, and for a
+    variable of the shell as it stands. Only texts may have these.
     """
     for before, argument in pairwise(["", *arguments]):
         option, is_joined, value = argument.partition("=")
         if not (is_joined and option.startswith("--")):
             option = before if before.startswith("-") else "an argument"
             value = argument
-        if not value.strip() and option != "--system":
+        if option in TEXTS:
+            continue
+        if not value.strip():
             raise ValueError(f"{option}: expected a value, got an empty one; {NO_VALUE}")
+        if variable := VARIABLE.search(value):
+            raise ValueError(
+                f"{option}: expected a value, got {variable[0]}, which your shell did not replace; "
+                "use double quotes, or write its value"
+            )
 
 
 def usage_line(error: Any) -> str:

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from typer import Argument, Context, Option
 
 from draftheads.arguments import (
+    check_answers,
     check_folder,
     check_new,
-    check_path,
     head_folder,
     nearest,
     takes_files,
+    text_files,
 )
 from draftheads.infer.pipeline.loading import Place
-from draftheads.recipes import find_recipe, head_path
+from draftheads.recipes import check_target, find_recipe, head_path
 from draftheads.train.data.prompts import check_source, read_tools
 from draftheads.train.entry import say
 
@@ -107,10 +108,12 @@ def check_head(source: str | Path) -> None:
     is_folder = os.path.isdir(os.path.expanduser(name))
     for part in [name] if is_folder else name.split("+"):
         kind, _, path = part.partition(":")
-        if kind == "model":
-            check_path(path)
-        elif kind not in DRAFTERS:
+        if is_folder or kind not in DRAFTERS:
             head_folder(head_path(part))
+        elif kind == "model":
+            check_target(path)
+        elif kind == "retrieve":
+            text_files(part)
 
 
 def check_places(context: Context, remote: Set[str], local: Set[str]) -> bool:
@@ -143,7 +146,8 @@ def check_file(file: Path) -> None:
 
 HEAD_CHECK = early(check_head)
 PROMPT_CHECK = early(check_source)
-TARGET_CHECK = early(check_path)
+TARGET_CHECK = early(check_target)
+DATA_CHECK = early(check_answers)
 OUT_CHECK = early(check_folder)
 NEW_CHECK = early(check_new)
 

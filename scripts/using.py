@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from draftheads.arguments import secret
+from draftheads.arguments import check_schema, secret
 from draftheads.extras import extras
 from draftheads.infer.pipeline.loading import load_parts
 from draftheads.scripts.doctor import data_of, documents_in
@@ -32,6 +32,7 @@ from draftheads.scripts.options import (
     Seed,
     Speed,
     chosen_tree,
+    early,
     prepared,
     say_beside,
     say_compiling,
@@ -44,7 +45,8 @@ if TYPE_CHECKING:
     from draftheads.train.learn.learner import UseLearner
 
 SchemaFile = Annotated[
-    Path | None, Option(exists=True, dir_okay=False, help="file with a JSON schema of the answers")
+    Path | None,
+    Option(callback=early(check_schema), help="file with a JSON schema of the answers"),
 ]
 LearnFolder = Annotated[
     Path | None, Option(help="where they are kept; default: draftheads/learned in your data")

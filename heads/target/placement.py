@@ -36,7 +36,7 @@ from transformers.integrations import deepspeed as zero
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from draftheads.arguments import check_path
+from draftheads.arguments import begins_as_gguf, check_path
 from draftheads.extras import extras
 from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
@@ -183,8 +183,8 @@ def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
     without a network; see `target_path` for names. offline: do not ask the Hub.
     """
     path = target_path(path)
-    folder, file = os.path.split(path)
-    if file.endswith(".gguf"):
+    if is_gguf(path):
+        folder, file = os.path.split(path)
         return folder or ".", {"gguf_file": file}
     if os.path.isdir(path) or (not offline and hub_answers()):
         return path, {}
@@ -192,8 +192,8 @@ def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a target is a GGUF file."""
-    return target_path(path).endswith(".gguf")
+    """Whether a target is a GGUF file, or a folder with one."""
+    return begins_as_gguf(Path(target_path(path)))
 
 
 @contextmanager

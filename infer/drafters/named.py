@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftheads.arguments import text_files
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
@@ -72,11 +73,7 @@ def _part(text: str) -> NamedDrafts:
     if text in PLAIN:
         return NamedDrafts(text, lambda _: PLAIN[text]())
     if kind == "retrieve":
-        path = Path(value).expanduser()
-        if not (value and path.exists()):
-            raise ValueError(
-                f"head {text}: expected a file or folder of texts, found none; check the path"
-            )
+        path = text_files(text)
         name = f"retrieve:{path.name}"
         return NamedDrafts(name, lambda target: NGram(memory=read_files(path, target)))
     if kind == "mtp":

@@ -83,9 +83,9 @@ def test_bad_drafters(run, target, heads):
     bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]
     failed(run(*bench, "early-exit:two"), "expected a number of layers", "got 'two'")
     failed(run(*bench, "early-exit:99"), "early exit: expected 1 to ", "got 99")
-    failed(run(*bench, f"retrieve:{heads}/none"), "expected a file or folder of texts, found none")
-    failed(run(*bench, "retrieve:"), "expected a file or folder of texts, found none")
-    failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: no such folder")
+    failed(run(*bench, f"retrieve:{heads}/none"), "expected a file or folder of texts, got nothing")
+    failed(run(*bench, "retrieve:"), "expected a file or folder of texts, got nothing")
+    failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: expected a head, got nothing")
     failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
     both = ["--tree", "2,1", "--nodes", "4"]

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from draftheads.scripts import training
 from draftheads.scripts.cli import app
 from draftheads.train import eagle, medusa
 from draftheads.train.entry import mistakes_in_one_line, one_line
@@ -52,10 +53,18 @@ def test_a_script_decides_the_kind_that_a_recipe_leaves_open(path, fitted, scrip
     assert [recipe.head.kind for recipe in fitted] == [kind, "eagle"]
 
 
-def test_the_command_trains_every_kind(path, fitted):
+def test_the_command_trains_every_kind(path, fitted, monkeypatch):
+    monkeypatch.setattr(training, "check_paths", lambda *_: None)  # of a recipe without files
     for arguments in ([], ["head.kind=eagle3"], ["head.kind=eagle"]):
         assert CliRunner().invoke(app, ["train", str(path), *arguments]).exit_code == 0
     assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
+
+
+@pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=1"])
+def test_the_word_that_launchers_add_is_none_of_the_recipes(path, fitted, word):
+    """deepspeed puts it before the recipe, torch.distributed.launch as well."""
+    assert medusa.main([word, str(path), "run.steps=2"]) == 0
+    assert [recipe.run.steps for recipe in fitted] == [2]
 
 
 @pytest.mark.parametrize(("script", "other"), [(medusa, "eagle"), (eagle, "medusa")])

@@ -111,9 +111,23 @@ def test_a_distribution_has_a_target_by_name(demo, file, tmp_path, monkeypatch):
     assert target_path("smollm2") == "smollm2", "a folder here comes first"
 
 
+@pytest.mark.parametrize("name", ["sha256-70f2", "DEMO.GGUF", "folder/demo.gguf"])
+def test_a_file_is_known_by_its_first_bytes_and_in_its_folder(file, demo, tmp_path, name):
+    """As Ollama's blobs are, which have no ending."""
+    copy = tmp_path / name
+    copy.parent.mkdir(exist_ok=True)
+    copy.hardlink_to(file)
+    given = copy.parent if copy.parent != tmp_path else copy
+    target = Target.load(given)
+    whole = Target.load(file)
+    assert (target.layers, target.quantisation) == (demo.layers, "GGUF, dequantised")
+    assert target.fingerprint() == whole.fingerprint()
+    assert TextSide.load(given).eos_ids == whole.eos_ids
+
+
 def test_a_file_that_is_none(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"x\.gguf: cannot be read"):
+    with pytest.raises(ValueError, match=r"x\.gguf: expected a model .*, got a file of ano"):
         Target.load(tmp_path / "x.gguf")
-    with pytest.raises(OSError, match="missing.gguf: expected a GGUF file, found none"):
+    with pytest.raises(OSError, match="missing.gguf: expected a model .*, got nothing"):
         Target.load(tmp_path / "missing.gguf")

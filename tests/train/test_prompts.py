@@ -329,7 +329,7 @@ def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
     (tmp_path / "p.xls").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"p\.xls: expected a file ending in \.json, .*; convert"):
+    with pytest.raises(ValueError, match=r"p\.xls: expected prompts .*; pass a folder of \.json, "):
         read_prompts(tmp_path / "p.xls")
     with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
         read_prompts(tmp_path)

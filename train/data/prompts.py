@@ -50,11 +50,21 @@ from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, BinaryIO, Literal
+from unittest import mock
 
-from draftheads.arguments import HUB_ID, suggestion
+from draftheads.arguments import (
+    EITHER,
+    FOLDER,
+    HUB_ID,
+    JSON,
+    PROMPTS,
+    check_kind,
+    suggestion,
+)
 from draftheads.extras import extras
 from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, assistant, tool_call
-from draftheads.recipes import FOLDER, packaged
+from draftheads.recipes import FOLDER as RECIPES
+from draftheads.recipes import packaged
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
     "conversation": ("messages", "conversations", "conversation", "turns"),
@@ -100,7 +110,7 @@ SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_datase
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
 }
-PACKAGED = tuple(path.stem for path in FOLDER.glob("*.jsonl"))
+PACKAGED = tuple(path.stem for path in RECIPES.glob("*.jsonl"))
 """Sets that come with the package."""
 ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
@@ -230,13 +240,21 @@ def read_conversations(
 
 
 def check_source(source: str | Path) -> Path:
-    """The path of a source, ~ expanded. Raises ValueError for what is neither a file, a folder nor
-    one of SETS, and cannot be the name of a data set or is more likely a misspelt file.
+    """The path of a source, ~ expanded. Raises ValueError for what is neither a file of prompts, a
+    folder with some nor one of SETS, and cannot be the name of a data set or is more likely a
+    misspelt file.
     """
     if demo := packaged(str(source), ".jsonl"):
         return demo
     path = Path(os.path.expanduser(source))
-    if str(source) and (path.exists() or str(source) in SETS):
+    if str(source) and path.exists():
+        kinds = (PROMPTS, JSON, FOLDER, EITHER)
+        advice = f"pass a folder of {', '.join(SUFFIXES)} files, or one of them"
+        check_kind(str(source), path, PROMPTS, kinds, advice)
+        if path.is_dir():
+            prompt_files(path)
+        return path
+    if str(source) in SETS:
         return path
     files = []
     if path.parent.is_dir():
@@ -261,29 +279,55 @@ def _records(source: str | Path, split: str | None, limit: int | None) -> Record
     if path.is_file():
         yield from _file_records(path)
     elif path.is_dir():
-        files = []
-        for file in sorted(path.rglob("*")):
-            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            is_about = file.stem.upper().startswith(("README", "LICENSE")) or file.name in ABOUT
-            is_ours = _suffix(file) in SUFFIXES and file.is_file()
-            if is_ours and not (is_about or is_hidden):
-                files.append(file)
-        if not files:
-            raise ValueError(
-                f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
-                "give the folder that has them"
-            )
-        for file in files:
+        for file in prompt_files(path):
             yield from _file_records(file)
     else:
         yield from _hub_records(str(source), split, limit)
+
+
+def prompt_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold prompts, in order. Raises ValueError where none does."""
+    files = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        is_about = file.stem.upper().startswith(("README", "LICENSE")) or file.name in ABOUT
+        is_ours = _suffix(file) in SUFFIXES and file.is_file()
+        if is_ours and not (is_about or is_hidden):
+            files.append(file)
+    if not files:
+        raise ValueError(
+            f"{folder}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
+            "give the folder that has them"
+        )
+    return files
 
 
 def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
     name, _, config = source.partition(":")
     choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
     split = split or choice["split"]
-    return _dataset(f"{source} [{split}]", **choice | {"split": split}, streaming=limit is not None)
+    choice = choice | {"split": split}
+    rows = _dataset(f"{source} [{split}]", **choice, streaming=limit is not None)
+    return rows if "data_files" in choice else _without_retries(rows)
+
+
+def _without_retries(rows: Records) -> Records:
+    """The same: where the Hub does not answer, from what was downloaded earlier. `datasets` would
+    ask for half a minute first.
+    """
+    with extras():
+        import datasets  # slow, and optional
+
+    from huggingface_hub import constants
+
+    from draftheads.heads.online import hub_answers
+
+    is_offline = not hub_answers()
+    with (
+        mock.patch.object(constants, "HF_HUB_OFFLINE", is_offline),
+        mock.patch.object(datasets.config, "HF_HUB_OFFLINE", is_offline),
+    ):
+        yield from rows
 
 
 def _table(path: Path) -> Records:
@@ -336,8 +380,6 @@ def _suffix(path: Path) -> str:
 
 
 def _file_records(path: Path) -> Records:
-    if _suffix(path) not in SUFFIXES:
-        raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
         yield from READERS[_suffix(path)](path)
     # codecs, pyarrow and pandas do not name the file
