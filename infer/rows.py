@@ -21,7 +21,7 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
-from draftheads.infer.constraint import Constraint
+from draftheads.infer.constraint import Constraint, ConstraintError
 from draftheads.infer.draws import Source
 from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.fixed.steps import FixedSteps
@@ -112,6 +112,8 @@ class Row:
     """By which it is decoded; set by its `Decoding`."""
     constraint: Constraint | None = None
     """Of this answer alone, as long as it goes on."""
+    fault: ConstraintError | None = None
+    """Of its constraint, by which it has failed."""
 
     def __init__(
         self,
@@ -150,6 +152,7 @@ class Row:
         self.prompt = len(prompt)
         self.end = self.prompt + limit
         self.ends = frozenset(target.eos_ids)  # tokens that end it
+        self.faults: dict[TokenPath, ConstraintError] = {}  # of the constraint, in this step's tree
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
     @property
@@ -166,7 +169,12 @@ class Row:
         self, tokens: list[int], accepted: int, drafted: int, seconds: tuple[float, float]
     ) -> Step:
         """Append tokens up to the end of the output. seconds: of drafting, of verifying."""
-        for place, token in enumerate(tokens, start=1):
+        for place, token in enumerate(tokens):
+            self.fault = self.faults.get(tuple(tokens[:place]))
+            if self.fault is not None:
+                self.finish = "failed"
+                tokens = tokens[:place]
+                break
             self.text.append(token)
             if token < 0:
                 self.finish = "failed"
@@ -177,9 +185,11 @@ class Row:
             elif len(self.text) == self.end:
                 self.finish = "length"
             if self.finish:
-                self.constraint = None
-                tokens = tokens[:place]
+                tokens = tokens[: place + 1]
                 break
+        if self.finish:
+            self.constraint = None
+        self.faults.clear()
         return Step(tokens, accepted, self.finish, *seconds, drafted)
 
 
@@ -199,7 +209,11 @@ def apply_constraints(
             is_reached = parent is not None and logits_NV[parent, path[-1]] > -torch.inf
             if (is_reached or not path) and path not in numbers:  # copies pad the tree
                 numbers[path] = node
-                logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
+                try:
+                    logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
+                except ConstraintError as fault:  # nothing is beyond, but other paths go on
+                    row.faults[path] = fault
+                    del numbers[path]
     return logits_BNV
 
 

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.background import Background
+from draftheads.infer.constraint import ConstraintError
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
 from draftheads.infer.prompt import PromptRenderer
@@ -154,11 +155,6 @@ class Service:
                     "expected one of response_format, guided options and a required tool, got "
                     "several; leave the others out"
                 )
-            if grammars and any(choice.opens_reasoning for choice in reply.choices):
-                raise ValueError(
-                    "expected a prompt that leaves the answer to a grammar, got one that opens its "
-                    "reasoning; switch it off with chat_template_kwargs"
-                )
             return Grammar(self.target, *grammars[0]) if grammars else None
         except (ValueError, ModuleNotFoundError) as error:
             raise ApiError(400, str(error)) from error
@@ -219,6 +215,8 @@ class Service:
                 event = await events.get()
                 if isinstance(event, ApiError):
                     raise event
+                if isinstance(event, ConstraintError):
+                    raise ApiError(400, str(event))
                 if isinstance(event, Exception):
                     what = type(event).__name__
                     raise ApiError(500, f"the engine failed at this request ({what})")
