@@ -28,7 +28,7 @@ from huggingface_hub.utils import httpx
 from served import Says, running
 from tiny_chat import llama
 
-from draftheads.infer.serve import gate, protocol, reader, reply, service
+from draftheads.infer.serve import app, gate, protocol, reader, reply, service
 from draftheads.infer.serve.service import ServeOptions, Service
 
 CHAT = "/v1/chat/completions"
@@ -428,6 +428,15 @@ def test_signals_under_load_leave_no_request_without_an_end(model, again):
     assert failed
     for status, text in failed:
         assert status == 503 or '"code": "shutting_down"' in text, (status, text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_request_ends_a_server_as_any_other(number, monkeypatch):
+    """It is sent as soon as the address is printed."""
+    monkeypatch.setattr(app, "print", lambda *_, **__: signal.raise_signal(number), raising=False)
+    engine = Says()
+    app.serve(engine, OPTIONS, "127.0.0.1", 0)
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
 
 
 @pytest.mark.slow
