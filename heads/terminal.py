@@ -67,15 +67,10 @@ class _Lines:
         """Each line is."""
 
 
-def beside(text: object) -> None:
-    """Print a line on stderr."""
-    _Lines().write(printable(str(text)))
-
-
 @contextmanager
-def said_if_long(text: str, say: Callable[[str], object] = beside) -> Iterator[None]:
-    """Say what a block does, if it takes longer than FIRST_LINE_S."""
-    timer = Timer(FIRST_LINE_S, say, [text])
+def said_if_long(text: str, say: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Say what a block does, on stderr or by `say`, if it takes longer than FIRST_LINE_S."""
+    timer = Timer(FIRST_LINE_S, say or _Lines().write, [text])
     timer.daemon = True
     timer.start()
     try:

@@ -228,7 +228,7 @@ class Speculator:
             if step is None:
                 return
             for row in rows:
-                if row.fault is not None:
+                if row.fault:
                     raise row.fault
             yield step
 

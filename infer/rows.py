@@ -169,14 +169,10 @@ class Row:
         self, tokens: list[int], accepted: int, drafted: int, seconds: tuple[float, float]
     ) -> Step:
         """Append tokens up to the end of the output. seconds: of drafting, of verifying."""
-        for place, token in enumerate(tokens):
-            self.fault = self.faults.get(tuple(tokens[:place]))
-            if self.fault is not None:
-                self.finish = "failed"
-                tokens = tokens[:place]
-                break
+        for place, token in enumerate(tokens, start=1):
+            self.fault = self.faults.get(tuple(tokens[: place - 1]))
             self.text.append(token)
-            if token < 0:
+            if token < 0 or self.fault:
                 self.finish = "failed"
             elif token in self.ends:
                 self.finish = "eos"
@@ -185,10 +181,9 @@ class Row:
             elif len(self.text) == self.end:
                 self.finish = "length"
             if self.finish:
-                tokens = tokens[: place + 1]
+                self.constraint = None
+                tokens = tokens[:place]
                 break
-        if self.finish:
-            self.constraint = None
         self.faults.clear()
         return Step(tokens, accepted, self.finish, *seconds, drafted)
 
@@ -208,12 +203,11 @@ def apply_constraints(
             parent = numbers.get(path[:-1])
             is_reached = parent is not None and logits_NV[parent, path[-1]] > -torch.inf
             if (is_reached or not path) and path not in numbers:  # copies pad the tree
-                numbers[path] = node
                 try:
                     logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
-                except ConstraintError as fault:  # nothing is beyond, but other paths go on
+                    numbers[path] = node
+                except ConstraintError as fault:  # of this path; the target may take another
                     row.faults[path] = fault
-                    del numbers[path]
     return logits_BNV
 
 
