@@ -64,6 +64,7 @@ def load_target(
     from draftheads.heads.formats.hub import shared_adapter, shared_template_args
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import default_device
+    from draftheads.heads.terminal import said_if_long
 
     if place.device is not None:
         try:
@@ -77,15 +78,16 @@ def load_target(
     adapter = shared_adapter(heads)
     if template_args is None:
         template_args = shared_template_args(heads)
-    target = Target.load(
-        name,
-        dtype=place.dtype,
-        device=place.device,
-        revision=revision,
-        placement=place.placement,
-        bits=place.bits,
-        lora=place.lora,
-    )
+    with said_if_long(f"loading {name}", place.report):
+        target = Target.load(
+            name,
+            dtype=place.dtype,
+            device=place.device,
+            revision=revision,
+            placement=place.placement,
+            bits=place.bits,
+            lora=place.lora,
+        )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target
 
@@ -102,6 +104,7 @@ def load_fast_target(
     data: its results would depend on timing.
     """
     from draftheads.heads.target.placement import default_device
+    from draftheads.heads.terminal import said_if_long
 
     set_threads(place.threads)
     if (place.device or default_device()) != "cpu":
@@ -113,7 +116,9 @@ def load_fast_target(
             "than with int8 as soon as drafts are verified; use bits=8"
         )
     if place.dtype == "auto":
-        place = replace(place, dtype=faster_dtype(name, revision, place))
+        next_step = f"measuring which dtype is faster here; then {name} is loaded"
+        with said_if_long(next_step, place.report):
+            place = replace(place, dtype=faster_dtype(name, revision, place))
     target = load_target(name, replace(place, bits=None), revision, heads, template_args)
     target.pack(bits)
     choose_threads(place.threads, target)

@@ -17,7 +17,7 @@ from uuid import uuid4
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.grammar import SPACING
+from draftheads.infer.grammar import SPACING, lark
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
 from draftheads.infer.text import CALL_ID, assistant, tool_call, without_blanks
@@ -75,10 +75,10 @@ class CallForm:
             )
         before, after = match.groups()
         ids = tokenizer.get_added_vocab()
-        end = _lark(after, ids)
+        end = lark(after, ids)
         calls = []
         for tool in tools:
-            start = _lark(before.lstrip().replace(ONE, tool.function.name), ids)
+            start = lark(before.lstrip().replace(ONE, tool.function.name), ids)
             schema = {"x-guidance": SPACING, **tool.function.parameters.model_dump()}
             calls.append(f"{start} %json {json.dumps(schema)} {end}")
         return "start: " + "\n | ".join(calls)
@@ -101,17 +101,6 @@ class CallForm:
         except UNREADABLE:
             return [], text
         return calls, left
-
-
-def _lark(text: str, ids: Mapping[str, int]) -> str:
-    """A text in Lark's syntax. ids: of the tokens that stand for a text of their own."""
-    marks = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-    parts = re.split(f"({marks or '(?!)'})", text)
-    return " ".join(
-        f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False)
-        for part in parts
-        if part
-    )
 
 
 def call_entry(index: int, name: Any, arguments: Any) -> Json:

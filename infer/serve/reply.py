@@ -132,7 +132,6 @@ class Choice:
     def opening(self) -> Json:
         """The first entry of a stream."""
         entry = self._entry({"content": ""}, None)
-        entry["finish_reason"] = None
         if self.is_chat:
             entry["delta"]["role"] = "assistant"
         return entry
@@ -206,19 +205,19 @@ class Reply:
         return {**self.head, "choices": entries, **prompt_ids, "usage": self.usage(jobs)}
 
     async def chunks(
-        self, pieces: AsyncGenerator[Piece], jobs: Sequence[Job]
-    ) -> AsyncGenerator[Json]:
-        """The chunks of a stream."""
+        self, pieces: AsyncGenerator[Piece | None], jobs: Sequence[Job]
+    ) -> AsyncGenerator[Json | None]:
+        """The chunks of a stream; None where one waits."""
         options = self.request.stream_options
         has_usage = options is not None and options.include_usage
         usage = {"usage": None} if has_usage else {}
         async with aclosing(pieces):
+            await anext(pieces)
+            for choice in self.choices:
+                entry = choice.opening()
+                yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
             async for piece in pieces:
-                choice = piece.choice
-                if len(choice.steps) == 1:
-                    entry = choice.opening()
-                    yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
-                yield {**self.head, "choices": [choice.entry(piece)], **usage}
+                yield piece and {**self.head, "choices": [piece.choice.entry(piece)], **usage}
         if has_usage:
             yield {**self.head, "choices": [], "usage": self.usage(jobs)}
 
@@ -258,11 +257,11 @@ class Reply:
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events. An error ends the stream, and so does a client that leaves, or
-    reads nothing for a minute. opening: the first chunk.
+    """Chunks as server-sent events, and a comment where one waits. An error ends the stream, and so
+    does a client that leaves, or reads nothing for a minute. opening: the first chunk.
     """
 
-    def __init__(self, opening: Json, chunks: AsyncGenerator[Json]) -> None:
+    def __init__(self, opening: Json | None, chunks: AsyncGenerator[Json | None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), media_type="text/event-stream", headers=headers)
         self.opening = opening
@@ -271,8 +270,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Starlette's own would leave the chunks, and the engine behind them, to the garbage
         # collector when a client leaves, and would wait for one that reads nothing.
-        async def write(event: str) -> None:
-            body = f"data: {event}\n\n".encode()
+        async def write(line: str) -> None:
+            body = f"{line}\n\n".encode()
             async with asyncio.timeout(STALL_SECONDS):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -280,12 +279,12 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(self.chunks):
                 await send(start)
-                await write(json.dumps(self.opening))
+                await write(f"data: {json.dumps(self.opening)}")
                 async for chunk in self.chunks:
-                    await write(json.dumps(chunk))
-                await write("[DONE]")
+                    await write(f"data: {json.dumps(chunk)}" if chunk else ": waiting")
+                await write("data: [DONE]")
         except (Gone, TimeoutError):
             return  # the connection is closed
         except ApiError as error:
-            await write(json.dumps(error.body()))
+            await write(f"data: {json.dumps(error.body())}")
         await send({"type": "http.response.body", "body": b""})

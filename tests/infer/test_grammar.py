@@ -23,6 +23,7 @@ from exact_laws import chi_square, surely_below
 from grammars import drawn
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
+from rich.console import Console
 from starlette.testclient import TestClient
 from tiny_chat import END, llama
 from tiny_heads import Oracle, decode, random_head
@@ -32,6 +33,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
+from draftheads.infer.chat.repl import ChatOptions, chat
 from draftheads.infer.continuous import seeded
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
@@ -209,7 +211,7 @@ def test_forced_tokens_are_drafted_without_other_drafts(demo):
 
 
 def test_forbidden_drafts_are_not_verified(demo):
-    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
+    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0, [])
     digits = [demo.tokenizer(str(n), add_special_tokens=False)["input_ids"][0] for n in (1, 2)]
     [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
     paths = [(digits[0],), (letter,), (letter, digits[0]), (digits[0], digits[1])]
@@ -296,7 +298,9 @@ BAD: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("kind", "text"), BAD)
 def test_what_cannot_be_compiled_is_refused_in_one_line(demo, kind, text):
-    with pytest.raises(ValueError, match=f"^{kind}: expected one that can be compiled") as refusal:
+    with pytest.raises(
+        ValueError, match=f"^{kind}: expected one that llguidance can follow"
+    ) as refusal:
         Grammar(demo, kind, text)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
 
@@ -315,7 +319,7 @@ def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypa
 
 
 def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
-    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
+    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0, [])
     [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
     with pytest.raises(ValueError) as fault:
         grammar.after([letter], (), torch.zeros(demo.vocab_size))
@@ -486,14 +490,35 @@ def test_what_has_to_be_called_must_be_there(caller):
         assert message in said.json()["error"]["message"]
 
 
-def test_a_prompt_that_opens_reasoning_leaves_no_place_for_a_grammar(demo):
-    target = Target(demo.model, copy(demo.tokenizer), name="demo")
-    opened = "<|im_start|>assistant\n{% if not off %}<think>\n{% endif %}{% endif %}"
-    target.tokenizer.chat_template = HERMES.replace("<|im_start|>assistant\n{% endif %}", opened)
-    with TestClient(create_app(Speculator(target), ServeOptions("demo"))) as client:
-        body = {"guided_regex": "[0-9]{3}", "max_tokens": 20}
-        said = ask(client, **body)
-        assert said.status_code == 400
-        assert "got one that opens its reasoning" in said.json()["error"]["message"]
-        said = ask(client, **body, chat_template_kwargs={"off": True})
-        assert re.fullmatch("[0-9]{3}", said.json()["choices"][0]["message"]["content"])
+COMPLEX = "start: " + " ".join(f"(/[a-z]*{place}[a-z]*/)?" for place in range(1100))
+"""Llguidance compiles it, and gives up after the first letter."""
+GIVES_UP = r"grammar: expected one that llguidance can follow, got: [^\n]*Current row has [^\n]*"
+
+
+def test_a_grammar_that_becomes_too_complex_is_one_line_in_python_and_chat(demo):
+    engine = Speculator(demo, NGram())
+    grammar = Grammar(demo, "grammar", COMPLEX)
+    with pytest.raises(ValueError, match=f"^{GIVES_UP}$"):
+        list(engine.generate(question(demo), constraint=grammar))
+    lines = iter(["Who is Lily?", "/stats"])
+    out = StringIO()
+    chat(
+        engine,
+        ChatOptions(constraint=grammar),
+        read=lambda _: next(lines, "/quit"),
+        console=Console(file=out, width=999),
+    )
+    assert re.search(rf"\n{GIVES_UP}\n", out.getvalue())
+    assert out.getvalue().endswith("No answers yet.\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_complex_is_the_clients_mistake(client, caplog, stream):
+    """An error of that request alone, and none of the server."""
+    said = ask(client, guided_grammar=COMPLEX, stream=stream)
+    assert said.status_code == (200 if stream else 400)
+    last = said.text.strip().split("\n\n")[-1].removeprefix("data: ")
+    fault = json.loads(last)["error"]
+    assert fault["type"] == "invalid_request_error"
+    assert re.fullmatch(GIVES_UP, fault["message"])
+    assert not caplog.records
