@@ -292,7 +292,7 @@ def test_data_that_teaches_nothing_is_refused(
 
 
 BY_FIT = ("medusa", "eagle3", "block")
-"""Kinds that differ most in what training makes of a row; all learn one by heart in their contract."""
+"""Kinds for which training makes most different things of a row; the contract has all."""
 
 
 @pytest.mark.slow
