@@ -90,18 +90,22 @@ class TextSource(Protocol):
     @property
     def name(self) -> str:
         """For error messages."""
+        ...
 
     @property
     def tokenizer(self) -> Any:
         """Of transformers; None if there is none."""
+        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
+        ...
 
     @property
     def template_args(self) -> Mapping[str, Any]:
         """Variables of the chat template for prompts that have none."""
+        ...
 
 
 @dataclass(frozen=True)
