@@ -37,15 +37,24 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from json import JSONDecoder
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, BinaryIO, Literal
 
 from draftheads.arguments import HUB_ID, suggestion
 from draftheads.extras import extras
-from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, assistant, tool_call
+from draftheads.infer.text import (
+    ARGUMENT_KEYS,
+    THOUGHT_KEY,
+    THOUGHTS,
+    assistant,
+    read_arguments,
+    tool_call,
+)
 from draftheads.recipes import FOLDER, packaged
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
@@ -97,7 +106,6 @@ PART_KEYS = {  # type of a content part: the key that a message has for it
 }
 UNLEARNED = ("weight", "train", "training", "loss_weight", "loss")
 """Keys of an assistant's message that is context alone, if one of them is 0 or false."""
-CALL_TEXT = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 PACKED = (".gz", ".bz2", ".zst")
 ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets` writes beside a data set."""
@@ -630,7 +638,7 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
         return None
     text = _text(where, content, parts)
     if calls or not parts.tools:
-        text = CALL_TEXT.sub("", text)
+        text, _ = _without_calls(text)
     if not (calls or text.strip()):
         return None
     message = assistant(text)
@@ -646,7 +654,7 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
 
 def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
-    marked = CALL_TEXT.findall(value) if isinstance(value, str) else []
+    marked = _without_calls(value)[1] if isinstance(value, str) else []
     try:
         return [_call(call) for call in _objects(marked or value)]
     except (KeyError, AttributeError, RecursionError) as error:
@@ -656,11 +664,28 @@ def _calls(where: str, value: Any) -> list[Message]:
         ) from error
 
 
+def _without_calls(text: str) -> tuple[str, list[str]]:
+    """A text without its marked calls, and these. JSON may have the marks in its strings."""
+    calls = []
+    rest, mark, call = text.partition("<tool_call>")
+    while mark:
+        end = 0
+        with suppress(ValueError, RecursionError):
+            _, end = JSONDecoder(strict=False).raw_decode(call, len(call) - len(call.lstrip()))
+        closing, _, after = call[end:].partition("</tool_call>")
+        calls.append(call[:end] + closing)
+        before, mark, call = after.partition("<tool_call>")
+        rest += before
+    return rest, calls
+
+
 def _call(call: Message) -> Message:
     function = call.get("function") or _loaded(call.get("value")) or call
-    arguments = _loaded(function.get("arguments", function.get("input"))) or {}
-    if isinstance(arguments, str):  # of a tool that takes plain text; templates require an object
-        arguments = {"input": arguments}
+    try:
+        arguments = read_arguments(function)
+    except ValueError:  # of a tool that takes plain text; templates require an object
+        [text, *_] = [function[key] for key in ARGUMENT_KEYS if function.get(key) is not None]
+        arguments = {"input": text}
     return tool_call(function["name"], arguments, call.get("id"))
 
 
