@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -38,6 +39,7 @@ class DrafterSource(Protocol):
     """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters`."""
 
     @property
+    @abstractmethod
     def tree(self) -> Tree:
         """The default tree of `drafter`."""
 
@@ -46,9 +48,11 @@ class DrafterSource(Protocol):
         """Whether rows of a batch may leave and others take their places, between steps."""
         return False
 
+    @abstractmethod
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
 
+    @abstractmethod
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
 

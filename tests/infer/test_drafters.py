@@ -34,7 +34,7 @@ from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_l
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Speculator
+from draftheads.infer.engine import DrafterSource, Speculator
 from draftheads.infer.paths import stacked
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4
@@ -419,6 +419,15 @@ def with_tokenizer(swapped: bool = False) -> Target:
 def test_what_cannot_draft_is_refused(refused, message):
     with pytest.raises(ValueError, match=message):
         refused()
+
+
+@pytest.mark.parametrize("left_out", ["tree", "check_tree", "drafter"])
+def test_a_source_without_one_of_its_parts_is_not_made(left_out):
+    """An inherited method that only declares would return None in silence."""
+    parts = {"tree": CHAIN, "check_tree": print, "drafter": print}
+    del parts[left_out]
+    with pytest.raises(TypeError, match=f"abstract method '?{left_out}"):
+        type("Source", (DrafterSource,), parts)()
 
 
 def test_a_draft_model_may_have_fewer_rows_of_padding():
