@@ -292,7 +292,7 @@ def test_data_that_teaches_nothing_is_refused(
 
 
 BY_FIT = ("medusa", "eagle3", "block")
-"""Kinds that differ most in what training makes of a row; all learn one by heart in their contract."""
+"""Kinds to which training gives other rows; all learn one by heart in test_contract.py."""
 
 
 @pytest.mark.slow
