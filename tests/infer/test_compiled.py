@@ -86,7 +86,8 @@ TRACED = [
         pytest.param(
             *(kind, (13, 4, 8)),
             id=f"{kind}-ragged",
-            marks=pytest.mark.thorough if kind in ALIKE else pytest.mark.slow,
+            marks=[pytest.mark.thorough] * (kind in ALIKE)
+            + [pytest.mark.slow] * (kind in ("sequential", "block")),
         )
         for kind in HEADS
     ),
