@@ -78,12 +78,15 @@ def written(speculator, prompts, **options) -> list[list[int]]:
     return rows
 
 
+ALIKE = ("eagle", "mtp")
+"""Kinds whose drafts are searched for as EAGLE-3's."""
 TRACED = [
     *(
         pytest.param(
             *(kind, (13, 4, 8)),
             id=f"{kind}-ragged",
-            marks=[pytest.mark.slow] * (kind not in ("medusa", "eagle3")),
+            marks=[pytest.mark.thorough] * (kind in ALIKE)
+            + [pytest.mark.slow] * (kind in ("sequential", "block")),
         )
         for kind in HEADS
     ),
