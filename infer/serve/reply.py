@@ -217,7 +217,10 @@ class Reply:
                 entry = choice.opening()
                 yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
             async for piece in pieces:
-                yield piece and {**self.head, "choices": [piece.choice.entry(piece)], **usage}
+                if piece is None:
+                    yield None
+                else:
+                    yield {**self.head, "choices": [piece.choice.entry(piece)], **usage}
         if has_usage:
             yield {**self.head, "choices": [], "usage": self.usage(jobs)}
 
