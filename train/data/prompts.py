@@ -315,7 +315,7 @@ def _dataset(place: str, **arguments: Any) -> Records:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
             if getattr(getattr(rows, "info", None), "builder_name", "") == "csv":
-                names = rows.column_names or next(iter(rows), {})
+                names: list[str] = rows.column_names or [*next(iter(rows), {})]
                 fields = dict.fromkeys(names, datasets.Value("string"))
                 features = datasets.Features(fields)
                 arguments |= {"features": features, "keep_default_na": False}
