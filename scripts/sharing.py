@@ -18,7 +18,6 @@ from draftheads.scripts.options import (
     Dtypes,
     Lora,
     MaybeTarget,
-    prepared,
     say_beside,
     say_next,
     target_options,
@@ -64,7 +63,7 @@ def convert(
     loaded = None
     if target:
         place = Place(dtype, device, lora=lora)
-        loaded = load_target(target, place, template_args=prepared())
+        loaded = load_target(target, place)
     if to == "mtp":
         say(with_mtp(source, out, loaded, dtype))
         say_next("chat", "--target", out, "--head", "mtp")
@@ -96,7 +95,6 @@ def merge(
     """
     from draftheads.scripts.convert import merged
 
-    prepared()
     say(merged(head, out, target, dtype, lora))
     say_next("chat", "--target", out, "--head", out / "heads")
 

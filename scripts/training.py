@@ -21,7 +21,6 @@ from draftheads.scripts.options import (
     Revision,
     TargetName,
     Threads,
-    prepared,
     say_beside,
     say_next,
 )
@@ -107,7 +106,6 @@ def plan(
     from draftheads.train.recipe import load_recipe
 
     set_threads(threads)
-    prepared()
     choices = load_recipe(recipe, overrides or [])
     made = make_plan(choices, processes, engine, probe=not no_probe, counted=print_counts)
     print_trial(made)

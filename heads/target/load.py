@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -28,6 +30,10 @@ from draftheads.heads.target.pretrained import decoder_layers, describe
 from draftheads.heads.target.skeleton import load_skeleton
 from draftheads.heads.tensors import dtype_name
 
+logger = logging.getLogger("draftheads")
+
+SLOW_S = 5.0
+"""Seconds after which a person is told what takes so long."""
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
 
@@ -39,10 +45,15 @@ def load(
     options["dtype"] = dtype_name(options.get("dtype") or "auto")
     how = Loading(**options, lora=Lora.open(lora) if lora else None)
     fingerprint = None
-    if how.placement == "skeleton" and how.lora is None:
-        model = load_skeleton(path, how)
-    else:
-        model, fingerprint = load_model(path, how)
+    slow = Timer(SLOW_S, logger.warning, ["%s: still reading the weights", path])
+    slow.start()
+    try:
+        if how.placement == "skeleton" and how.lora is None:
+            model = load_skeleton(path, how)
+        else:
+            model, fingerprint = load_model(path, how)
+    finally:
+        slow.cancel()
     saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
     tokenizer = _tokenizer(path, how)
     facts = {

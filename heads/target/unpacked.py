@@ -2,10 +2,10 @@
 only the first start reads the file itself:
 
 ~/.cache/draftheads/gguf/
-    4f1c.../          a file's: config, tokenizer, float32 weights
+    4f1c.../          a file's config, tokenizer and weights in float32
         kept.json     the digest of each of them, written last
 
-An entry is found by what its file contains, not by where it is. Only folders with a kept.json are
+A folder is found by what the file contains, not by where it is. Only folders with a kept.json are
 ever removed.
 """
 
@@ -16,23 +16,23 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 
 from huggingface_hub.utils import WeakFileLock
 
-from draftheads import __version__
 from draftheads.heads.files import read_json, staged, sweep, write_json
 
 logger = logging.getLogger("draftheads")
 
 MOST_BYTES = 20 * 10**9
-"""Of all entries."""
+"""Of all folders together."""
 KEPT = "kept.json"
 SAMPLES = 64
 BLOCK = 1 << 16
-"""Places at which a large file is read to compare it, and bytes at each; a small one is whole."""
+"""Places at which a large file is compared, and bytes at each."""
 
 
 def cache_folder() -> Path:
@@ -42,58 +42,53 @@ def cache_folder() -> Path:
 
 
 def unpacked(file: Path, name: str, unpack: Callable[[Path], None]) -> Path | None:
-    """The folder of a GGUF file; None where it cannot be kept: without a home, on a full or
-    read-only disk, or beyond MOST_BYTES. unpack: writes what is in the file, once `make_room` has
-    returned. name: for people.
+    """The folder of a GGUF file; None where none can be kept: without a home, on a read-only or
+    full disk, or beyond MOST_BYTES.
+
+    name: of the target, for people. unpack: writes what is in the file into a new folder, after
+    `make_room`; what it raises besides OSError is raised here.
     """
     try:
         root = cache_folder()
-        folder = root / _key(file)
+        facts = [digest(file), file.stat().st_mtime_ns, version("transformers")]
+        folder = root / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
         if not is_whole(folder):
             logger.warning("%s: reading %s for the first time", name, file.name)
             root.mkdir(parents=True, exist_ok=True)
             with WeakFileLock(root / ".lock"):
                 if not is_whole(folder):  # another process may have written it meanwhile
                     sweep(root, "*")
-                    _write(folder, unpack)
-                    logger.warning(
-                        "%s: %.2f GB for the next start in %s (at most %d GB; rm -r %s deletes it)",
-                        *(name, _size(folder) / 1e9, root, MOST_BYTES / 1e9, quote(str(root))),
-                    )
-        if os.access(folder, os.W_OK):
-            os.utime(folder)  # the one that was used last is removed last
+                    with staged(folder) as staging:
+                        unpack(staging)
+                        files = {path.name: digest(path) for path in staging.iterdir()}
+                        write_json(staging / KEPT, files)
+            logger.warning(
+                "%s: the next start reads %.2f GB in %s (%.0f GB at most; rm -r %s deletes them)",
+                *(name, size_of(folder) / 1e9, root, MOST_BYTES / 1e9, quote(str(root))),
+            )
+        with suppress(OSError):  # its time says when it was used last; it may be read-only
+            os.utime(folder)
         return folder
     except (OSError, RuntimeError) as error:
-        logger.warning("%s: not kept for the next start: %s", name, error)
+        logger.warning("%s: the next start will read the file again: %s", name, error)
         return None
 
 
-def _write(folder: Path, unpack: Callable[[Path], None]) -> None:
-    with staged(folder) as staging:
-        unpack(staging)
-        write_json(staging / KEPT, {path.name: digest(path) for path in staging.iterdir()})
-
-
 def make_room(needed: int) -> None:
-    """Remove what was used least recently until `needed` bytes fit. Raises OSError where they never
-    will, or if the disk is full.
+    """Remove the folders that were used least recently until `needed` bytes fit. Raises OSError
+    where they never will, or do not fit on the disk.
     """
     root = cache_folder()
-    entries = [path.parent for path in root.glob(f"*/{KEPT}")]
-    entries.sort(key=lambda entry: entry.stat().st_mtime)
-    total = sum(map(_size, entries))
-    free = shutil.disk_usage(root).free
-    if needed > min(MOST_BYTES, free):
-        sizes = f"{needed / 1e9:.2f} GB, at most {MOST_BYTES / 1e9:.0f}, {free / 1e9:.2f} free"
-        raise OSError(f"{root} has no room for it ({sizes})")
-    for entry in entries:
-        if total + needed > MOST_BYTES:
-            total -= _size(entry)
-            shutil.rmtree(entry)
+    if needed > min(MOST_BYTES, shutil.disk_usage(root).free):
+        raise OSError(f"no room for {needed / 1e9:.2f} GB in {root}")
+    folders = [path.parent for path in root.glob(f"*/{KEPT}")]
+    folders.sort(key=lambda folder: folder.stat().st_mtime)
+    while folders and needed + sum(map(size_of, folders)) > MOST_BYTES:
+        shutil.rmtree(folders.pop(0))
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether an entry is there, with all of its files as they were written."""
+    """Whether a folder is there, with all of its files as they were written."""
     try:
         files = read_json(folder / KEPT)
         return all(digest(folder / name) == value for name, value in files.items())
@@ -102,7 +97,7 @@ def is_whole(folder: Path) -> bool:
 
 
 def digest(file: Path) -> str:
-    """Hex digits of a file's size and content; of a large one, of its SAMPLES."""
+    """Hex digits of a file's size and content, of a large one at SAMPLES places."""
     size = file.stat().st_size
     hashed = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
@@ -112,11 +107,6 @@ def digest(file: Path) -> str:
     return hashed.hexdigest()
 
 
-def _key(file: Path) -> str:
-    """The name of a file's entry; another one as soon as other code reads it."""
-    facts = [digest(file), file.stat().st_mtime_ns, version("transformers"), __version__]
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
-def _size(folder: Path) -> int:
+def size_of(folder: Path) -> int:
+    """Bytes of a folder's files."""
     return sum(path.stat().st_size for path in folder.iterdir())
