@@ -251,7 +251,7 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
     """Turn errors into one line that names the target: OSError for missing files, ValueError for
     damaged ones.
     """
-    parsing = nullcontext()
+    parsing: AbstractContextManager[Any] = nullcontext()
     if is_gguf(path) and _folder_of(path) is None:
         parsing = _parsed_once()
     try:

@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from shlex import quote
 
-from huggingface_hub.utils import WeakFileLock
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
 from draftheads.heads.files import read_json, staged, sweep, write_json
 
