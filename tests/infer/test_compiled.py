@@ -37,7 +37,7 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.continuous import seeded
+from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
 from draftheads.infer.drafters.merged import Merged
@@ -170,7 +170,7 @@ def test_processors_have_steps_of_their_own_by_value():
 def test_numbers_of_rows_are_drawn_as_they_are_without_compilation(traced):
     """Steps that were compiled drew one number for ever."""
     target, prompts = one_layer_target(), some_prompts(9, 6)
-    head, rule = random_head("medusa", target), seeded(1.5, 1.0, 0, NEW)
+    head, rule = random_head("medusa", target), checked(1.5, 1.0, 0)
     rows = [
         written(Speculator(target, head, compile=each), prompts, sampling=rule, seeds=["a", "b"])
         for each in (False, True)

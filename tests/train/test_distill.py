@@ -25,7 +25,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from draftheads.heads.target.model import Decoded, Target
 from draftheads.heads.terminal import progress_bar
 from draftheads.infer.accept import filtered_logits
-from draftheads.infer.continuous import ContinuousBatch, Request, seeded
+from draftheads.infer.continuous import ContinuousBatch, Request, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data import distill as distill_module
@@ -58,7 +58,7 @@ def drawn(
     target: Target, prompts: Sequence[list[int]], limit: int = 1, **sampling: Any
 ) -> list[list[int]]:
     """Answers to prompts, decoded together."""
-    accept = seeded(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling, limit=limit)
+    accept = checked(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling)
     requests = iter([Request(ids, limit, f"{n}") for n, ids in enumerate(prompts)])
     batch = ContinuousBatch(Speculator(target), accept, rows=64)
     found = {request.seed: ids for request, ids, _ in batch.run(lambda: next(requests, None))}
