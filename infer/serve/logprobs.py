@@ -48,6 +48,10 @@ class ScoredRule(Acceptance):
     newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
     """Of the newest step, before it is cut at the end of the answer."""
 
+    def __eq__(self, other: object) -> bool:
+        """Two rows cannot share one."""
+        return self is other
+
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
         accepted = self.rule(logits_BNV, tree)

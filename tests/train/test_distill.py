@@ -28,6 +28,7 @@ from draftheads.infer.accept import filtered_logits
 from draftheads.infer.continuous import ContinuousBatch, Request, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.rows import NOT_FINITE
 from draftheads.train.data import distill as distill_module
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG, Conversation
@@ -120,7 +121,7 @@ def test_logits_that_are_no_numbers_fail_their_prompt_alone(
     finally:
         for hook in hooks:
             hook.remove()
-    assert report.counts.reasons == {"failed: RuntimeError: the target's logits are not finite": 1}
+    assert report.counts.reasons == {f"failed: RuntimeError: {NOT_FINITE}": 1}
     whole, found = records(tmp_path / "whole"), records(tmp_path / "o")
     assert [a["id"] for a, b in zip(whole, found, strict=True) if a != b] == [5]
 
