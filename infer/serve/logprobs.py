@@ -23,6 +23,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Topology
 from draftheads.infer.accept import Acceptance, Accepted
+from draftheads.infer.draws import Place
 from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT, Marks, TextStream
 
@@ -41,7 +42,7 @@ class TokenScore:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoredRule(Acceptance):
     """A rule for one row that notes the scores of its choices. top: likeliest tokens to note.
     before: the scores of what comes before the first choice, which are computed there.
@@ -52,6 +53,10 @@ class ScoredRule(Acceptance):
     before: Iterator[TokenScore] = iter(())
     newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
     """Of the newest step, before it is cut at the end of the answer."""
+
+    def __eq__(self, other: object) -> bool:
+        """Two rows cannot share one."""
+        return self is other
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
@@ -72,7 +77,7 @@ class ScoredRule(Acceptance):
         """As the rule."""
         return self.rule.sees_drafts
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+    def prepare(self, rows: Sequence[Place]) -> None:
         """Prepare the rule."""
         self.rule.prepare(rows)
 
