@@ -554,7 +554,7 @@ def test_a_call_that_has_to_be_is_cut_without_its_marks(caller):
 def test_tools_stay_callable_beside_a_format_of_answers(caller, draft):
     """An answer is a call or what follows the format, and both come."""
     kind = {"type": "json_schema", "json_schema": {"schema": {"const": "only"}}}
-    asked = {"tools": DIGITS, "response_format": kind, "temperature": 2.0, "seed": 3, "n": 12}
+    asked = {"tools": DIGITS, "response_format": kind, "temperature": 2.0, "seed": 3, "n": 40}
     choices = ask(caller, **asked, draft=draft).json()["choices"]
     calls = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
     texts = [choice["message"]["content"] for choice in choices if choice not in calls]
