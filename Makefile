@@ -1,8 +1,9 @@
 # make demo      set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
-# make test      set-up, then the default tests (about four minutes)
+# make test      set-up, then the default tests
 # make test-all  set-up, then the tests of the gate
 # make docs      set-up, then the documentation site in build/docs/site
-# make check     set-up, then lint, types and the tests of the gate
+# make check     set-up, then lint, types and the tests of the gate; SINCE=main: those that changes
+#                since then can reach
 VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
@@ -24,7 +25,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest $(SPREAD)
 
 test-all: $(VENV)/.installed
-	$(BIN)/python -m pytest $(SPREAD) -m "not thorough"
+	$(BIN)/python -m pytest $(SPREAD) -m "not thorough" $(if $(SINCE),--since $(SINCE))
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,8 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-PATIENCE = 10.0
-"""Seconds to wait for the Hub's first answer."""
+from draftheads.arguments import PATIENCE, near_name, nowhere
 
 
 def hub_answers() -> bool:
@@ -73,10 +70,7 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
                 "revision"
             )
         if isinstance(cause, RepositoryNotFoundError):
-            return (
-                f"expected a folder here or a repository on {site}, found neither{_near(name)}; "
-                "check the name, or log in if it is private: hf auth login"
-            )
+            return nowhere(name)
         if isinstance(cause, LocalEntryNotFoundError | OfflineModeIsEnabled):
             why = f"{site} cannot be reached"
             advice = "check the network"
@@ -85,15 +79,6 @@ def refusal(error: BaseException, name: str, revision: str | None = None) -> str
                 advice = "unset it to load them once"
             return (
                 f"expected a folder, or its files in {constants.HF_HUB_CACHE}, found neither"
-                f"{_near(name)}, and {why}; {advice}, or pass a folder"
+                f"{near_name(name)}, and {why}; {advice}, or pass a folder"
             )
     return None
-
-
-def _near(path: str) -> str:
-    """A hint at a folder of a similar path."""
-    folder = Path(os.path.expanduser(path)).parent
-    if not folder.is_dir():
-        return ""
-    near = difflib.get_close_matches(Path(path).name, os.listdir(folder), n=1)
-    return f" (did you mean {folder / near[0]}?)" if near else ""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -50,6 +52,8 @@ LINE = "{desc} {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}"
 """A progress bar in a log."""
 EVERY_S = 30
 """Seconds between two such lines."""
+FIRST_LINE_S = 5
+"""Seconds after which what takes long says so."""
 
 
 class _Lines:
@@ -61,6 +65,18 @@ class _Lines:
 
     def flush(self) -> None:
         """Each line is."""
+
+
+@contextmanager
+def said_if_long(text: str, say: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Say what a block does, on stderr or by `say`, if it takes longer than FIRST_LINE_S."""
+    timer = Timer(FIRST_LINE_S, say or _Lines().write, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:

@@ -35,7 +35,6 @@ __all__ = [
     "NGram",
     "Sampled",
     "Session",
-    "SpeculativeSampling",
     "Speculator",
     "Statistics",
     "Step",
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.costs import Costs
     from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
-    from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
     from draftheads.infer.drafters.lookahead import Lookahead
     from draftheads.infer.drafters.merged import Merged
     from draftheads.infer.drafters.ngram import NGram

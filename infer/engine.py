@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -38,6 +39,7 @@ class DrafterSource(Protocol):
     """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters`."""
 
     @property
+    @abstractmethod
     def tree(self) -> Tree:
         """The default tree of `drafter`."""
 
@@ -46,9 +48,11 @@ class DrafterSource(Protocol):
         """Whether rows of a batch may leave and others take their places, between steps."""
         return False
 
+    @abstractmethod
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
 
+    @abstractmethod
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
 
@@ -179,7 +183,8 @@ class Speculator:
         Ends after exactly `max_new_tokens` (default: the rest of the context; the cache grows with
         the text), after an EOS of the target's generation config (included in the output), or after
         the token that completes a `stop` string. Raises ValueError, before any computation, for ids
-        outside the target's vocabulary and when prompt and new tokens exceed its context.
+        outside the target's vocabulary and when prompt and new tokens exceed its context; and
+        ConstraintError where a constraint fails.
         """
         rows = [Row(self.target, prompt, max_new_tokens, stop)]
         batch = self._decode(rows, rule_of(sampling), session, constraint)
@@ -215,16 +220,20 @@ class Speculator:
         ]
         return self._decode(rows, rule_of(sampling), None, constraint)
 
-    def _decode(self, *arguments: Any) -> Generator[list[Step | None]]:
-        """The steps of `_steps`. Inference mode ends before each is yielded: the caller has its
-        own, and a program may end, and torch with it, while a generation waits here.
+    def _decode(self, rows: list[Row], *arguments: Any) -> Generator[list[Step | None]]:
+        """The steps of `_steps`, until a row has a fault, which is raised. Inference mode ends
+        before each is yielded: the caller has its own, and a program may end, and torch with it,
+        while a generation waits here.
         """
-        steps = self._steps(*arguments)
+        steps = self._steps(rows, *arguments)
         while True:
             with torch.inference_mode():
                 step = next(steps, None)
             if step is None:
                 return
+            for row in rows:
+                if row.fault:
+                    raise row.fault
             yield step
 
     def _steps(
@@ -235,7 +244,7 @@ class Speculator:
         constraint: Constraint | None,
     ) -> Iterator[list[Step | None]]:
         for number, row in enumerate(rows):
-            row.constraint = constraint and constraint.row(number)
+            row.constraint = constraint and constraint.row(number, row.text)
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
         kept = session or (self._ended.pop() if self._ended else Session())
         *_, decoding = self.prefill(rows, accept, reserved, kept)

@@ -111,7 +111,7 @@ class Read(Constraint):
     processors: Sequence[Any]
     prompts_BT: Tensor
 
-    def row(self, number: int) -> Read:
+    def row(self, number: int, prompt: Sequence[int]) -> Read:
         """That of a row, whose processors see no other."""
         own = [_of_row(each, number) for each in self.processors]
         return Read(own, self.prompts_BT[number, None])

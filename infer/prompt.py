@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from os.path import commonprefix
+from typing import Any, Literal, Protocol
 
 import psutil
 from jinja2.exceptions import TemplateError
@@ -27,6 +28,8 @@ OPEN, CLOSE = "<think>", "</think>"
 RESULT_MARK = "<tool_response>"
 RESULT = re.compile(rf"^\s*{RESULT_MARK}\n?(.*?)\n?</tool_response>\s*$", re.DOTALL)
 """A tool's result as Hermes marks it."""
+TAIL = 64
+"""Tokens at the end of a prompt, which show whether the answer begins with reasoning."""
 QUESTION = {"role": "user", "content": "Hello"}
 THOUGHT, ANSWER = "DRAFTHEADS-THOUGHT", "DRAFTHEADS-ANSWER"
 """Texts that are searched for in a rendered conversation."""
@@ -90,18 +93,22 @@ class TextSource(Protocol):
     @property
     def name(self) -> str:
         """For error messages."""
+        ...
 
     @property
     def tokenizer(self) -> Any:
         """Of transformers; None if there is none."""
+        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
+        ...
 
     @property
     def template_args(self) -> Mapping[str, Any]:
         """Variables of the chat template for prompts that have none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ class Reasoning:
     marks: tokens that stand for OPEN and CLOSE; decoded texts do not show special ones, and
     reasoning would run into the answer. message: makes an answer of reasoning and text, as the
     template takes it; None: as texts have it. is_opened: by the generation prompt. opening,
-    closing: what stands around reasoning, as the template writes it.
+    closing: what stands around reasoning, as the template writes it. after: what then stands before
+    the header of an answer. header: before an answer, also without reasoning.
     """
 
     marks: Marks
@@ -119,6 +127,8 @@ class Reasoning:
     is_opened: bool = False
     opening: str = OPEN
     closing: str = CLOSE
+    after: str = ""
+    header: str = ""
 
 
 def _keyed(thought: str, answer: str) -> Message:
@@ -228,9 +238,26 @@ class PromptRenderer:
                     tuple(self.encode(_behind(header, asked))): "",
                 }
                 special = {ids: text for ids, text in marks.items() if self._has_special(ids)}
-                is_text = between.lstrip().startswith(CLOSE)
-                end = CLOSE if is_text else self.tokenizer.decode(closing[:1])
-                return Reasoning(special | tags, message, before == asked, opening, end)
+                end = between.strip()
+                if end.startswith(CLOSE):
+                    end = CLOSE
+                elif self._has_special(closing[:1]):
+                    end = self.tokenizer.decode(closing[:1])
+                rest = between.strip().removeprefix(end)
+                # some generation prompts have an empty block in its place
+                shared = commonprefix([self.encode(asked), self.encode(header)])
+                lead = self.tokenizer.decode(self.encode(header)[len(shared) :]).strip()
+                if end in lead:  # an empty block
+                    lead = ""
+                return Reasoning(
+                    marks=special | tags,
+                    message=message,
+                    is_opened=before == asked,
+                    opening=opening,
+                    closing=end,
+                    after="" if "tool_calls" in example else rest.removesuffix(lead).strip(),
+                    header=lead,
+                )
         return Reasoning(tags) if tags else None
 
     def _has_special(self, ids: Sequence[int]) -> bool:
@@ -255,7 +282,8 @@ class PromptRenderer:
             return message
         thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
         if thought:
-            content = f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"
+            if not content.lstrip().startswith(OPEN):  # then it is there already
+                content = f"{OPEN}\n{thought}\n{CLOSE}\n\n{content}"
             message = {key: message[key] for key in message if key not in THOUGHTS}
             message["content"] = content
         thought, closed, answer = content.partition(CLOSE)
@@ -265,6 +293,33 @@ class PromptRenderer:
             return message
         thought = thought.lstrip().removeprefix(OPEN).strip()
         return {**message, **how.message(thought, answer.lstrip())}
+
+    def reasoning_of(self, prompt: Sequence[int]) -> Literal["opened", "possible", "none"]:
+        """Whether an answer begins with reasoning: a prompt may have opened it, or may leave it to
+        the target to open it, where the template knows any.
+        """
+        _, start, written = self._ending(prompt).rpartition(self._answer_start or ANSWER)
+        thought = written.rpartition(CLOSE)[2].rstrip()
+        # anybody may write about <think> in a text whose beginning is not in sight
+        if thought.endswith(OPEN) or (start and OPEN in thought):
+            return "opened"
+        return "possible" if start and not written.strip() else "none"
+
+    @cached_property
+    def _answer_start(self) -> str:
+        """What stands before answers; "" without reasoning in the template."""
+        if self.reasoning is None and CLOSE not in str(self.tokenizer.chat_template):
+            return ""
+        try:
+            asked = self._ending(self.encode(self.text([QUESTION])))
+        except TemplateError:
+            return ""
+        start = asked.rpartition(QUESTION["content"])[2].partition(OPEN)[0]
+        return start.rstrip().removesuffix(CLOSE)  # of an empty block
+
+    def _ending(self, prompt: Sequence[int]) -> str:
+        stream = TextStream(self.tokenizer, skip_special_tokens=False, marks=self.marks)
+        return stream.feed(prompt[-TAIL:]) + stream.flush()
 
     @property
     def marks(self) -> Marks | None:
@@ -277,12 +332,13 @@ class PromptRenderer:
         return stream.feed(ids) + stream.flush()
 
     def prompt_ids(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a plain text, or of a conversation up to the start of the answer.
+        """Token ids of a plain text, or of a conversation up to the start of the answer, or to the
+        end of its beginning, if that is the last message.
 
         Plain text gets the tokenizer's own first tokens, but not the end token that some tokenizers
         append to every text: a prompt goes on. Raises TemplateError.
         """
-        text = prompt if isinstance(prompt, str) else self.text(prompt)
+        text = prompt if isinstance(prompt, str) else self._asked(prompt)
         bare = self.encode(text)
         if not isinstance(prompt, str):
             last = prompt[-1] if prompt else {}
@@ -298,6 +354,21 @@ class PromptRenderer:
         ends = (*self.eos_ids, self.tokenizer.eos_token_id)
         is_closed = bare and ids[:-1][-len(bare) :] == bare and ids[-1] in ends
         return ids[:-1] if is_closed else ids
+
+    def _asked(self, messages: Messages) -> str:
+        """The text of a conversation up to what the target writes: an answer, or the rest of that
+        which is the last message.
+        """
+        last = messages[-1] if messages else {}
+        content = last.get("content") or ""
+        is_whole = last.get("role") != "assistant" or last.get("tool_calls")
+        if is_whole or not isinstance(content, str):
+            return self.text(messages)
+        text = self.text([*messages[:-1], {**last, "content": content + ANSWER}], ask=False)
+        begun, mark, _ = text.rpartition(ANSWER)
+        if not mark:
+            raise TemplateError("the template leaves out the end of the last message")
+        return begun
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""

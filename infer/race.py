@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.target.model import Target
+from draftheads.heads.terminal import said_if_long
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.rows import Step
 from draftheads.infer.turns import TimedRun, Turns
@@ -69,10 +70,12 @@ class WithContext(Protocol):
     @property
     def name(self) -> str:
         """For error messages."""
+        ...
 
     @property
     def context(self) -> int:
         """Tokens of prompt and answer, at most."""
+        ...
 
 
 class BatchEngine(Protocol):
@@ -82,6 +85,7 @@ class BatchEngine(Protocol):
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[list[Step | None]]:
         """As `Speculator.generate_batch`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,9 @@ def race(
         for turn, batch in enumerate(batches)
     ]
     if not turns.ended.keys() >= {*keys}:
-        warm_up(candidates, batches, options)
+        timings = len(keys) * len(candidates)
+        with said_if_long(f"warming up; then {timings} timed runs, with the time that is left"):
+            warm_up(candidates, batches, options)
     begin()
     turns.open(keys, len(candidates), options.minutes)
     try:

@@ -21,7 +21,7 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
-from draftheads.infer.constraint import Constraint
+from draftheads.infer.constraint import Constraint, ConstraintError
 from draftheads.infer.draws import Source
 from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.fixed.steps import FixedSteps
@@ -112,6 +112,8 @@ class Row:
     """By which it is decoded; set by its `Decoding`."""
     constraint: Constraint | None = None
     """Of this answer alone, as long as it goes on."""
+    fault: ConstraintError | None = None
+    """Of its constraint, by which it has failed."""
 
     def __init__(
         self,
@@ -150,6 +152,7 @@ class Row:
         self.prompt = len(prompt)
         self.end = self.prompt + limit
         self.ends = frozenset(target.eos_ids)  # tokens that end it
+        self.faults: dict[TokenPath, ConstraintError] = {}  # of the constraint, in this step's tree
         self._stop = StopStrings(target.tokenizer, stop, prompt) if stop else None
 
     @property
@@ -167,8 +170,9 @@ class Row:
     ) -> Step:
         """Append tokens up to the end of the output. seconds: of drafting, of verifying."""
         for place, token in enumerate(tokens, start=1):
+            self.fault = self.faults.get(tuple(tokens[: place - 1]))
             self.text.append(token)
-            if token < 0:
+            if token < 0 or self.fault:
                 self.finish = "failed"
             elif token in self.ends:
                 self.finish = "eos"
@@ -180,6 +184,7 @@ class Row:
                 self.constraint = None
                 tokens = tokens[:place]
                 break
+        self.faults.clear()
         return Step(tokens, accepted, self.finish, *seconds, drafted)
 
 
@@ -198,8 +203,11 @@ def apply_constraints(
             parent = numbers.get(path[:-1])
             is_reached = parent is not None and logits_NV[parent, path[-1]] > -torch.inf
             if (is_reached or not path) and path not in numbers:  # copies pad the tree
-                numbers[path] = node
-                logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
+                try:
+                    logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
+                    numbers[path] = node
+                except ConstraintError as fault:  # of this path; the target may take another
+                    row.faults[path] = fault
     return logits_BNV
 
 

@@ -17,13 +17,10 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
-from draftheads.heads.terminal import progress_bar
+from draftheads.heads.terminal import FIRST_LINE_S, progress_bar
 from draftheads.infer.rows import Step
 
 logger = logging.getLogger(__name__)
-
-FIRST_LINE_S = 5
-"""Seconds of measuring after which the first estimate is shown."""
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
 from rich.logging import RichHandler
 
 from draftheads import __version__
-from draftheads.arguments import expected
+from draftheads.arguments import VARIABLE, expected
 from draftheads.scripts import data, measuring, sharing, training, using
 from draftheads.scripts.doctor import doctor
 from draftheads.scripts.options import expand_options
@@ -64,11 +64,11 @@ for command, example in COMMANDS.items():
 
 RESUMING = (["demo"], ["distill"], ["train"])
 """Commands that continue what an interrupted one began."""
+TEXTS = ("--system", "--template-args")
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
 LEARNING = "data-preview demo distill import-answers init plan questions train"
-NEEDS = {**dict.fromkeys(LEARNING.split(), ("pyarrow", "ruamel.yaml")), "gguf": ("gguf",)}
-"""Words of a command line -> packages of extras, missed only once torch is loaded otherwise."""
+"""Commands that need packages of an extra, which are missed only once torch is loaded otherwise."""
 
 UsageError: Any = typer.BadParameter.__base__
 """click's; typer may carry its own copy of click."""
@@ -112,23 +112,31 @@ def main() -> None:
 
 def check_packages(arguments: Sequence[str]) -> None:
     """Raise ImportError for a package that this command needs and the install lacks."""
-    words = {*arguments[:1], "gguf"} & {*arguments}
-    for package in chain.from_iterable(NEEDS.get(word, ()) for word in words):
-        if find_spec(package) is None and "--help" not in arguments:
+    if not {*arguments[:1]} & {*LEARNING.split()} or "--help" in arguments:
+        return
+    for package in ("pyarrow", "ruamel.yaml"):
+        if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def refuse_empty(arguments: Sequence[str]) -> None:
-    """Raise ValueError for an empty value, which would be read as the working directory. Only a
-    system prompt may be empty.
+    """Raise ValueError for an empty value, which would be read as the working directory, and for a
+    variable of the shell as it stands. Only texts may have these.
     """
     for before, argument in pairwise(["", *arguments]):
         option, is_joined, value = argument.partition("=")
         if not (is_joined and option.startswith("--")):
             option = before if before.startswith("-") else "an argument"
             value = argument
-        if not value.strip() and option != "--system":
+        if option in TEXTS:
+            continue
+        if not value.strip():
             raise ValueError(f"{option}: expected a value, got an empty one; {NO_VALUE}")
+        if variable := VARIABLE.search(value):
+            raise ValueError(
+                f"{option}: expected a value, got {variable[0]}, which your shell did not replace; "
+                "use double quotes, or write its value"
+            )
 
 
 def usage_line(error: Any) -> str:

@@ -14,10 +14,12 @@ from typer import Argument, Context, Exit, Option
 from draftheads.infer.pipeline.loading import load_target
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts.options import (
+    DATA_CHECK,
     HEAD_CHECK,
     NEW_CHECK,
     OUT_CHECK,
     PROMPT_CHECK,
+    TARGET_CHECK,
     Placement,
     Prompts,
     PromptSet,
@@ -203,7 +205,7 @@ def import_answers(
         str, Argument(callback=PROMPT_CHECK, help="a file, folder or Hub data set with answers")
     ],
     target: TargetName,
-    out: Annotated[Path, Option(help="new folder to write")],
+    out: Annotated[Path, Option(callback=NEW_CHECK, help="new folder to write")],
     subset: PromptSet = PromptSet(tools="keep"),
     reasoning: Reasoning = "keep",
     learn: Annotated[Literal["all", "last"], Option(help="answers of each conversation")] = "all",
@@ -232,8 +234,10 @@ def import_answers(
 
 
 def data_preview(
-    path: Annotated[Path, Argument(callback=PROMPT_CHECK, help="a distillation folder")],
-    target: Annotated[str | None, Option(help="default: the one in the manifest")] = None,
+    path: Annotated[Path, Argument(callback=DATA_CHECK, help="a distillation folder")],
+    target: Annotated[
+        str | None, Option(callback=TARGET_CHECK, help="default: the one in the manifest")
+    ] = None,
     count: Annotated[int, Option("-n", min=0, help="documents to print")] = 3,
     check: Annotated[bool, Option("--check", help="compare a folder with its checksums")] = False,
 ) -> None:

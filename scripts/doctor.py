@@ -11,6 +11,7 @@ from typer import Exit, Option
 
 from draftheads.infer.pipeline.loading import load_fast_target
 from draftheads.scripts.options import (
+    DATA_CHECK,
     HEAD,
     HEAD_CHECK,
     PROMPT_CHECK,
@@ -49,7 +50,8 @@ def doctor(
     texts: DoctorPrompts,
     placement: Placement,
     data: Annotated[
-        Path | None, Option(help="a folder that distill wrote; default: the head's training data")
+        Path | None,
+        Option(callback=DATA_CHECK, help="answers of distill; default: the head's training data"),
     ] = None,
     template_args: MaybeTemplateArgs = None,
     json_out: Json = None,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target
+from draftheads.infer.pipeline.loading import load_fast_target, load_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
     TARGET_CHECK,
@@ -171,7 +171,7 @@ def bench(
     if not (target and head):
         raise ValueError("bench: expected --target and --head, or --server; pass them")
     from draftheads.infer.accept import Greedy
-    from draftheads.infer.drafters.named import load_drafts, open_drafts
+    from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best
@@ -192,7 +192,7 @@ def bench(
     place = placement.place(bits=speed.bits)
     variables = parsed_template_args(texts.template_args)
     model = load_fast_target(target, place, revision, folders, variables)
-    loaded = load_drafts(drafts, model, options.sampling)
+    loaded = {name: each.load(model) for name, each in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
     ids = opening_ids(model, texts.prompts, texts.limit)
     say_compiling(speed.compile)
@@ -204,6 +204,11 @@ def bench(
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
         report = benches.bench(model, entries, ids, options, turns=turns)
+        if model.bits:
+            whole = load_target(
+                target, replace(place, dtype="float32", bits=None), revision, folders
+            )
+            report = replace(report, int8=benches.int8_cost(model, whole, ids))
         outputs.write(report, drafts, is_whole=not turns.stop)
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from typer import Argument, Context, Option
 
 from draftheads.arguments import (
+    check_answers,
     check_folder,
     check_new,
-    check_path,
     head_folder,
     nearest,
     takes_files,
+    text_files,
 )
 from draftheads.infer.pipeline.loading import Place
-from draftheads.recipes import find_recipe, head_path
+from draftheads.recipes import check_target, find_recipe, head_path
 from draftheads.train.data.prompts import check_source, read_tools
 from draftheads.train.entry import say
 
@@ -107,10 +108,12 @@ def check_head(source: str | Path) -> None:
     is_folder = os.path.isdir(os.path.expanduser(name))
     for part in [name] if is_folder else name.split("+"):
         kind, _, path = part.partition(":")
-        if kind == "model":
-            check_path(path)
-        elif kind not in DRAFTERS:
+        if is_folder or kind not in DRAFTERS:
             head_folder(head_path(part))
+        elif kind == "model":
+            check_target(path)
+        elif kind == "retrieve":
+            text_files(part)
 
 
 def check_places(context: Context, remote: Set[str], local: Set[str]) -> bool:
@@ -143,7 +146,8 @@ def check_file(file: Path) -> None:
 
 HEAD_CHECK = early(check_head)
 PROMPT_CHECK = early(check_source)
-TARGET_CHECK = early(check_path)
+TARGET_CHECK = early(check_target)
+DATA_CHECK = early(check_answers)
 OUT_CHECK = early(check_folder)
 NEW_CHECK = early(check_new)
 
@@ -231,9 +235,6 @@ class Lossy:
     typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
         False
     )
-    drawn: Annotated[
-        bool, Option("--drawn", help="draft models draw chains (speculative sampling); lossless")
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -244,25 +245,13 @@ class Sampling:
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")] = 1.0
     top_k: Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")] = 0
 
-    def rule(
-        self, seed: int = 0, typical: bool = False, drawn: bool = False, lenient: str = ""
-    ) -> Acceptance:
+    def rule(self, seed: int = 0, typical: bool = False, lenient: str = "") -> Acceptance:
         """The acceptance rule that these options request."""
         from draftheads.infer.accept import Greedy, Sampled
-        from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
         from draftheads.infer.lossy import Typical
 
         rule: Acceptance = Greedy()
-        if drawn:
-            others = {"--typical": typical, "--lenient": lenient, "--temperature 0": True}
-            if typical or lenient or not self.temperature:
-                raise ValueError(
-                    "--drawn: expected sampling, as with --temperature 1, and not --typical or "
-                    "--lenient, got "
-                    f"{next(name for name, given in others.items() if given)}; change that"
-                )
-            rule = SpeculativeSampling(**vars(self))
-        elif lenient:
+        if lenient:
             if typical or self.temperature:
                 raise ValueError(
                     "--lenient: expected greedy decoding by one rule, got it with "

@@ -84,10 +84,10 @@ def print_counts(plan: Plan) -> None:
     console = SafeConsole()
     shapes, work = plan.shapes, plan.work
     adapter = f" and {shapes.adapter:,} of an adapter" if shapes.adapter else ""
+    launch = "one process" if plan.processes == 1 else f"{plan.processes} processes, {plan.engine}"
     console.print(
         f"{plan.recipe.head.kind} head on {plan.recipe.target}: {shapes.head:,} parameters"
-        f"{adapter} trained, {shapes.frozen:,} frozen; "
-        f"{plan.processes} processes, {plan.engine}"
+        f"{adapter} trained, {shapes.frozen:,} frozen; {launch}"
     )
     sizes = [[part, _size(size)] for part, size in plan.memory.items()]
     Grid(["memory per process", ""], sizes).print(console)

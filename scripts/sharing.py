@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from draftheads.infer.pipeline.loading import Place, load_target
+from draftheads.recipes import target_path
 from draftheads.scripts.options import (
     HEAD_CHECK,
     NEW_CHECK,
+    TARGET_CHECK,
     Device,
     Dtype,
     Dtypes,
@@ -40,7 +42,7 @@ def convert(
         ),
     ],
     target: Annotated[
-        str | None, Option(help="the head's target, if it is needed; for gguf, its GGUF file")
+        str | None, Option(callback=TARGET_CHECK, help="if it is needed; for gguf, its GGUF file")
     ] = None,
     lora: Lora = None,
     dtype: Annotated[Dtypes, Option(help="of the written head; auto: as it is")] = "auto",
@@ -56,7 +58,7 @@ def convert(
     from draftheads.scripts.convert import converted, with_mtp
 
     if to == "gguf":
-        file = TargetFile.open(target) if target else None
+        file = TargetFile.open(target_path(target)) if target else None
         say(converted(source, out, to, target_file=file, dtype=dtype))
         say_beside(f"next: the llama-server command in {open_head(source).path / CARD}")
         return

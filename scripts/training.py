@@ -5,14 +5,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from draftheads.arguments import suggestion
+from draftheads.arguments import check_answers, suggestion
 from draftheads.infer.threads import set_threads
-from draftheads.recipes import find_recipe, recipe_names
+from draftheads.recipes import check_paths, find_recipe, recipe_names
 from draftheads.scripts.options import (
     NEW_CHECK,
     Lora,
@@ -21,6 +22,7 @@ from draftheads.scripts.options import (
     Revision,
     TargetName,
     Threads,
+    early,
     say_beside,
     say_next,
 )
@@ -44,7 +46,13 @@ def recipes(
 def init(
     target: TargetName,
     out: Annotated[Path, Option(callback=NEW_CHECK, help="new recipe to write")],
-    data: Annotated[Path | None, Option(help="answers, there already or not yet")] = None,
+    data: Annotated[
+        Path | None,
+        Option(
+            callback=early(partial(check_answers, are_there=False)),
+            help="answers, there already or not yet",
+        ),
+    ] = None,
     kind: Annotated[str, Option(help="sequential, medusa, eagle3, block or mtp")] = "sequential",
     revision: Revision = None,
     lora: Lora = None,
@@ -99,6 +107,7 @@ def plan(
     threads: Threads = None,
 ) -> None:
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
+    check_paths(recipe, overrides or [], has_data=False)
     if not no_probe:  # before imports, which take seconds
         say("memory by shapes; then by two or three steps, as the time; --no-probe skips these")
     from draftheads.scripts.printing import next_command, print_counts, print_trial
@@ -126,10 +135,11 @@ def train(
     In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
     `accelerate launch train/eagle.py RECIPE.yaml`.
     """
+    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
+    check_paths(recipe, values)
     from draftheads.train.medusa import main
 
     set_threads(threads)
-    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
     code = main([str(recipe), *values])
     if code:
         sys.exit(code)

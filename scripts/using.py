@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Option
 
-from draftheads.arguments import secret
+from draftheads.arguments import check_schema, secret
 from draftheads.extras import extras
 from draftheads.infer.pipeline.loading import load_parts
 from draftheads.scripts.doctor import data_of, documents_in
@@ -32,6 +32,7 @@ from draftheads.scripts.options import (
     Seed,
     Speed,
     chosen_tree,
+    early,
     parsed_template_args,
     say_beside,
     say_compiling,
@@ -40,12 +41,12 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
-    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import Speculator
     from draftheads.train.learn.learner import UseLearner
 
 SchemaFile = Annotated[
-    Path | None, Option(exists=True, dir_okay=False, help="file with a JSON schema of the answers")
+    Path | None,
+    Option(callback=early(check_schema), help="file with a JSON schema of the answers"),
 ]
 LearnFolder = Annotated[
     Path | None, Option(help="where they are kept; default: draftheads/learned in your data")
@@ -136,7 +137,7 @@ def chat(
     from draftheads.infer.grammar import Grammar
 
     rule = sampling.rule(seed, **vars(lossy))
-    engine = load_engine(target, drafts, rule, placement, speed, template_args)
+    engine = load_engine(target, drafts, placement, speed, template_args)
     constraint = None
     if schema:
         constraint = Grammar(engine.target, "json_schema", schema.read_text(encoding="utf-8"))
@@ -199,7 +200,7 @@ def serve(
         **vars(sampling),
         **vars(requests),
     )
-    engine = load_engine(target, drafts, sampling.rule(), placement, speed, template_args)
+    engine = load_engine(target, drafts, placement, speed, template_args)
     if not options.name:
         model = engine.target.lora or engine.target.name
         options = replace(options, name=Path(os.path.expanduser(model)).absolute().name)
@@ -216,7 +217,6 @@ def check_either(head: str | None, target: str | None) -> None:
 def load_engine(
     target: str | None,
     drafts: Drafts,
-    rule: Acceptance,
     placement: Placement,
     speed: Speed,
     template_args: str | None,
@@ -226,7 +226,7 @@ def load_engine(
 
     variables = parsed_template_args(template_args)
     place = placement.place(bits=speed.bits)
-    model, drafter = load_parts(drafts.head, target, rule, place, variables)
+    model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)
     say_compiling(engine.compile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models gain nothing by mor
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests/gpu says how to run those of a GPU
 
 import pytest
+import reach
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 from local_hub import LocalHub
@@ -34,6 +36,40 @@ LONGEST = (
     *("test_damaged", "test_distill_server", "test_entry", "test_continuous", "test_convert"),
 )
 """Modules that begin first, so that no process works alone at the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = (
+        "run the files of tests that what changed since COMMIT can reach (tests/helpers/reach.py)"
+    )
+    parser.addoption("--since", metavar="COMMIT", help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Once: the processes of xdist get the options of the first."""
+    if not config.option.since or hasattr(config.option, "reached"):
+        return
+    try:
+        changed = reach.changes(config.option.since)
+    except subprocess.CalledProcessError as error:
+        raise pytest.UsageError(f"--since: expected a commit, got {config.option.since}") from error
+    config.option.reached = [str(test) for test in reach.reached(changed)]
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    if config.option.since:
+        count = len(config.option.reached)
+        return (
+            f"since {config.option.since}: changes reach {count} of {len(reach.TEST_FILES)} files"
+        )
+    return None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.name.startswith("test_")
+    if config.option.since and is_test and str(collection_path) not in config.option.reached:
+        return True
+    return None
 
 
 def pytest_xdist_auto_num_workers() -> int:

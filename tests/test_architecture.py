@@ -134,7 +134,42 @@ COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
 WORDS = {"README.md": 1_200, "ARCHITECTURE.md": 2_000, "docs": 14_250, "CHANGELOG.md": 800}
 PICTURE = "docs/architecture.svg"
+TOP = {
+    *(".ci", ".github", "docs", "heads", "infer", "recipes", "scripts", "src", "tests", "train"),
+    *(".gitignore", ".pre-commit-config.yaml", "Makefile"),
+    *("constraints.txt", "pyproject.toml", "setup.py"),
+    *("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
+}
+"""What stands at the top of the repository."""
+BINARIES = {
+    "docs/page.png",
+    "recipes/demo-target/model.safetensors",
+    "recipes/smollm2-head/model.safetensors",
+}
+"""The files of the repository that are no text."""
 LONGEST_FUNCTION, MOST_PARAMETERS, MOST_OPTIONS = 60, 6, 12
+
+
+def tracked() -> list[str]:
+    """The files of the repository, as the next commit has them."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a clone")
+    return listed.stdout.split("\0")[:-1]
+
+
+def test_the_repository_holds_what_is_listed():
+    """Six wheels were once downloaded into its top, and `git add` took them."""
+    assert {name.split("/")[0] for name in tracked()} == TOP
+
+
+def test_a_file_that_is_no_text_is_listed():
+    """As git tells them: by a zero byte. A wheel, a checkpoint, a GGUF file has one."""
+    files = {name: ROOT / name for name in tracked()}
+    binaries = {
+        name for name, file in files.items() if file.is_file() and b"\0" in file.read_bytes()[:8000]
+    }
+    assert binaries == BINARIES
 
 
 @pytest.fixture(params=MODULES, scope="module")
@@ -286,6 +321,23 @@ def test_imports_form_no_circle():
         name: imports(ast.parse(path.read_text()), names) - {name} for name, path in MODULES.items()
     }
     assert circles(edges) == []
+
+
+def test_what_a_protocol_only_declares_says_so():
+    """Its body is `...`, or it is abstract, where classes inherit from the protocol."""
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if "Protocol" not in map(ast.unparse, node.bases):
+                continue
+            for method in functions(node):
+                marks = [
+                    *map(ast.unparse, method.decorator_list),
+                    *map(ast.unparse, method.body[1:]),
+                ]
+                says = ast.get_docstring(method) is None or marks not in ([], ["property"])
+                assert says, f"{path}: {node.name}.{method.name}"
 
 
 def test_no_module_shadows_an_installed_package():

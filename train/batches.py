@@ -411,9 +411,9 @@ def share(
     size = min(rows_per_batch, len(rows) // world)
     if not size or len(rows) % (size * world):
         raise ValueError(
-            f"expected rows per step that {world} processes x data.rows_per_batch {rows_per_batch} "
-            f"divide evenly, got {len(rows)}; resume on another number of processes, or with "
-            "another data.rows_per_batch"
+            f"expected rows per step that processes ({world}) x data.rows_per_batch "
+            f"({rows_per_batch}) divide evenly, got {len(rows)}; resume on another number of "
+            "processes, or with another data.rows_per_batch"
         )
     batches = [list(rows[at : at + size]) for at in range(0, len(rows), size)]
     return list(enumerate(batches))[rank::world]

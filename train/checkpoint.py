@@ -58,7 +58,8 @@ class RunState:
     step: int = 0  # optimizer steps done
     steps: int  # of the whole run; with run.minutes, by its pace so far
     tokens: int = 0  # trained on, without padding
-    seconds: float = 0.0  # of training, over all launches, without evaluations and saves
+    seconds: float = 0.0  # of steps and evaluations, over all launches
+    reserved: float = 0.0  # for the last evaluation of a run of minutes
     loss: float | None = None
     tokens_per_step: float = 1.0  # simulated
     skipped: int = 0  # consecutive non-finite steps, up to this one
@@ -120,19 +121,24 @@ class RunState:
 
     def after_step(self, tokens: int, seconds: float) -> RunState:
         """This state after one more step, with its tokens and seconds."""
-        step = self.step + 1
-        state = replace(
-            self, step=step, tokens=self.tokens + tokens, seconds=self.seconds + seconds
-        )
+        state = replace(self, step=self.step + 1, tokens=self.tokens + tokens)
+        return state.at(self.seconds + seconds)
+
+    def at(self, seconds: float) -> RunState:
+        """This state after so many seconds in all."""
+        state = replace(self, seconds=seconds)
         if self.recipe.run.minutes:
-            state = replace(state, steps=max(step, math.ceil(step / state.done)))
+            state = replace(state, steps=max(self.step, math.ceil(self.step / state.done)))
         return state
 
     @property
     def place(self) -> tuple[float, float]:
-        """How far the run is, and how long: in steps, or in seconds where it has minutes."""
+        """How far the run is, and how long: in steps, or in seconds where it has minutes. At least
+        half of these are for training.
+        """
         if self.recipe.run.minutes:
-            return self.seconds, 60 * self.recipe.run.minutes
+            whole = 60 * self.recipe.run.minutes
+            return self.seconds, max(whole - self.reserved, whole / 2)
         return self.step, self.steps
 
     @property
@@ -156,9 +162,10 @@ class RunState:
 
     @property
     def is_due(self) -> bool:
-        """Whether to evaluate after this step."""
+        """Whether to evaluate after this step: not where no time would be left to train."""
         every = self.recipe.eval.every or self.recipe.run.save_every
-        return self.step % every == 0 or self.done >= 1
+        now, end = self.place
+        return now >= end or (self.step % every == 0 and now + self.reserved < end)
 
     @property
     def saves(self) -> bool:

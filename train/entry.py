@@ -10,6 +10,7 @@ import errno
 import io
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -40,10 +41,11 @@ usage: train/{script}.py RECIPE.yaml [key.path=value ...]"""
 
 
 def words(argv: Sequence[str] | None, script: str, kind: str) -> Sequence[str]:
-    """The words of a command line (None: of this process); without any, or for -h, its usage, and
-    the end.
+    """The words of a command line (None: of this process), without the --local_rank that launchers
+    add, and say in LOCAL_RANK, too; without any, or for -h, its usage, and the end.
     """
     given = sys.argv[1:] if argv is None else argv
+    given = [word for word in given if not re.fullmatch(r"--local[_-]rank=\d+", word)]
     if not given or given[0] in ("-h", "--help"):
         say_once(HELP.format(kind=kind, script=script))
         sys.exit(0 if given else 2)

@@ -7,6 +7,7 @@ Legend: M learned positions, K draft depth, C positions of a chunk, D feature wi
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -243,6 +244,15 @@ class Evaluator:
         if decode and self.prompts:
             measured = self.decode(head)
         return Evaluation(calibration, measured, drift, loss)
+
+    def seconds(self) -> float:
+        """What an evaluation takes at most, by its first prompt without drafts."""
+        began = time.monotonic()
+        for each in self.prompts[:1]:
+            list(Speculator(self.target).generate(each.prompt, max_new_tokens=each.limit))
+        rounds = math.ceil(len(self.prompts) / self.accelerator.num_processes)
+        seconds: list[float] = gather_object([rounds * (time.monotonic() - began)])
+        return max(seconds)
 
     def decode(self, head: DraftHead) -> Measured:
         """Continue the held-out prompts, divided over the processes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shlex
 import signal
@@ -35,7 +36,9 @@ PATIENCE = timedelta(minutes=30)
 """Time-out of collectives; the first process may be downloading the target."""
 STOP_FILE = "checkpoint-now"
 """A file of this name in run.output is a request to save and stop."""
-
+UNUSED = {"mixed_precision": "run.precision", "gradient_accumulation_steps": "run.tokens_per_step"}
+"""Settings of accelerate's -> keys that say it here, alike for all engines."""
+logger = logging.getLogger("draftheads")
 
 Log = Callable[[str], None]
 
@@ -109,7 +112,17 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     plugin = accelerator.state.deepspeed_plugin
     if plugin and not plugin.zero_stage:
         raise ValueError("expected ZeRO stage 1, 2 or 3, got 0; use recipes/accelerate-ddp.yaml")
+    if accelerator.is_main_process:
+        warn_of_unused(os.environ, recipe.run.precision)
     return accelerator
+
+
+def warn_of_unused(environ: Mapping[str, str], precision: str) -> None:
+    """Name settings of accelerate's that say something else than what holds here."""
+    for name, key in UNUSED.items():
+        value = environ.get(f"ACCELERATE_{name.upper()}", "no")
+        if value not in ("no", "1", precision):
+            logger.warning("accelerate's %s, %s, is not used: set %s", name, value, key)
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:

@@ -72,7 +72,7 @@ class Run:
     """What asked for the end of the run, other than a signal."""
     batches: Generator[MicroBatch] = field(init=False)
     began: float = field(init=False)
-    """When this process would have begun to train without a pause, by time.monotonic."""
+    """When this process would have begun, had it done all in one launch, by time.monotonic."""
 
     def __post_init__(self) -> None:
         self.batches = self._micro_batches()
@@ -83,13 +83,6 @@ class Run:
         """Whether this process knows a reason to end the run, other than a signal."""
         failed = self.checkpoints.failed or self.data.verification.failed
         return failed or bool(self.asked)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the time inside the block from the run's."""
-        start = time.monotonic()
-        yield
-        self.began += time.monotonic() - start
 
     def close(self) -> None:
         """End all that goes on beside the training."""
@@ -210,7 +203,8 @@ def save(run: Run, progress: Progress) -> None:
     evaluation = run.evaluator(head, decode=run.state.is_due)
     run.head.tree = head.tree
     figures = progress.evaluated(run.state.step, evaluation)
-    run.state = run.state.evaluated(figures)
+    [seconds, *_] = gather_object([time.monotonic() - run.began])  # by the clock of the first
+    run.state = run.state.evaluated(figures).at(seconds)
     results = {
         "predicted_tokens_per_step": run.state.tokens_per_step,
         "heldout_top1": figures["heldout_top1"],

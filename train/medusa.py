@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from draftheads.arguments import check_path
@@ -61,6 +62,9 @@ def start(
     train, heldout = (sources.SharedFaults(each, target, len(layers)) for each in features)
     setup.free_unread(recipe, target, data, head, log)
     evaluator = evaluate.Evaluator(recipe, accelerator, target, data, heldout)
+    if recipe.run.minutes:
+        state = replace(state, reserved=evaluator.seconds())
+        log(f"run.minutes begins; an evaluation, of about {state.reserved:.0f} s, is part of it")
     size = 12 * trained  # weights and two moments, float32
     checkpoints = checkpoint.Checkpoints(recipe, accelerator, saved and saved.folder, size)
     return loop.Run(
@@ -104,13 +108,11 @@ def fit(
         run = start(recipe, accelerator, saved, on_evaluation)
         stop = launch.StopRequest(recipe.run.output)
         with closing(run), stop.watch():  # nothing to save before
-            with run.paused():
-                progress = metrics.Progress(accelerator, run.state)
+            progress = metrics.Progress(accelerator, run.state)
             with closing(progress), loop.rescued(run):
                 stopped_by = ""
                 if run.state.lacks_evaluation:
-                    with run.paused():
-                        loop.save(run, progress)
+                    loop.save(run, progress)
                 while run.state.has_steps and not stopped_by:
                     result = loop.train_step(run, stop.pending() or run.must_stop)
                     loop.record(run, result, progress)
@@ -118,8 +120,7 @@ def fit(
                         stopped_by = stop.by or run.asked or "another process"
                         run.checkpoints.wait()  # raises if a failed write is the reason
                     if stopped_by or run.state.saves:
-                        with run.paused():
-                            loop.save(run, progress)
+                        loop.save(run, progress)
                 run.checkpoints.wait()
                 step, steps = run.state.step, run.state.steps
                 if run.state.exhausted and step < steps:

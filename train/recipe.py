@@ -30,16 +30,13 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from draftheads.arguments import expected, suggestion
 from draftheads.heads.choices import LARGEST, MOST_RANKS, HeadChoices, Section
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.medusa import MedusaChoices
 from draftheads.heads.tables import flat
-from draftheads.recipes import find_recipe
+from draftheads.recipes import find_recipe, parse_yaml, read_recipe
 
 logger = logging.getLogger("draftheads")
 
@@ -158,8 +155,8 @@ class RunChoices(Section):
     minutes: float | None = Field(
         None,
         gt=0,
-        description="time for steps, by which the lr goes, too; loading, evaluations and saves are "
-        "not counted",
+        description="time for steps and evaluations, by which the lr goes, too; loading is not "
+        "counted",
     )
     tokens_per_step: int | None = Field(
         None, ge=1, description="over all processes; null: 1 % of all tokens, at most 65536"
@@ -279,12 +276,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
     line.
     """
     path = find_recipe(path)
-    try:
-        values = _parse_yaml(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not YAML in UTF-8: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected `key: value` lines, got {type(values).__name__}")
+    values = read_recipe(path)
     # None: a section whose keys are all commented out
     values = {key: value for key, value in values.items() if value is not None}
     head = values.setdefault("head", {})
@@ -389,7 +381,7 @@ def _override(values: dict[str, Any], text: str) -> str:
     is_text = takes_text and not re.match(r"[\[{'\"]|~$|null$", value)
     old_kind = str(section.get(name))
     try:
-        section[name] = value if is_text else _parse_yaml(value)
+        section[name] = value if is_text else parse_yaml(value)
     except ValueError as error:
         raise ValueError(f"override {text!r}: {value!r} is not a YAML value") from error
     if key == "head.kind" and old_kind in HEADS and value in HEADS:
@@ -441,24 +433,3 @@ def _unknown_key(key: str, kind: str) -> str:
     if owners:
         hint = f"it belongs to head.kind {' or '.join(owners)}"
     return f"unknown key; {hint}"
-
-
-class _Constructor(SafeConstructor):
-    """Dates remain text."""
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
-
-
-def _parse_yaml(text: str) -> Any:
-    """A value in YAML 1.2 (1e-3 is a number, `yes` a text). Raises ValueError of one line, also for
-    a key that occurs twice.
-    """
-    parser = YAML(typ="safe", pure=True)
-    parser.Constructor = _Constructor
-    try:
-        return parser.load(text)
-    except MarkedYAMLError as error:
-        raise ValueError(f"{error.problem}, line {error.problem_mark.line + 1}") from error
-    except (YAMLError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from error

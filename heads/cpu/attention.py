@@ -4,6 +4,10 @@ matrix.
 Without this, torch's kernel reads keys and values once per query head, and transformers copies them
 for each query head when there is a mask.
 
+torch sums one query and several of them in other orders. In float32 that last bit hardly ever
+matters. Int8 products round what they read to 255 steps, and a value at the edge of two goes to
+either, so their targets attend in float64: rounded to float32, sums of all orders are the same.
+
 Legend: B batch, H query heads, G key heads, Q queries, S cache slots, W head width.
 """
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -19,6 +24,8 @@ from transformers.masking_utils import sdpa_mask
 
 IMPLEMENTATION = "draftheads_grouped"
 """Its name among the attention implementations of transformers."""
+IN_FLOAT64 = "draftheads_float64"
+"""That of the same in float64."""
 UNSUPPORTED = ("position_bias", "softcap", "cache")
 """Options of a layer for which transformers' own function is called."""
 
@@ -68,12 +75,31 @@ def _forward(
     return out_BHQW.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(IMPLEMENTATION, _forward)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+def _forward_in_float64(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The same, for a target in int8."""
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask.double()
+    states = (query.double(), key.double(), value.double())
+    out_BQHW, _ = _forward(module, *states, attention_mask, **options)
+    return out_BQHW.to(query.dtype), None
 
 
-def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model on a CPU attend like this, if it uses `scaled_dot_product_attention`."""
+for name, function in {IMPLEMENTATION: _forward, IN_FLOAT64: _forward_in_float64}.items():
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def use_grouped_attention(model: PreTrainedModel, bits: int | None) -> None:
+    """Let a model on a CPU attend like this, if it uses `scaled_dot_product_attention`; with
+    `bits`, those of its weights, in float64.
+    """
     config = model.config.get_text_config(decoder=True)
-    if model.device.type == "cpu" and config._attn_implementation == "sdpa":
-        model.set_attn_implementation(IMPLEMENTATION)
+    if model.device.type == "cpu" and config._attn_implementation in ("sdpa", IMPLEMENTATION):
+        model.set_attn_implementation(IN_FLOAT64 if bits else IMPLEMENTATION)

@@ -3,7 +3,8 @@ or in int8.
 
 torch's own `linear` reorders a weight at every call, and that takes longer than the product of the
 few tokens of a step. In int8, each token has a scale of its own and sums are integers, so that its
-result does not depend on the tokens beside it.
+result does not depend on the tokens beside it. Where inputs are known to differ in size, large ones
+are divided and their weights multiplied (SmoothQuant, arXiv:2211.10438, formula 4, alpha 0.5).
 
 Legend: R rows, I input width, O output width.
 """
@@ -11,7 +12,8 @@ Legend: R rows, I input width, O output width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from itertools import count
 from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
@@ -28,6 +30,8 @@ FEW = 4
 """Fewer rows are padded to so many, with which oneDNN takes less time than with one."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers of transformers that read the same states."""
+STEPS = 127
+"""Of int8 to either side of zero."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale: that of a row of zeros."""
 
@@ -37,11 +41,14 @@ _keys = count()
 
 class PackedWeight:
     """A frozen weight (O, I) as this CPU multiplies it fastest. bits: 8, or None: its own dtype.
+    sizes_I: of the inputs, the largest to be expected, for int8.
 
     Raises ValueError for int8 on a CPU for which torch has no kernels.
     """
 
-    def __init__(self, weight_OI: Tensor, bits: PackedBits | None = None) -> None:
+    def __init__(
+        self, weight_OI: Tensor, bits: PackedBits | None = None, sizes_I: Tensor | None = None
+    ) -> None:
         self.bits, self.shape, self.dtype = bits, weight_OI.shape, weight_OI.dtype
         self.key = next(_keys)
         _weights[self.key] = self
@@ -53,8 +60,8 @@ class PackedWeight:
                         "bits=8: expected a CPU with AVX2, for which torch has int8 products, got "
                         "another; leave bits out, or convert the heads for llama.cpp"
                     )
-                self._steps = 127 if torch.cpu._is_vnni_supported() else 63
-                self._int8 = pack_int8(weight_OI)
+                self._inverse_I = torch.ones(()) if sizes_I is None else inverse(sizes_I, weight_OI)
+                self._int8 = pack_int8(weight_OI / self._inverse_I, in_pairs=saturates())
             else:
                 weight_OI = weight_OI.detach().contiguous()
                 self._own = torch.ops.mkldnn._reorder_linear_weight(weight_OI, FEW)
@@ -63,7 +70,7 @@ class PackedWeight:
         """x W^T: (..., I) to (..., O), in the dtype of x."""
         x_RI = x.flatten(0, -2)
         if self.bits:
-            x_RI32 = x_RI.float()
+            x_RI32 = x_RI.float() * self._inverse_I
             largest_R1 = x_RI32.abs().amax(-1, keepdim=True).clamp(min=TINY)
             product_RO = (self._product(x_RI32 / largest_R1) * largest_R1).to(x.dtype)
         else:
@@ -85,7 +92,8 @@ class PackedWeight:
     def dense(self) -> Tensor:
         """The weight (O, I) again; in int8, rounded, in float32."""
         if self.bits:
-            return cast(Tensor, torch.ops.quantized.linear_unpack(self._int8)[0].dequantize())
+            int8_OI: Tensor = torch.ops.quantized.linear_unpack(self._int8)[0]
+            return int8_OI.dequantize() * self._inverse_I
         return cast(Tensor, self._own.to_dense())
 
     def _product(self, x_RI: Tensor) -> Tensor:
@@ -97,10 +105,7 @@ class PackedWeight:
     def multiply(self, x_RI: Tensor) -> Tensor:
         """What compilers do not see of a product."""
         if self.bits:
-            # not by the name of all overloads, which looks through its arguments at each call
-            op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-            sums_RO: Tensor = op(x_RI, 1 / self._steps, self._steps + 1, self._int8)
-            return sums_RO
+            return multiply_int8(x_RI, self._int8)
         product_RO: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x_RI, self._own, None, "none", [], ""
         )
@@ -123,8 +128,10 @@ class FusedWeight:
     What is multiplied first asks for all products, which the others find here.
     """
 
-    def __init__(self, weights: Sequence[Tensor], bits: PackedBits | None) -> None:
-        self.packed = PackedWeight(torch.cat([*weights]), bits)
+    def __init__(
+        self, weights: Sequence[Tensor], bits: PackedBits | None, sizes_I: Tensor | None = None
+    ) -> None:
+        self.packed = PackedWeight(torch.cat([*weights]), bits, sizes_I)
         self.sizes = [len(weight_OI) for weight_OI in weights]
         self._last: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
 
@@ -228,10 +235,33 @@ def has_int8() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
-    """A weight in 8 bits, symmetric, with a scale for each output."""
+@cache
+def saturates() -> bool:
+    """Whether int8 products of this CPU, one without VNNI, add pairs of products in 16 bits, where
+    2 * 255 * 127 does not fit.
+    """
+    ones_1I = torch.ones(1, 64)
+    return bool(multiply_int8(ones_1I, pack_int8(ones_1I)) < 63)
+
+
+def multiply_int8(x_RI: Tensor, int8: torch.ScriptObject) -> Tensor:
+    """The product of numbers from -1 to 1, in 255 steps, with a weight of `pack_int8`."""
+    # not by the name of all overloads, which looks through its arguments at each call
+    op = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+    product_RO: Tensor = op(x_RI, 1 / STEPS, STEPS + 1, int8)
+    return product_RO
+
+
+def pack_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> torch.ScriptObject:
+    """A weight in 8 bits, symmetric, with a scale for each output. in_pairs: two neighbours have at
+    most 128 steps together: 255 * 128 < 2^15.
+    """
     weight_OI = weight_OI.detach().float()
-    scales_O = (weight_OI.abs().amax(1) / 127).clamp(min=TINY).double()
+    sizes_OI = weight_OI.abs()
+    if in_pairs:
+        odd = sizes_OI.shape[1] % 2
+        sizes_OI = F.pad(sizes_OI, (0, odd)).reshape(len(sizes_OI), -1, 2).sum(2)
+    scales_O = (sizes_OI.amax(1) / STEPS).clamp(min=TINY).double()
     zeros_O = torch.zeros_like(scales_O, dtype=torch.long)
     with warnings.catch_warnings(action="ignore"):  # of a future torch without it
         int8_OI = torch.quantize_per_channel(weight_OI, scales_O, zeros_O, 0, torch.qint8)
@@ -244,16 +274,44 @@ def pack_int8(weight_OI: Tensor) -> torch.ScriptObject:
     return packed
 
 
+def inverse(sizes_I: Tensor, weight_OI: Tensor) -> Tensor:
+    """What inputs are multiplied by, and columns of the weight divided by, before they are rounded:
+    then both have the same range, the geometric mean of what they have.
+    """
+    columns_I = weight_OI.detach().float().abs().amax(0)
+    is_used_I = (sizes_I > 0) & (columns_I > 0)
+    return torch.where(is_used_I, (columns_I / sizes_I).sqrt(), 1.0)
+
+
+def input_sizes(run: Callable[[], Any], module: nn.Module) -> dict[nn.Module, Tensor]:
+    """The largest size of each input (I,) of the linear layers of a module while it runs."""
+    sizes: dict[nn.Module, Tensor] = {}
+
+    def note(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+        x_RI = inputs[0].detach().float().flatten(0, -2).abs()
+        before_I = sizes.get(layer, torch.zeros(x_RI.shape[1]))
+        sizes[layer] = torch.cat([x_RI, before_I[None]]).amax(0)
+
+    layers = [layer for layer in module.modules() if type(layer) is nn.Linear]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return sizes
+
+
 def pack_layers(
     module: nn.Module,
     bits: PackedBits | None,
     *,
     small: bool = False,
     keep: Collection[nn.Module] = (),
+    sizes: Mapping[nn.Module, Tensor] | None = None,
 ) -> None:
     """Pack the large linear layers of a module, and with `small` all of them; free their weights
-    unless `keep` has the layer.
+    unless `keep` has the layer. sizes: of their inputs, if known.
     """
+    sizes = sizes or {}
     least = 0 if small else LEAST
     for parent in list(module.modules()):
         children = parent.named_children()
@@ -262,10 +320,11 @@ def pack_layers(
             layers = [linear[name] for name in names if name in linear and linear[name] not in keep]
             numbers = sum(layer.weight.numel() for layer in layers)
             if len(layers) == len(names) and numbers >= least:
-                fused = FusedWeight([layer.weight for layer in layers], bits)
+                weights = [layer.weight for layer in layers]
+                fused = FusedWeight(weights, bits, sizes.get(layers[0]))
                 for index, name in enumerate(names):
                     setattr(parent, name, PackedLinear(linear.pop(name), FusedPart(fused, index)))
         for name, child in linear.items():
             if child.weight.numel() >= least:
-                packed = PackedWeight(child.weight, bits)
+                packed = PackedWeight(child.weight, bits, sizes.get(child))
                 setattr(parent, name, PackedLinear(child, packed, keep=child in keep))

@@ -218,7 +218,12 @@ def loss(to: str, stored: Stored) -> str | None:
     own_lm_head = config.get("has_own_lm_head")
     has_rnn = config.get("markov_head_type") == "rnn"
     traits = {
-        **config,  # some traits are its keys
+        "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
+        "sliding_window": config.get("sliding_window") is not None,
+        "norm_before_residual": config.get("norm_before_residual"),
+        "fc_norm": config.get("fc_norm"),
+        "norm_output": config.get("norm_output"),
+        "norm_before_fc": config.get("norm_before_fc"),
         "norms of queries and keys": config.get("model_type") == "qwen3",
         "a bias in fc": bias is not None and bool(bias.any()),
         "more than one layer": config.get("num_hidden_layers") not in (None, 0, 1),
@@ -241,7 +246,7 @@ def loss(to: str, stored: Stored) -> str | None:
         "embeddings of its own": config.get("has_embed_tokens"),
     }
     unsupported = UNSUPPORTED.get((to, kind), [])
-    return ", ".join(name for name in unsupported if traits.get(name)) or None
+    return ", ".join(name for name in unsupported if traits[name]) or None
 
 
 def translated(stored: Stored, target: Target | None) -> Stored:

@@ -107,7 +107,8 @@ class Window(MixerCache):
     """Keeps the states after tokens."""
 
     def __init__(self, states: LayerStates) -> None:
-        self.states = states
+        # sums over other strides have other orders
+        self.states = {key: state.contiguous() for key, state in states.items()}
 
     def update_conv_state(
         self,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftheads.heads.cpu.linear import PackedBits, can_pack, pack_layers
+from draftheads.heads.cpu.linear import PackedBits, can_pack, input_sizes, pack_layers
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.placement import (
     Loading,
@@ -30,10 +29,6 @@ from draftheads.heads.target.pretrained import decoder_layers, describe
 from draftheads.heads.target.skeleton import load_skeleton
 from draftheads.heads.tensors import dtype_name
 
-logger = logging.getLogger("draftheads")
-
-SLOW_S = 5.0
-"""Seconds after which a person is told what takes so long."""
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
 
@@ -45,15 +40,10 @@ def load(
     options["dtype"] = dtype_name(options.get("dtype") or "auto")
     how = Loading(**options, lora=Lora.open(lora) if lora else None)
     fingerprint = None
-    slow = Timer(SLOW_S, logger.warning, ["%s: still reading the weights", path])
-    slow.start()
-    try:
-        if how.placement == "skeleton" and how.lora is None:
-            model = load_skeleton(path, how)
-        else:
-            model, fingerprint = load_model(path, how)
-    finally:
-        slow.cancel()
+    if how.placement == "skeleton" and how.lora is None:
+        model = load_skeleton(path, how)
+    else:
+        model, fingerprint = load_model(path, how)
     saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
     tokenizer = _tokenizer(path, how)
     facts = {
@@ -134,9 +124,23 @@ def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -
     return not is_quantised and (bits is not None or can_pack(model.device, model.dtype))
 
 
-def pack_model(model: PreTrainedModel, bits: PackedBits | None) -> None:
-    """Pack the linear layers of a model; with bits=8 all of them, and the rest becomes float32."""
-    pack_layers(model, bits, small=bits is not None, keep={model.get_output_embeddings()})
+SAMPLE = """In spring the river rises, and the farmers move their sheep to the hills. What does a \
+good answer look like? It says what was asked, gives a reason, and stops. def add(a, b): return a \
++ b. For example, 3 * 7 = 21 and 21 / 7 = 3. Dear Ms Lee, thank you for your letter of 4 May. 1. \
+Wash the rice. 2. Boil the water. 3. Wait. {"name": "Ann", "age": 42}"""
+"""A text of many kinds, about a hundred tokens: how large inputs are differs little by text."""
+
+
+def pack_model(model: PreTrainedModel, tokenizer: Any, bits: PackedBits | None) -> None:
+    """Pack the linear layers of a model; with bits=8 all of them, after it has read SAMPLE, and the
+    rest becomes float32.
+    """
+    head = model.get_output_embeddings()
+    ids = tokenizer(SAMPLE)["input_ids"] if tokenizer else range(len(head.weight))
+    run = partial(model, torch.tensor([[*ids[:128]]]), use_cache=False)
+    with torch.no_grad():
+        sizes = input_sizes(run, model) if bits else None
+    pack_layers(model, bits, small=bits is not None, keep={head}, sizes=sizes)
     for parameter in model.parameters():  # views of a file would keep all of it in memory
         parameter.data = parameter.data.clone()
     if bits:

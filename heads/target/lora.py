@@ -59,7 +59,10 @@ class Lora:
             folder = download("adapter", repository, revision or None, FILES)
             name = f"{repository}@{folder.name}"
         check_files(folder, name)
-        kind = read_json(folder / CONFIG).get("peft_type")
+        settings = read_json(folder / CONFIG)
+        kind = settings.get("peft_type")
+        if settings.get("alora_invocation_tokens"):
+            kind = "aLoRA (alora_invocation_tokens), which acts from these tokens on"
         if kind != "LORA":
             raise ValueError(
                 f"adapter {name}: expected a LoRA, got an adapter of type {kind}; merge it with "

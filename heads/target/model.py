@@ -471,10 +471,10 @@ class Target:
         linear layers, and on CPUs for which torch has no int8 products.
         """
         can_pack = can_pack_model(self.model, self.name, bits)
-        use_grouped_attention(self.model)
+        use_grouped_attention(self.model, bits)
         if can_pack:
             self.fingerprint()
-            pack_model(self.model, bits)
+            pack_model(self.model, self.tokenizer, bits)
             self.bits = bits or self.bits
             self.ways = working_ways(self)
         return self

@@ -39,7 +39,8 @@ from transformers.integrations import deepspeed as zero
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from draftheads.arguments import check_path
+from draftheads.arguments import begins_as_gguf, check_path
+from draftheads.extras import extras
 from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
@@ -196,8 +197,8 @@ def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a target is a GGUF file."""
-    return target_path(path).endswith(".gguf")
+    """Whether a target is a GGUF file, or a folder with one."""
+    return begins_as_gguf(Path(target_path(path)))
 
 
 _folders: dict[tuple[str, int], Path | None] = {}
@@ -240,8 +241,8 @@ def _parsed_once() -> AbstractContextManager[Any]:
     """Inside, a GGUF file is parsed once, which takes seconds: transformers would do so for config,
     weights and tokenizer each, and make a table of names for each module.
     """
-    import gguf
-
+    with extras():  # transformers would log a paragraph
+        import gguf
     reader, names = partial(_parsed, gguf.GGUFReader), cache(gguf.get_tensor_name_map)
     return mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=names)
 

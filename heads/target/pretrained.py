@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
-from draftheads.heads.cpu.attention import IMPLEMENTATION
+from draftheads.heads.cpu.attention import IMPLEMENTATION, IN_FLOAT64
 from draftheads.heads.hybrid.states import is_mixer
 from draftheads.heads.tree import MOST_NODES
 
@@ -228,7 +228,7 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types whose only state is keys and values."""
 RECURRENT = "linear_attention"
 """The layer type that is no attention."""
-MASKED = ("eager", "sdpa", IMPLEMENTATION)
+MASKED = ("eager", "sdpa", IMPLEMENTATION, IN_FLOAT64)
 """Attention implementations that take a mask per query and key."""
 COUNTS_SLOTS = ("gpt_neo", "doge", "moshi")
 """Types of models whose attention depends on cache slots, which in a tree or a batch differ from

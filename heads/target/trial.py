@@ -42,7 +42,9 @@ def working_ways(target: Any) -> Ways:
     are none. target: a `Target`, whose module imports this one.
     """
     result: Ways | str = ""
-    for mixing in get_args(Mixing) if target.is_hybrid else ("tree",):
+    # in int8, "levels": nodes are computed as tokens are, to the last bit
+    mixings = get_args(Mixing)[bool(target.bits) :] if target.is_hybrid else ("tree",)
+    for mixing in mixings:
         try:
             result = _trial(target, mixing)
         except torch.OutOfMemoryError:

@@ -23,7 +23,7 @@ class ChatAnswer:
 
     text: str = ""  # printable
     steps: list[Step] = field(default_factory=list)
-    finish: str = ""  # as in `Step`, or "interrupted", or "refused": the question does not fit
+    finish: str = ""  # as in `Step`, or "interrupted", or "refused": what is asked cannot be done
 
     def add(self, step: Step, content: AnswerText) -> None:
         """Take a step. content: the text of all of them."""

@@ -20,7 +20,7 @@ from draftheads.infer.background import COMPLETE, Background
 from draftheads.infer.chat.conversation import ChatAnswer, History, rate
 from draftheads.infer.chat.idle import IdleTime
 from draftheads.infer.chat.screen import NOTE, Screen
-from draftheads.infer.constraint import Constraint
+from draftheads.infer.constraint import Constraint, ConstraintError
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
@@ -260,15 +260,19 @@ class _Conversation:
         after = () if self.history.has_template else prompt
         stream = TextStream(target.tokenizer, after=after, marks=marks)
         content = AnswerText(stream, clean=printable)
-        with interruptible() as stopped, closing(Screen(self.console)) as screen:
-            for step in generated:
-                answer.add(step, content)
+        try:
+            with interruptible() as stopped, closing(Screen(self.console)) as screen:
+                for step in generated:
+                    answer.add(step, content)
+                    screen.show(content)
+                    if stopped.is_set():
+                        break
+                generated.close()
+                answer.end(content)
                 screen.show(content)
-                if stopped.is_set():
-                    break
-            generated.close()
-            answer.end(content)
-            screen.show(content)
+        except ConstraintError as error:  # a schema that is too complex does not end the chat
+            self.note(str(error))
+            return ChatAnswer(finish="refused")
         self.note(answer.summary(self.plain))
         self.history.add(question, answer.text)
         self.answers += 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,10 +21,8 @@ from draftheads.heads.drafting import Committed
 from draftheads.heads.target.masks import Masks
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import decoder_layers
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree, check_fits
+from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
-from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.draft_sampling import SpeculativeSampling, TreeSampler, full_widths
 from draftheads.infer.engine import DrafterSource, NoDraft, check_is_target
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
@@ -35,23 +32,18 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 class DraftModel(DrafterSource):
     """A small causal LM that drafts for targets of the same vocabulary.
 
-    model: loaded like a target, to the target's device. sampling: draw a full tree from the model's
-    distribution, which this rule then compares with the target's. Raises TypeError for a model that
-    is none.
+    model: loaded like a target, to the target's device. Raises TypeError for a model that is none.
     """
 
     model: Target
     tree: Tree = DEFAULT_TREE
-    sampling: SpeculativeSampling | None = None
 
     def __post_init__(self) -> None:
         check_is_target(self.model)
 
     def check_tree(self, tree: Tree) -> None:
-        """Raise ValueError for a tree wider than the vocabulary, or one that cannot be drawn."""
+        """Raise ValueError for a tree wider than the vocabulary."""
         check_fits(tree, self.model.vocab_size)
-        if self.sampling:
-            full_widths(tree)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
         """A new drafter, for one generation. Raises ValueError unless both models give the same
@@ -67,19 +59,7 @@ class DraftModel(DrafterSource):
                 f"draft model {model.name}: expected the vocabulary of {target.name}, got another; "
                 "use a smaller model of the same family"
             )
-        tree = tree or self.tree
-        sampler = TreeSampler(full_widths(tree), self.sampling) if self.sampling else None
-        return ModelDrafter(model, tree, target.vocab_size, sampler)
-
-
-def drawing(drafts: DrafterSource, rule: Acceptance) -> DrafterSource:
-    """The same; if the rule compares distributions, a draft model draws chains, as deep as its own
-    tree.
-    """
-    if not (isinstance(drafts, DraftModel) and isinstance(rule, SpeculativeSampling)):
-        return drafts
-    tree = StaticTree.from_widths((1,) * drafts.tree.depth)
-    return replace(drafts, tree=tree, sampling=rule)
+        return ModelDrafter(model, tree or self.tree, target.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -138,9 +118,7 @@ class ModelDrafter:
     feature_layers: tuple[int, ...] = ()
     cache = None  # `slots` are a whole model's, whose rows do not leave
 
-    def __init__(
-        self, model: Target, tree: Tree, vocabulary: int, sampler: TreeSampler | None = None
-    ) -> None:
+    def __init__(self, model: Target, tree: Tree, vocabulary: int) -> None:
         if model.is_hybrid:
             raise ValueError(
                 f"draft model {model.name}: expected attention layers alone, got recurrent ones, "
@@ -149,7 +127,7 @@ class ModelDrafter:
         self.model = model
         self.depth = tree.depth
         self.vocabulary = min(vocabulary, model.vocab_size)
-        self.builder: Any = sampler or tree_builder(tree, None, model.device)
+        self.builder = tree_builder(tree, None, model.device)
         self.masks = Masks(model.model)
         self.slots: SlotCache | None = None
         self.unread: list[list[int]] = []  # of each row, what was committed without a draft

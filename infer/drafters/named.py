@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftheads.arguments import text_files
 from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.infer.accept import Acceptance
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
+from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -52,13 +52,6 @@ def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     return dict(zip(names, drafts, strict=True))
 
 
-def load_drafts(
-    drafts: Mapping[str, NamedDrafts], target: Target, rule: Acceptance
-) -> dict[str, DrafterSource]:
-    """Load what --head options name, for decoding by this rule."""
-    return {name: drawing(option.load(target), rule) for name, option in drafts.items()}
-
-
 def named_drafts(source: str | Path) -> NamedDrafts:
     """Find what one --head option names; + joins parts, unless it belongs to the name of a folder.
     Raises as `open_drafts`.
@@ -80,11 +73,7 @@ def _part(text: str) -> NamedDrafts:
     if text in PLAIN:
         return NamedDrafts(text, lambda _: PLAIN[text]())
     if kind == "retrieve":
-        path = Path(value).expanduser()
-        if not (value and path.exists()):
-            raise ValueError(
-                f"head {text}: expected a file or folder of texts, found none; check the path"
-            )
+        path = text_files(text)
         name = f"retrieve:{path.name}"
         return NamedDrafts(name, lambda target: NGram(memory=read_files(path, target)))
     if kind == "mtp":

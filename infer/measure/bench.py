@@ -108,7 +108,8 @@ class Result:
 @dataclass(frozen=True)
 class BenchReport:
     """plain: the engine without a drafter. heads: one Result per head and tree. rival: llama.cpp
-    without drafts; its text is not compared, and its steps take what its own clock says.
+    without drafts; its text is not compared, and its steps take what its own clock says. int8: what
+    the target's int8 weights cost, as of `int8_cost`.
     """
 
     machine: dict[str, Any]
@@ -116,6 +117,7 @@ class BenchReport:
     plain: Result
     heads: list[Result]
     rival: Result | None
+    int8: dict[str, float] | None = None
 
     def result(self, name: str) -> Result:
         """The result with this name."""
@@ -217,7 +219,7 @@ def summarize(
     speedup, speedup_ci95 = compared(ours_P2, sums_P2[GENERATE])
     over_best, over_best_ci95 = compared(ours_P2, sums_P2[best])
     statistics = Statistics.of(steps_of(runs[name]))
-    reason = _why_not_comparable(target, options.sampling)
+    reason = _why_not_comparable(target, options.sampling, name)
     divergence = None
     if name == RIVAL:
         reason = "lossless: n/a, llama.cpp rounds otherwise."
@@ -314,6 +316,28 @@ def text_quality(
     return {"likeliest": likeliest / count, "log_probability": total / count}
 
 
+@torch.inference_mode()
+def int8_cost(
+    target: Target, whole: Target, prompts: Sequence[Sequence[int]], tokens: int = 2000
+) -> dict[str, float]:
+    """What int8 weights change in the next token after each of the first `tokens` of the prompts.
+    whole: the same target in float32. agreement: share of places with the same likeliest token. kl:
+    mean Kullback-Leibler divergence from float32, in nats.
+    """
+    agreement, kl, count = 0, 0.0, 0
+    for prompt in prompts:
+        ids = torch.tensor([prompt[: tokens - count]])
+        if ids.numel():
+            exact_TV, logp_TV = (
+                each.model(ids, use_cache=False).logits[0].float().log_softmax(-1)
+                for each in (whole, target)
+            )
+            agreement += int((exact_TV.argmax(-1) == logp_TV.argmax(-1)).sum())
+            kl += float((exact_TV.exp() * (exact_TV - logp_TV)).sum())
+            count += ids.numel()
+    return {"agreement": agreement / count, "kl": kl / count, "tokens": count}
+
+
 def top2_margin(target: Target, tokens: Sequence[int]) -> float:
     """The target's best logit minus its second best after `tokens`."""
     cache = target.new_cache(1, len(tokens))
@@ -326,15 +350,16 @@ def _is_sampled(rule: Acceptance) -> bool:
     return bool((rule.as_generate() or {}).get("do_sample"))
 
 
-def _why_not_comparable(target: Target, rule: Acceptance) -> str | None:
+def _why_not_comparable(target: Target, rule: Acceptance, name: str) -> str | None:
     if not rule.lossless:
         return "lossless: n/a, this acceptance rule is lossy."
     if _is_sampled(rule):
         return "lossless: n/a when sampling, two random streams do not draw the same tokens."
-    if target.precision != "float32":
-        remedy = "leave --bits out" if target.bits else "compare with --dtype float32"
+    if target.bits and name.endswith(COMPILED):
+        return "lossless: n/a for int8 compiled, whose kernels round otherwise than generate's."
+    if target.precision not in ("float32", "int8"):
         return (
-            f"lossless: n/a in {target.precision}, where a tree of tokens rounds "
-            f"differently from a single token and near-ties change; {remedy}."
+            f"lossless: n/a in {target.precision}, where a tree of tokens rounds differently from "
+            "a single token and near-ties change; compare with --dtype float32."
         )
     return None

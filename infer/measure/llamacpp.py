@@ -97,7 +97,7 @@ def rival_of(target: str, tokens: int) -> Iterator[LlamaServer | None]:
     warning if it does not start. tokens: of the longest prompt and answer.
     """
     file = Path(target_path(target))
-    program = find_server() if is_gguf(target) and file.is_file() else None
+    program = find_server() if is_gguf(target) else None
     with ExitStack() as stack:
         rival = None
         if program:

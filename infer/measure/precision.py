@@ -75,7 +75,8 @@ def measured_pace(config: PretrainedConfig, *, is_exact: bool = True) -> DtypeTi
     whole = matrices(text, torch.float32)
     halves = matrices(text, half)
     rounds = [(pass_seconds(whole), pass_seconds(halves)) for _ in range(ROUNDS)]
-    slow, fast = map(min, zip(*rounds, strict=True))
+    slow = min(seconds for seconds, _ in rounds)
+    fast = min(seconds for _, seconds in rounds)
     return DtypeTimes(dtype_name(half), slow / fast, rounds=is_exact and own != half)
 
 

@@ -205,6 +205,16 @@ def partial(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def int8_line(cost: Mapping[str, float] | None) -> list[str]:
+    """What int8 weights cost, if they are."""
+    if cost is None:
+        return []
+    return [
+        f"int8: after {cost['agreement']:.1%} of {cost['tokens']} tokens of the prompts, the "
+        f"likeliest next one is float32's; KL divergence from float32 {cost['kl']:.3f} nats."
+    ]
+
+
 def cautions(report: BenchReport) -> list[str]:
     """What a reader must know before the figures are believed: heads whose fastest tree is slower
     than this engine without drafts, why texts are not judged, outputs that differ, and prompts that
@@ -212,7 +222,7 @@ def cautions(report: BenchReport) -> list[str]:
     """
     settings = report.settings
     dtype = report.machine["dtype"]
-    lines = partial(settings)
+    lines = partial(settings) + int8_line(report.int8)
     for result in fastest(report):
         is_compiled = result.name.endswith(COMPILED)
         plain = report.result(PLAIN + COMPILED if is_compiled else PLAIN)

@@ -25,7 +25,7 @@ import torch
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
-from draftheads.infer.accept import Acceptance, Greedy
+from draftheads.infer.accept import Acceptance
 from draftheads.infer.continuous import seeded
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
@@ -328,7 +328,7 @@ def load(
                 "parts: TextGenerator(Speculator(target, head))"
             )
     name = None if target is None else str(target)
-    model, drafts = load_parts(head, name, Greedy(), Place(**place))
+    model, drafts = load_parts(head, name, Place(**place))
     shape = parse_tree(tree) if isinstance(tree, str) else tree
     return TextGenerator(Speculator(model, drafts, tree=shape, compile=compile))
 

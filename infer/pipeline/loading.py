@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import Bits, PlacementName
-    from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
 
 logger = logging.getLogger("draftheads")
@@ -65,6 +64,7 @@ def load_target(
     from draftheads.heads.formats.hub import shared_adapter, shared_template_args
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import default_device
+    from draftheads.heads.terminal import said_if_long
 
     if place.device is not None:
         try:
@@ -78,15 +78,16 @@ def load_target(
     adapter = shared_adapter(heads)
     if template_args is None:
         template_args = shared_template_args(heads)
-    target = Target.load(
-        name,
-        dtype=place.dtype,
-        device=place.device,
-        revision=revision,
-        placement=place.placement,
-        bits=place.bits,
-        lora=place.lora,
-    )
+    with said_if_long(f"loading {name}", place.report):
+        target = Target.load(
+            name,
+            dtype=place.dtype,
+            device=place.device,
+            revision=revision,
+            placement=place.placement,
+            bits=place.bits,
+            lora=place.lora,
+        )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target
 
@@ -103,6 +104,7 @@ def load_fast_target(
     data: its results would depend on timing.
     """
     from draftheads.heads.target.placement import default_device
+    from draftheads.heads.terminal import said_if_long
 
     set_threads(place.threads)
     if (place.device or default_device()) != "cpu":
@@ -114,7 +116,9 @@ def load_fast_target(
             "than with int8 as soon as drafts are verified; use bits=8"
         )
     if place.dtype == "auto":
-        place = replace(place, dtype=faster_dtype(name, revision, place))
+        next_step = f"measuring which dtype is faster here; then {name} is loaded"
+        with said_if_long(next_step, place.report):
+            place = replace(place, dtype=faster_dtype(name, revision, place))
     target = load_target(name, replace(place, bits=None), revision, heads, template_args)
     target.pack(bits)
     choose_threads(place.threads, target)
@@ -149,14 +153,12 @@ def faster_dtype(name: str, revision: str | None, place: Place) -> str:
 def load_parts(
     head: str | Path | None,
     target: str | None,
-    sampling: Acceptance,
     place: Place,
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
     """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
     one that the head records, with its LoRA. Raises ValueError for drafts that record none.
     """
-    from draftheads.infer.drafters.draft_model import drawing
     from draftheads.infer.drafters.named import named_drafts
 
     if not head:
@@ -168,4 +170,4 @@ def load_parts(
         target, revision = drafts.target
         place = place.recorded(drafts.folders[0])
     model = load_fast_target(target, place, revision, drafts.folders, template_args)
-    return model, drawing(drafts.load(model), sampling)
+    return model, drafts.load(model)

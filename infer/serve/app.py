@@ -204,7 +204,9 @@ def serve(
     service.scheduler.warm_up([Greedy(), service.rule(GenerationRequest())])
     shown = f"[{host}]" if ":" in host else host
     site = f"http://{shown}:{port}"
-    print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
-    _Server(config, service.scheduler).run(sockets=[listening])
+    server = _Server(config, service.scheduler)
+    with server.capture_signals():  # who sees the address may send one, before the loop runs
+        print(printable(f"{options.name}: {site} (OpenAI clients: {site}/v1)"), flush=True)
+        server.run(sockets=[listening])
     if background is not None:
         service.scheduler.join(GRACE)

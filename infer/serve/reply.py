@@ -15,7 +15,7 @@ from uuid import uuid4
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from draftheads.infer.prompt import OPEN
+from draftheads.infer.prompt import CLOSE, OPEN
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.calls import CallForm
 from draftheads.infer.serve.jobs import Job
@@ -58,14 +58,17 @@ class Choice:
         self._texts = texts
         self._scored_characters = 0  # of the tokens whose log-probabilities were sent
         skip = request.skip_special_tokens is not False
-        after = () if self.is_chat else prompt
+        begun = request.begun if isinstance(request, ChatRequest) else ""
+        after = () if request.echoes or (self.is_chat and not begun) else prompt
         marks = texts.marks if self.is_chat and skip else None
         self.parts: Json = {}
         self.opens_reasoning = False  # the prompt, so that the answer begins with it
         self._form = AnswerForm()
         if isinstance(request, ChatRequest):
             ending = TextStream(texts.tokenizer, marks=marks).feed(prompt[-TAIL:])
-            self.opens_reasoning = ending.rstrip().endswith(OPEN)
+            _, opened, thought = begun.rpartition(OPEN)
+            is_thinking = opened and CLOSE not in thought
+            self.opens_reasoning = bool(is_thinking) or ending.rstrip().endswith(OPEN)
             self._form = AnswerForm(
                 OPEN if self.opens_reasoning else "",
                 request.reasoning_format != "none",
@@ -80,6 +83,8 @@ class Choice:
             skip = False  # its marks may be special tokens
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
+        if request.echoes:
+            self._text.add(prompt)
 
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
         """Take a step. scores: of its tokens, if the request asks for them."""
@@ -90,7 +95,7 @@ class Choice:
         self.steps.append(step)
         # which characters are of accepted drafts takes time, and few ask for it
         accepted = step.accepted if self.request.includes_steps else 0
-        start = self._text.settled
+        start = self._text.settled if self.steps[1:] else 0
         self._text.add(step.visible, accepted, is_last=self.finish is not None)
         settled = slice(start, self._text.settled)
         facts = {
@@ -101,10 +106,11 @@ class Choice:
             "seconds": round(step.draft_seconds + step.verify_seconds, 6),
             "prefill": step.accepted < 0,
         }
-        scored = list(scores[: len(tokens)])
+        echoed = len(self.prompt) if self.request.echoes and not self.steps[1:] else 0
+        scored = list(scores[: echoed + len(tokens)])
         self.scored += scored
         before = self.parts
-        self.parts = self._form.parts(self._text.text[: settled.stop], self.finish is not None)
+        self.parts = self._form.parts(self._text.text[: settled.stop], self.finish)
         if self.finish == "stop" and self.parts["tool_calls"]:
             self.finish = "tool_calls"
         parts = {key: part[len(before.get(key, "")) :] for key, part in self.parts.items()}
@@ -132,7 +138,6 @@ class Choice:
     def opening(self) -> Json:
         """The first entry of a stream."""
         entry = self._entry({"content": ""}, None)
-        entry["finish_reason"] = None
         if self.is_chat:
             entry["delta"]["role"] = "assistant"
         return entry
@@ -206,19 +211,22 @@ class Reply:
         return {**self.head, "choices": entries, **prompt_ids, "usage": self.usage(jobs)}
 
     async def chunks(
-        self, pieces: AsyncGenerator[Piece], jobs: Sequence[Job]
-    ) -> AsyncGenerator[Json]:
-        """The chunks of a stream."""
+        self, pieces: AsyncGenerator[Piece | None], jobs: Sequence[Job]
+    ) -> AsyncGenerator[Json | None]:
+        """The chunks of a stream; None where one waits."""
         options = self.request.stream_options
         has_usage = options is not None and options.include_usage
         usage = {"usage": None} if has_usage else {}
         async with aclosing(pieces):
+            await anext(pieces)
+            for choice in self.choices:
+                entry = choice.opening()
+                yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
             async for piece in pieces:
-                choice = piece.choice
-                if len(choice.steps) == 1:
-                    entry = choice.opening()
-                    yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
-                yield {**self.head, "choices": [choice.entry(piece)], **usage}
+                if piece is None:
+                    yield None
+                else:
+                    yield {**self.head, "choices": [piece.choice.entry(piece)], **usage}
         if has_usage:
             yield {**self.head, "choices": [], "usage": self.usage(jobs)}
 
@@ -258,11 +266,11 @@ class Reply:
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events. An error ends the stream, and so does a client that leaves, or
-    reads nothing for a minute. opening: the first chunk.
+    """Chunks as server-sent events, and a comment where one waits. An error ends the stream, and so
+    does a client that leaves, or reads nothing for a minute. opening: the first chunk.
     """
 
-    def __init__(self, opening: Json, chunks: AsyncGenerator[Json]) -> None:
+    def __init__(self, opening: Json | None, chunks: AsyncGenerator[Json | None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), media_type="text/event-stream", headers=headers)
         self.opening = opening
@@ -271,8 +279,8 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Starlette's own would leave the chunks, and the engine behind them, to the garbage
         # collector when a client leaves, and would wait for one that reads nothing.
-        async def write(event: str) -> None:
-            body = f"data: {event}\n\n".encode()
+        async def write(line: str) -> None:
+            body = f"{line}\n\n".encode()
             async with asyncio.timeout(STALL_SECONDS):
                 await send({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -280,12 +288,12 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(self.chunks):
                 await send(start)
-                await write(json.dumps(self.opening))
+                await write(f"data: {json.dumps(self.opening)}")
                 async for chunk in self.chunks:
-                    await write(json.dumps(chunk))
-                await write("[DONE]")
+                    await write(f"data: {json.dumps(chunk)}" if chunk else ": waiting")
+                await write("data: [DONE]")
         except (Gone, TimeoutError):
             return  # the connection is closed
         except ApiError as error:
-            await write(json.dumps(error.body()))
+            await write(f"data: {json.dumps(error.body())}")
         await send({"type": "http.response.body", "body": b""})

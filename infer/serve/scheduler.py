@@ -86,7 +86,7 @@ class Scheduler:
         for job in jobs:
             job.row = Row(self.speculator.target, job.prompt, job.max_new_tokens, job.stop)
             job.row.ends |= job.ends
-            job.row.constraint = job.constraint and job.constraint.row(0)
+            job.row.constraint = job.constraint and job.constraint.row(0, job.prompt)
 
     def queue(self, *jobs: Job) -> None:
         """Queue all jobs of a request that was checked, or none. Raises ApiError."""
@@ -289,6 +289,7 @@ class Scheduler:
 
     def _tell(self, job: Job, event: Step | Exception) -> None:
         """Deliver a step or an error; its job may end with it."""
+        event = job.row.fault or event
         finish = event.finish if isinstance(event, Step) else "error"
         if finish == "error":
             job.session = job.session and Session()

@@ -20,17 +20,20 @@ from starlette.responses import JSONResponse, Response
 
 from draftheads.infer.accept import LEAST_TEMPERATURE, Acceptance, Greedy, Sampled
 from draftheads.infer.background import Background
+from draftheads.infer.constraint import ConstraintError
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Job
-from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts
+from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts, prompt_scores
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Scheduler
 
+QUIET = 5.0
+"""Seconds after which a stream says that it goes on, before a proxy or a client gives it up."""
 Event = tuple[Choice, Step, Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens, or what ends the request."""
 Events = asyncio.Queue[Event]
@@ -128,13 +131,12 @@ class Service:
         jobs = [self._job(choice, constraint, events) for choice in reply.choices]
         try:
             await asyncio.to_thread(self.scheduler.check, *jobs)
-            self.scheduler.queue(*jobs)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         pieces = self._pieces(reply, jobs, events, http)
         if request.stream:
             chunks = reply.chunks(pieces, jobs)
-            opening = await anext(chunks)  # an error before it has a status of its own
+            opening = await anext(chunks)  # once it is queued; an error before has its own status
             return EventStream(opening, chunks)
         async for _ in pieces:  # the choices keep what they bring
             pass
@@ -146,20 +148,17 @@ class Service:
         grammars = request.grammars
         calls = self.reader.calls
         try:
-            if request.required_tools and calls is not None:
-                text = calls.grammar(request.required_tools, self.target.tokenizer)
-                grammars.append(("grammar", text))
-            if len(grammars) > 1:
+            tools = request.required_tools
+            if len(grammars) + bool(tools) > 1:
                 raise ValueError(
-                    "expected one of response_format, guided options and a required tool, got "
-                    "several; leave the others out"
+                    "expected one of response_format, structured_outputs, guided options and a "
+                    "required tool, got several; leave the others out"
                 )
-            if grammars and any(choice.opens_reasoning for choice in reply.choices):
-                raise ValueError(
-                    "expected a prompt that leaves the answer to a grammar, got one that opens its "
-                    "reasoning; switch it off with chat_template_kwargs"
-                )
-            return Grammar(self.target, *grammars[0]) if grammars else None
+            if grammars:  # a call in place of what follows them
+                tools = request.callable_tools
+            if tools and calls is not None:
+                grammars.append(("grammar", calls.grammar(tools, self.target.tokenizer)))
+            return Grammar(self.target, "any", grammars) if grammars else None
         except (ValueError, ModuleNotFoundError) as error:
             raise ApiError(400, str(error)) from error
 
@@ -168,7 +167,10 @@ class Service:
         request = choice.request
         rule = self.rule(request, choice.index % request.count)
         if request.scores is not None:
-            rule = ScoredRule(rule, request.scores)
+            echoed = choice.prompt if request.echoes else ()
+            rule = ScoredRule(
+                rule, request.scores, prompt_scores(self.target, echoed, request.scores)
+            )
         room = self.target.context - len(choice.prompt)
         return Job(
             choice.prompt,
@@ -204,10 +206,12 @@ class Service:
 
     async def _pieces(
         self, reply: Reply, jobs: Sequence[Job], events: Events, http: Request
-    ) -> AsyncGenerator[Piece]:
-        """What the steps bring, as they come. Raises ApiError, and Gone if the client leaves; the
-        jobs end with this.
+    ) -> AsyncGenerator[Piece | None]:
+        """Queue the jobs. What their steps bring, as they come; None at once, and where nothing
+        comes for QUIET seconds. Raises ApiError, and Gone if the client leaves; the jobs end with
+        this.
         """
+        self.scheduler.queue(*jobs)
         late = ApiError(504, f"no answer within {self.options.timeout:g} s", "timeout")
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.options.timeout, events.put_nowait, late)
@@ -215,10 +219,18 @@ class Service:
         start = perf_counter()
         is_first = True
         try:
+            yield None
             while not reply.is_complete:
-                event = await events.get()
+                try:
+                    async with asyncio.timeout(QUIET):
+                        event = await events.get()
+                except TimeoutError:
+                    yield None
+                    continue
                 if isinstance(event, ApiError):
                     raise event
+                if isinstance(event, ConstraintError):
+                    raise ApiError(400, str(event))
                 if isinstance(event, Exception):
                     what = type(event).__name__
                     raise ApiError(500, f"the engine failed at this request ({what})")

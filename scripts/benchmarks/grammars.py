@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any
 
 from draftheads.heads.target.model import Target
-from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
 from draftheads.infer.paths import TokenPath
@@ -84,7 +83,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     asked = parser.parse_args()
     place = Place(dtype="float32", threads=asked.threads)
-    target, drafts = load_parts(asked.head, asked.target, Greedy(), place)
+    target, drafts = load_parts(asked.head, asked.target, place)
     engines = {"none": Speculator(target), asked.head: Speculator(target, drafts)}
     ways = [(name, kind) for name in engines for kind in (Unforced, Timed)]
     print("| grammar | drafts | forced | tokens | steps | tau | ms | times plain |")

@@ -53,7 +53,9 @@ def recipe(folder: Path, target: Path, *, kind: str = "medusa", **run_choices: o
     return path
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind == "eagle")) for kind in HEADS]
+)
 def test_the_whole_journey(run, target, tmp_path, kind):
     """distill, train, bench with figures in the card, then chat, as a user types them."""
     source = questions(tmp_path)
@@ -136,6 +138,7 @@ def test_empty_prompt(run, target, tmp_path):
 
 
 def test_misspelt_recipe_key(run, target, tmp_path):
+    (tmp_path / "data" / "theirs").mkdir(parents=True)
     path = recipe(tmp_path, target, save_evry=3)
     failed(run("train", path), "save_evry", "run.save_every")
     failed(run("train", recipe(tmp_path, target), "head.from="), "head.from", "an empty one")
@@ -193,8 +196,8 @@ def test_folder_that_cannot_be_written(run, target, tmp_path, where):
 
 
 def test_no_head_and_bad_trees(run, target, tmp_path):
-    failed(run("chat", "--head", tmp_path / "nothing"), "nothing", "no such folder")
-    failed(run("publish", tmp_path, "me/heads"), "expected a head folder")
+    failed(run("chat", "--head", tmp_path / "nothing"), "nothing: expected a head, got nothing")
+    failed(run("publish", tmp_path, "me/heads"), "expected a head, got an empty folder")
     save_head(make_head(MedusaHead, llama(), depth=2), tmp_path / "head", target=llama())
     bench = [
         "bench",
@@ -334,7 +337,7 @@ def test_help_waits_for_no_library():
         ("frobnicate", "No such command 'frobnicate'; see `draftheads --help`"),
         ("distil", "Did you mean 'distill'?"),
         ("distill --temprature 1", "No such option: --temprature (Possible options: "),
-        ("distill --target x", "Missing option '--prompts'; see `draftheads distill --help`"),
+        ("distill --target me/x", "Missing option '--prompts'; see `draftheads distill --help`"),
         ("chat --system", "Option '--system' requires an argument"),
         ("keys optim all", "Got unexpected extra argument(s) (all); see `draftheads keys --help`"),
         (
@@ -428,7 +431,7 @@ def test_an_empty_name_is_refused_and_never_read_as_the_working_directory(
 @pytest.mark.parametrize("last", [[], ["--learn"]])
 def test_an_option_without_its_value_is_not_left_out_in_silence(run, option, last):
     """As from `--head $UNSET`: the plain model chatted."""
-    code, _, [error] = run("chat", "--target", "x", option, *last)
+    code, _, [error] = run("chat", "--target", "me/x", option, *last)
     assert code == 2
     assert (last or [option])[0] in error
 
@@ -515,6 +518,7 @@ def test_a_demo_that_is_interrupted_while_it_trains_ends(monkeypatch, run, tmp_p
 
     monkeypatch.setattr("draftheads.train.medusa.main", lambda *_: 130)
     typed = []
+    (tmp_path / "data" / "theirs").mkdir(parents=True)
 
     def command(words: list[str]) -> int | None:
         typed.append(words[0])

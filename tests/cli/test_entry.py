@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from draftheads.scripts import training
 from draftheads.scripts.cli import app
 from draftheads.train import eagle, medusa
 from draftheads.train.entry import mistakes_in_one_line, one_line
@@ -52,10 +53,18 @@ def test_a_script_decides_the_kind_that_a_recipe_leaves_open(path, fitted, scrip
     assert [recipe.head.kind for recipe in fitted] == [kind, "eagle"]
 
 
-def test_the_command_trains_every_kind(path, fitted):
+def test_the_command_trains_every_kind(path, fitted, monkeypatch):
+    monkeypatch.setattr(training, "check_paths", lambda *_: None)  # of a recipe without files
     for arguments in ([], ["head.kind=eagle3"], ["head.kind=eagle"]):
         assert CliRunner().invoke(app, ["train", str(path), *arguments]).exit_code == 0
     assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
+
+
+@pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=1"])
+def test_the_word_that_launchers_add_is_none_of_the_recipes(path, fitted, word):
+    """deepspeed puts it before the recipe, torch.distributed.launch as well."""
+    assert medusa.main([word, str(path), "run.steps=2"]) == 0
+    assert [recipe.run.steps for recipe in fitted] == [2]
 
 
 @pytest.mark.parametrize(("script", "other"), [(medusa, "eagle"), (eagle, "medusa")])
@@ -190,7 +199,13 @@ def test_a_signal_while_libraries_load_ends_with_130(path, tmp_path, launch, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "key"), [("eagle", "head.steps"), ("medusa", "head.depth")])
+@pytest.mark.parametrize(
+    ("script", "key"),
+    [
+        ("eagle", "head.steps"),
+        pytest.param("medusa", "head.depth", marks=pytest.mark.thorough),  # test_launch.py runs it
+    ],
+)
 def test_a_script_runs_by_path(path, tmp_path, script, key):
     """train/ is then first on sys.path, and the working directory is not the repository."""
     result = subprocess.run(
@@ -209,10 +224,10 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
     ("module", "advice"),
     [
         ("pyarrow", "pip install 'draftheads[train]'"),
-        ("datasets.exceptions", "pip install 'draftheads[prompts]'"),
+        ("datasets.exceptions", "pip install 'draftheads[train]'"),
         ("peft", "pip install 'draftheads[medusa2]'"),
-        ("prometheus_client", "pip install 'draftheads[serve]'"),
-        ("gguf", "pip install 'draftheads[gguf]'"),
+        ("prometheus_client", "pip install prometheus_client"),
+        ("gguf", "pip install gguf"),
         ("wandb", "pip install wandb"),
     ],
 )
@@ -237,7 +252,7 @@ def test_a_librarys_own_words_about_a_package_name_the_extra(capsys) -> None:
     """As fsspec's, which is how spec-bench failed."""
     with pytest.raises(SystemExit), mistakes_in_one_line():
         raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
-    assert capsys.readouterr().err.endswith("; pip install 'draftheads[prompts]'\n")
+    assert capsys.readouterr().err.endswith("; pip install 'draftheads[train]'\n")
 
 
 def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:
@@ -270,7 +285,6 @@ def test_a_very_long_value_is_cut_out_of_its_error_line():
     [
         (["distill", "--target", "demo-target"], "pyarrow"),
         (["train", "demo-medusa"], "ruamel.yaml"),
-        (["convert", "me/heads", "head.gguf", "--to", "gguf"], "gguf"),
     ],
 )
 def test_a_missing_extra_is_named_before_torch_is_loaded(run, monkeypatch, words, package):

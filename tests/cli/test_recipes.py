@@ -47,7 +47,7 @@ def test_the_demo_is_found_by_name_wherever_one_is(tmp_path, monkeypatch):
     assert len(read_prompts("demo-prompts")) == 2602
     assert not packaged("..", "") and not packaged("", "") and not packaged("a/../demo-target", "")
     (tmp_path / "demo-prompts").write_text("mine")
-    with pytest.raises(ValueError, match=r"expected a file ending in \.json"):
+    with pytest.raises(ValueError, match=r"pass a folder of \.json"):
         read_prompts("demo-prompts")
 
 

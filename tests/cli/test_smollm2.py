@@ -40,7 +40,7 @@ def test_the_heads_are_small_and_name_their_target(tmp_path, monkeypatch):
     assert sum(file.stat().st_size for file in folder.path.rglob("*")) < MOST_BYTES
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="head folder"):  # a folder here comes first
+    with pytest.raises(ValueError, match="got an empty folder"):  # a folder here comes first
         open_head("smollm2")
 
 

@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from tiny_heads import make_head
 from tiny_targets import VOCABULARY, tiny_target
 
+from draftheads.heads.formats import table
 from draftheads.heads.formats.hub import HEADS, load_head, save_head
+from draftheads.heads.formats.stored import Stored
 from draftheads.heads.tree import DynamicTree
 
 ATTENTION = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
@@ -230,3 +232,12 @@ def test_shape_comes_from_the_tensors_not_from_a_lying_config(tmp_path, kind, ch
     assert {name: tensor.shape for name, tensor in head.state_dict().items()} == {
         name: tensor.shape for name, tensor in tensors.items()
     }
+
+
+def test_every_trait_that_a_destination_lacks_has_a_name(monkeypatch):
+    """A misspelt one is an error, and not "supported"."""
+    for to, kind in table.UNSUPPORTED:
+        table.loss(to, Stored({"draftheads": {"kind": kind}}, {}))
+    monkeypatch.setitem(table.UNSUPPORTED, ("vllm", "medusa"), ["truncated_vocabulary_size"])
+    with pytest.raises(KeyError):
+        table.loss("vllm", Stored({"draftheads": {"kind": "medusa"}}, {}))

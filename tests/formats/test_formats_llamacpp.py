@@ -285,9 +285,9 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     ("target", "said"),
     [
         ("target.gguf", ""),
-        ("ours/config.json", "config.json is no whole GGUF file"),
+        ("ours/config.json", "config.json: expected a model"),
         ("cut.gguf", "cut.gguf is no whole GGUF file"),
-        ("ours", "expected a GGUF file for --to gguf, got"),
+        ("ours", "got a draft head; pass it as --head"),
     ],
 )
 def test_the_command_takes_the_targets_file(tmp_path, monkeypatch, capsys, target, said):

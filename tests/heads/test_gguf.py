@@ -4,7 +4,6 @@ heads say that they were trained on them.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -13,15 +12,15 @@ from unittest import mock
 from unittest.mock import Mock
 
 import gguf
-import numpy as np
 import pytest
 import torch
+from gguf_files import write_gguf
 from launching import fork
 from tiny_heads import random_head
 
 from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
-from draftheads.heads.target import load, placement, unpacked
+from draftheads.heads.target import placement, unpacked
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import read_config
 from draftheads.recipes import NAMED, target_path
@@ -29,46 +28,6 @@ from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
 DEMO = Path(__file__).parents[2] / "recipes" / "demo-target"
-Q8 = gguf.GGMLQuantizationType.Q8_0
-
-
-def write_gguf(target: Target, file: Path) -> None:
-    """Matrices in Q8_0, rows of queries and keys in llama.cpp's order."""
-    config = target.model.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_vocab_size(config.vocab_size)
-    tokens = json.loads((DEMO / "tokenizer.json").read_text())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(target.tokenizer.convert_ids_to_tokens(range(config.vocab_size)))
-    writer.add_token_merges([" ".join(pair) for pair in tokens["merges"]])
-    writer.add_bos_token_id(target.eos_ids[0])  # transformers 5.17 cannot read a file without
-    writer.add_eos_token_id(target.eos_ids[0])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in target.model.state_dict().items():
-        if name == "lm_head.weight":
-            continue  # the embeddings
-        new = names.get_name(name, try_suffixes=(".weight",))
-        data = tensor.numpy()
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = data.reshape(-1, 2, config.head_dim // 2, data.shape[1])
-            data = np.ascontiguousarray(heads.swapaxes(1, 2).reshape(data.shape))
-        if data.ndim > 1:
-            writer.add_tensor(new, gguf.quantize(data, Q8), raw_dtype=Q8)
-        else:
-            writer.add_tensor(new, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -229,12 +188,6 @@ def test_two_processes_unpack_a_file_once(file, tmp_path):
     assert sorted((tmp_path / f"{number}.txt").read_text() for number in range(2)) == ["0", "1"]
 
 
-def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
-    monkeypatch.setattr(load, "SLOW_S", 0)
-    Target.load(DEMO)
-    assert f"{DEMO}: still reading the weights" in caplog.text
-
-
 def test_what_reads_gguf_files_is_as_before(file):
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
     Target.load(file)
@@ -302,9 +255,23 @@ def test_a_distribution_has_a_target_by_name(demo, file, tmp_path, monkeypatch):
     assert target_path("smollm2") == "smollm2", "a folder here comes first"
 
 
+@pytest.mark.parametrize("name", ["sha256-70f2", "DEMO.GGUF", "folder/demo.gguf"])
+def test_a_file_is_known_by_its_first_bytes_and_in_its_folder(file, demo, tmp_path, name):
+    """As Ollama's blobs are, which have no ending."""
+    copy = tmp_path / name
+    copy.parent.mkdir(exist_ok=True)
+    copy.hardlink_to(file)
+    given = copy.parent if copy.parent != tmp_path else copy
+    target = Target.load(given)
+    whole = Target.load(file)
+    assert (target.layers, target.quantisation) == (demo.layers, "GGUF, dequantised")
+    assert target.fingerprint() == whole.fingerprint()
+    assert TextSide.load(given).eos_ids == whole.eos_ids
+
+
 def test_a_file_that_is_none(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"x\.gguf: cannot be read"):
+    with pytest.raises(ValueError, match=r"x\.gguf: expected a model .*, got a file of ano"):
         Target.load(tmp_path / "x.gguf")
-    with pytest.raises(OSError, match="missing.gguf: expected a GGUF file, found none"):
+    with pytest.raises(OSError, match="missing.gguf: expected a model .*, got nothing"):
         Target.load(tmp_path / "missing.gguf")

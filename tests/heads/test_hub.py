@@ -182,9 +182,9 @@ def test_a_run_folder_stands_for_its_best_or_newest_step(tmp_path):
 
 
 def test_missing_heads_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such folder, and not a Hub id"):
+    with pytest.raises(FileNotFoundError, match="nowhere: expected a head, got nothing"):
         load_head(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="found nothing"):
+    with pytest.raises(ValueError, match="expected a head, got an empty folder"):
         load_head(tmp_path)
 
 

@@ -42,6 +42,16 @@ TREES: dict[str, Tree] = {
     "dynamic": DynamicTree(draft_nodes=8, depth=3, top_k=3),
 }
 PROMPTS = some_prompts(9, 5, 14)
+QUICK = ("qwen3.5", "lfm2", "bamba")
+"""One of each recurrence: gated delta nets, short convolutions, Mamba."""
+TEXTS = [
+    *(pytest.param(name, "fixed", marks=pytest.mark.inside) for name in HYBRIDS),
+    *(
+        pytest.param(name, tree, marks=pytest.mark.slow if name in QUICK else pytest.mark.thorough)
+        for name in HYBRIDS
+        for tree in ("chain", "dynamic")
+    ),
+]
 
 
 @cache
@@ -66,15 +76,7 @@ def written(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        pytest.param("fixed", marks=pytest.mark.inside),
-        pytest.param("chain", marks=pytest.mark.slow),
-        pytest.param("dynamic", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(("name", "tree"), TEXTS)
 def test_the_text_is_that_of_generate(name, tree):
     decode = engine(name, tree)
     for number, prompt in enumerate(PROMPTS):
@@ -112,7 +114,10 @@ def test_a_prompt_is_read_in_parts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.thorough] * (each not in QUICK)) for each in HYBRIDS],
+)
 def test_in_bfloat16_it_decodes_within_rounding(name):
     """The trial of a new target compares its tree with plain text; a text goes to its end."""
     target = Target(hybrid_model(name).to(torch.bfloat16))
@@ -124,7 +129,10 @@ def test_in_bfloat16_it_decodes_within_rounding(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("qwen3.5", "medusa"), ("bamba", "eagle3")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pytest.param("qwen3.5", "medusa", marks=pytest.mark.thorough), ("bamba", "eagle3")],
+)
 def test_sampled_output_has_the_targets_law(name, kind):
     model = hybrid_model(name)
     model.resize_token_embeddings(WORDS, mean_resizing=False)
@@ -138,7 +146,10 @@ def test_sampled_output_has_the_targets_law(name, kind):
 EDITED = [
     pytest.param(name, edits, marks=marks)
     for name in ("qwen3.5", "lfm2", "bamba", "jamba")
-    for edits, marks in ((12, ()), (50, pytest.mark.slow))
+    for edits, marks in (
+        (12, ()),
+        (50, pytest.mark.slow if name == "lfm2" else pytest.mark.thorough),
+    )
 ]
 
 
@@ -172,7 +183,6 @@ def test_rows_leave_a_batch_and_others_join(name):
 
 
 BY_LEVEL = {"jamba", "zamba", "kimi-linear", "bailing-hybrid"}
-QUICK = ("qwen3.5", "lfm2", "bamba")
 """One for each kind of mixer that runs over a tree in one call."""
 
 

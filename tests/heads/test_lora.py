@@ -28,7 +28,6 @@ from draftheads.heads.cpu.linear import has_int8
 from draftheads.heads.formats.hub import load_pair, open_head, save_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
-from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
 from draftheads.infer.pipeline.generator import load
 from draftheads.infer.pipeline.loading import Place, load_parts
@@ -186,7 +185,7 @@ def test_heads_are_trained_and_loaded_by_name_alone(made, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # heads of other weights would warn
         target, head = load_pair(tmp_path / "run")
-        again, drafts = load_parts(str(tmp_path / "run"), None, Greedy(), Place(threads=1))
+        again, drafts = load_parts(str(tmp_path / "run"), None, Place(threads=1))
     assert (target.lora, head.kind) == (str(lora), "medusa")
     adapted = Target(tiny_lora.merged(made / "target", lora))
     assert target.fingerprint() == Target.load(made / "target", lora=lora).fingerprint()
@@ -339,6 +338,10 @@ def prefix_tuned(folder: Path) -> None:
     change_settings(folder, peft_type="PREFIX_TUNING")
 
 
+def begun_by_tokens(folder: Path) -> None:
+    change_settings(folder, alora_invocation_tokens=[1, 2])
+
+
 def repeating_layers(folder: Path) -> None:
     change_settings(folder, layer_replication=[[0, 2], [1, 2]])
 
@@ -378,7 +381,11 @@ def no_settings(folder: Path) -> None:
         (of_a_large_rank_in_one_place, "expected a rank of at most 64"),
         (matching_for_ever, f"expected names of modules, got the expression {ENDLESS!r}"),
         (no_json, "expected a JSON object, got invalid JSON"),
-        (no_settings, "as PEFT saves a LoRA, found no adapter_config.json"),
+        (no_settings, "expected a PEFT adapter, got a folder of other files"),
+        (
+            begun_by_tokens,
+            "got an adapter of type aLoRA (alora_invocation_tokens), which",
+        ),
     ],
 )
 def test_a_lora_that_does_not_fit_is_refused(run, base, lora, tmp_path, change, said):
@@ -397,7 +404,10 @@ def test_its_matrices_say_which_modules_an_expression_means(base, lora, tmp_path
 
 
 def test_what_is_no_lora_is_refused_at_once(run, base):
-    failed(run("chat", "--target", base, "--adapter", "/none/x"), "adapter /none/x: no such folder")
+    failed(
+        run("chat", "--target", base, "--adapter", "/none/x"),
+        "adapter /none/x: expected a PEFT adapter, got nothing",
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from tiny_heads import (
     BLOCKS,
     EACH,
+    KINDS,
     SMALL,
     Oracle,
     decode,
@@ -66,8 +67,10 @@ UNLIKE = ("llama", CAPPED, "gpt2")
 
 
 def is_thorough(name: str, kind: str, tree: str) -> bool:
-    """Left to thorough runs: chains, and three kinds but where targets differ most."""
-    return tree == "chain" or (kind not in ("medusa", "eagle3") and name not in UNLIKE)
+    """Left to thorough runs: chains, and but where targets differ most all kinds and trees that
+    read no more of the target than EAGLE-3's own. Noisy drafts take each tree on every target.
+    """
+    return tree == "chain" or (name not in UNLIKE and (kind, tree) != ("eagle3", "own"))
 
 
 CASES = [
@@ -181,7 +184,7 @@ def test_output_is_right_up_to_the_last_position_of_the_context(name):
         assert decode(target, random_head(kind, target), [prompt])[0] == [truth]
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind):
     target, prompts = tiny_target("mistral-window"), some_prompts(40, 23, 7)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
@@ -193,7 +196,7 @@ def test_a_prompt_longer_than_a_prefill_chunk_changes_no_draft(monkeypatch, kind
     assert drafts_of(head, target, prompts, NEW) == before
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", KINDS)
 def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import EACH, new_head, written_by
+from tiny_heads import KINDS, new_head, written_by
 from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead, HeadLoss
@@ -32,7 +32,7 @@ def batch() -> Batch:
     return written_by(tiny_target(), some_prompts(6, 6, 6), NEW)
 
 
-@pytest.fixture(params=EACH)
+@pytest.fixture(params=KINDS)
 def kind(request) -> str:
     return request.param
 

@@ -1,11 +1,14 @@
 """The promise: targets and heads that are packed for a CPU decode what they decoded before. In
-int8, a token's product does not depend on the tokens beside it, so trees cannot change the output
-by more than rounding. What cannot be packed is refused or left as it is.
+int8, what is computed for a token does not depend on the tokens beside it, bit for bit. What cannot
+be packed is refused or left as it is.
 """
 
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,12 +28,14 @@ from draftheads.heads.cpu.linear import (
     PackedWeight,
     can_pack,
     has_int8,
+    input_sizes,
     operand,
+    pack_int8,
     pack_layers,
 )
 from draftheads.heads.layers import project
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import StaticTree
+from draftheads.heads.tree import StaticTree, TokenTree
 
 CPU = torch.device("cpu")
 NEW = 24
@@ -223,13 +228,130 @@ def test_an_int8_head_keeps_its_acceptance_length(all_sizes):
 @needs_int8
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_an_int8_target_decodes_a_tree_as_plain_text(kind):
-    """Its steps are equal but for rounding, of which no near-tie changes here."""
     target, prompts = packed(bits=8), some_prompts(17, 9)
     assert target.precision == target.quantisation == "int8" and target.dtype == torch.float32
     plain = decode(target, None, prompts, max_new_tokens=NEW)[0]
     assert plain == [generated(target, prompt, NEW) for prompt in prompts]
     head = random_head(kind, target)
     assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == plain
+
+
+def after(target: Target, text: list[int], length: int, *beside: list[int]) -> list[torch.Tensor]:
+    """Logits after each token of a text from `length` on, read in one tree of several branches if
+    there are other texts beside it, else one by one.
+    """
+    rows = [text, *beside]
+    cache = target.new_cache(len(rows), len(text) + 8)
+    target.prefill([row[: length - 5 * number] for number, row in enumerate(rows)], cache, ())
+    if not beside:
+        logits = []
+        for token in text[length:]:
+            root = TokenTree(torch.tensor([[token]]), StaticTree(()).topology(CPU))
+            logits.append(target.verify(root, cache, ()).logits_BNV[0, 0])
+            cache.keep(torch.zeros(1, 1, dtype=torch.long), [1], in_place=True)
+        return logits
+    known = [number for number, path in enumerate(((), *TREE.paths)) if not any(path)]
+    tokens_BN = torch.randint(3, target.vocab_size, (len(rows), 1 + TREE.draft_nodes))
+    tokens_BN[0, known] = torch.tensor(text[length:])
+    tree = TokenTree(tokens_BN, TREE.topology(CPU))
+    return [*target.verify(tree, cache, ()).logits_BNV[0, known]]
+
+
+# as many as a vector register has places: torch computes the exponentials of fewer in other ways
+MANY = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", None),
+        ("qwen3", None),
+        ("gemma3-window", None),
+        ("qwen3.5", MANY),
+        ("olmo-hybrid", MANY),
+        ("lfm2", {}),
+    ],
+)
+@torch.inference_mode()
+def test_an_int8_row_is_computed_alike_whatever_is_beside_it(name, changes):
+    """Bit for bit: one token alone, as a node of a tree, in a batch, after a prompt in parts. One
+    other last bit, and int8 products round to another step.
+    """
+    model = random_model(name) if changes is None else hybrid_model(name, **changes)
+    target = Target(model, name=name).pack(8)
+    torch.manual_seed(0)
+    for text in some_prompts(*[45] * 6):
+        alone = torch.stack(after(target, text, 40))
+        beside = some_prompts(45, 45, seed=1)
+        assert torch.equal(torch.stack(after(target, text, 40, *beside[:1])), alone)
+        assert torch.equal(torch.stack(after(target, text, 40, *beside)), alone)
+        if not target.is_hybrid:  # whose recurrence over a prompt is one of chunks
+            whole, parts = (
+                [*target.prefill_chunks([text], target.new_cache(1, 45), (), chunk)][-1][1]
+                for chunk in (45, 7)
+            )
+            assert torch.equal(whole.logits_BNV, parts.logits_BNV)
+            assert torch.equal(whole.logits_BNV[0, 0], alone[-1])
+
+
+@needs_int8
+def test_int8_products_are_exact_where_pairs_are_added_in_16_bits():
+    """As on a CPU without VNNI, which this variable makes of any: 255 * 128 < 2^15."""
+    for width in (37, 64):
+        weight_OI = torch.randn(96, width)
+        weight_OI[:48] = 1.0  # as large as its neighbours
+        int8_OI = torch.ops.quantized.linear_unpack(pack_int8(weight_OI, in_pairs=True))[0]
+        steps_OI = F.pad(int8_OI.int_repr().int().abs(), (0, width % 2))
+        assert 120 < steps_OI.unflatten(1, (-1, 2)).sum(2).max() <= 128
+    code = """if True:
+        import torch
+        from draftheads.heads.cpu.linear import PackedWeight, saturates
+        assert saturates()
+        weight = PackedWeight(torch.rand(96, 576), 8)
+        x_RI = torch.rand(5, 576) * torch.tensor([[1.0], [-1.0], [2.0], [1e-3], [9.0]])
+        steps_RI = (x_RI / x_RI.abs().amax(1, keepdim=True) * 127).round() / 127
+        expected_RO = steps_RI.double() @ weight.dense().double().T
+        expected_RO *= x_RI.abs().amax(1, keepdim=True)
+        torch.testing.assert_close(weight(x_RI).double(), expected_RO, rtol=1e-5, atol=0.0)
+    """
+    variables = {**os.environ, "FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"}
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True)
+
+
+@needs_int8
+def test_inputs_that_are_known_to_be_large_cost_the_others_less():
+    """In int8 all inputs of a token share one scale, and all weights of an output."""
+    torch.manual_seed(0)
+    weight_OI = torch.randn(64, 256)
+    x_RI = torch.randn(9, 256)
+    x_RI[:, 7] *= 100.0
+    weight_OI[:, 9] = 0.0
+    sizes_I = x_RI.abs().amax(0)
+    sizes_I[11] = 0.0  # never seen
+    expected_RO = F.linear(x_RI, weight_OI)
+    errors = []
+    for packed in (PackedWeight(weight_OI, 8), PackedWeight(weight_OI, 8, sizes_I)):
+        torch.testing.assert_close(packed.dense(), weight_OI, atol=0.2, rtol=0.0)
+        errors.append((packed(x_RI) - expected_RO).norm())
+    assert errors[1] < 0.3 * errors[0]
+
+
+@needs_int8
+def test_a_target_reads_a_text_before_its_inputs_are_scaled():
+    """Each linear layer that ran, once or several times."""
+    target = tiny_target()
+    seen = input_sizes(
+        lambda: [target.model(torch.tensor([ids])) for ids in ([3], [4, 5])], target.model
+    )
+    assert {*seen} == {m for m in target.model.modules() if type(m) is nn.Linear}
+    assert not any(layer._forward_pre_hooks for layer in seen)
+    states = target.model(torch.tensor([[4, 5]]), output_hidden_states=True).hidden_states[-1]
+    other = target.model(torch.tensor([[3]]), output_hidden_states=True).hidden_states[-1]
+    expected_I = torch.cat([states[0], other[0]]).abs().amax(0)
+    torch.testing.assert_close(seen[target.model.get_output_embeddings()], expected_I)
+    layer = packed(bits=8).model.get_submodule("model.layers.0.mlp.down_proj")
+    assert layer.packed._inverse_I.shape == layer.packed.shape[1:]
 
 
 @needs_int8

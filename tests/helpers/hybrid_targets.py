@@ -223,8 +223,9 @@ def multimodal_model(kind: str) -> Any:
     return scaled_up(AutoModelForImageTextToText.from_config(config))
 
 
-def hybrid_model(name: str) -> Any:
-    """A random model, as `tiny_targets.random_model`."""
+def hybrid_model(name: str, **changes: Any) -> Any:
+    """A random model, as `tiny_targets.random_model`. changes: of its config."""
     kind, options = HYBRIDS[name]
     torch.manual_seed(0)
-    return scaled_up(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)))
+    config = CONFIG_MAPPING[kind](**{**options, **changes})
+    return scaled_up(AutoModelForCausalLM.from_config(config))

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.context import ForkProcess
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from accelerate.state import AcceleratorState
@@ -125,7 +126,13 @@ def become_one_of_a_launch(told: dict[str, str], output: Path) -> None:
     warnings.resetwarnings()  # those of libraries are errors in this process alone
 
 
-def run_script(told: dict[str, str], output: Path, script: str, *words: str) -> None:
+def run_script(
+    together: Barrier, told: dict[str, str], output: Path, script: str, *words: str
+) -> None:
+    """together: none begins before all are there. A server in this process that the first one asks
+    would compute while the next is forked.
+    """
+    together.wait()
     become_one_of_a_launch(told, output)
     os.chdir(ROOT)
     sys.argv = [script, *words]
@@ -140,8 +147,9 @@ def forks(
     """
     port = free_port()
     files = [folder / f"output-{rank}" for rank in range(processes)]
+    together = multiprocessing.get_context("fork").Barrier(processes)
     started = [
-        fork(run_script, place(rank, port, processes) | told, file, script, *arguments)
+        fork(run_script, together, place(rank, port, processes) | told, file, script, *arguments)
         for rank, file in enumerate(files)
     ]
     for process in started:

@@ -41,7 +41,9 @@ EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in BLOCKS)) for name
 KINDS = [
     pytest.param(name, marks=[pytest.mark.thorough] * (name not in HEADS)) for name in VARIANTS
 ]
-"""The same for tests that take seconds: but for thorough runs, one head of each kind."""
+"""The same where the contract of heads (test_contract.py) is not what is tested: but for thorough
+runs, one head of each kind.
+"""
 SMALL = {"depth": 4, "nodes": 24, "top_k": 3, "labels": "hard"}
 """Choices, of whatever kind has them, of a head that drafts little and stands on any target."""
 BY_HEART = {"labels": "hard", "steps": 8}

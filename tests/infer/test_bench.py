@@ -17,6 +17,7 @@ from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
+from draftheads.heads.cpu.linear import has_int8
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
@@ -27,7 +28,14 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import Processed
 from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.bench import BenchOptions, bench, sums_of, text_quality, top2_margin
+from draftheads.infer.measure.bench import (
+    BenchOptions,
+    bench,
+    int8_cost,
+    sums_of,
+    text_quality,
+    top2_margin,
+)
 from draftheads.infer.measure.report import (
     LEGEND,
     best,
@@ -239,6 +247,20 @@ def test_in_bfloat16_a_difference_is_reported_and_not_judged(prompts, liar):
     [note] = [note for note in cautions(report) if note.startswith("liar: differs")]
     assert f"logits are {row.first_divergence.top2_margin:.2g} apart" in note
     assert row.lossless_reason in cautions(report)
+
+
+@pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")
+def test_in_int8_texts_are_judged_and_its_cost_is_told(prompts, liar):
+    whole, target = (Target(random_model("llama"), name="tiny-int8") for _ in range(2))
+    report = quick(target.pack(8), prompts, {"liar": liar})
+    assert report.plain.lossless and report.plain.lossless_reason is None
+    assert report.heads[0].lossless is False
+    nothing = int8_cost(whole, whole, prompts)
+    assert nothing == {"agreement": 1.0, "kl": pytest.approx(0.0), "tokens": 24}
+    cost = int8_cost(target, whole, prompts, tokens=20)
+    assert cost["kl"] > 0 and 0.3 < cost["agreement"] <= 1 and cost["tokens"] == 20
+    [note] = [note for note in cautions(replace(report, int8=cost)) if note.startswith("int8: ")]
+    assert f"{cost['agreement']:.1%} of 20 tokens" in note
 
 
 def test_generate_ignores_the_models_own_generation_config(prompts):

@@ -17,6 +17,7 @@ from tiny_chat import EOS, llama, options, prompts
 from tiny_heads import random_head
 
 from draftheads.infer.engine import Speculator
+from draftheads.infer.serve import service
 from draftheads.infer.serve.service import ServeOptions
 from draftheads.train.data.answers import read_answers
 from draftheads.train.data.distill import distill
@@ -54,6 +55,19 @@ def test_openai_reads_answers_and_streams(client):
     assert not any("\N{REPLACEMENT CHARACTER}" in part for part in said), "whole characters"
     assert len(said) > 10
     assert parts[-1].usage == whole.usage.model_copy(update={"seconds": parts[-1].usage.seconds})
+
+
+def test_openai_reads_a_stream_that_waits(client, says, monkeypatch):
+    monkeypatch.setattr(service, "QUIET", 0.01)
+    says[0].pause = 0.05
+    for stream in (
+        client.chat.completions.create(model="tiny", messages=HELLO, stream=True),
+        client.completions.create(model="tiny", prompt="Hello", stream=True),
+    ):
+        choices = [chunk.choices[0] for chunk in stream]
+        said = [each.text if hasattr(each, "text") else each.delta.content for each in choices]
+        assert "".join(said) == TEXT
+        assert choices[-1].finish_reason == "stop"
 
 
 def test_openai_completes_text_and_lists_models(client, says):

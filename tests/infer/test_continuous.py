@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import EACH, random_head
+from tiny_heads import KINDS, VARIANTS, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotCache, SlotLayer
+from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.continuous import ContinuousBatch, Request, seeded
@@ -74,12 +75,26 @@ def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
         assert all(layer.values.isfinite().all() for layer in first.cache.layers)
 
 
+RECORDED = [(0.0, "eagle3"), (1.0, "medusa")]
+HEADS_AND_RULES = [
+    *((0.0, name) for name in ("medusa", "eagle3", "block")),
+    *((1.0, name) for name in VARIANTS),
+]
+
+
 @pytest.mark.parametrize(
-    ("temperature", "name"),
+    ("steps", "temperature", "name"),
     [
-        *((0.0, name) for name in ("medusa", "eagle3", "block")),
-        *(pytest.param(1.0, *each.values, marks=each.marks) for each in EACH),
+        pytest.param(
+            steps,
+            *case,
+            marks=[pytest.mark.thorough]
+            * (case[1] not in HEADS or steps == "recorded" and case not in RECORDED),
+        )
+        for steps in ("eager", "recorded")
+        for case in HEADS_AND_RULES
     ],
+    indirect=["steps"],
 )
 def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature, steps):
     target, asked = tiny_target(), requests()
@@ -94,7 +109,7 @@ def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperatur
     assert taken == sum(steps for _, steps in each)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("places", [(2, 0, 1, 3), (0, 2, 1, 3, 4), (0, 1, 2)])
 def test_rows_that_end_at_their_first_token_leave_before_anything_is_drafted(name, places):
     """`distill --head` died of it, at every launch again: two such rows were enough."""

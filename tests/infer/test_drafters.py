@@ -10,7 +10,6 @@ import pytest
 import torch
 from exact_laws import (
     RUNS,
-    WORDS,
     MarkovTarget,
     chi_square,
     six_words,
@@ -32,15 +31,10 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
-from draftheads.infer.drafters.draft_sampling import (
-    SpeculativeSampling,
-    TreeSampler,
-    full_widths,
-)
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import Speculator
+from draftheads.infer.engine import DrafterSource, Speculator
 from draftheads.infer.paths import stacked
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4
@@ -371,70 +365,13 @@ def test_padding_leaves_the_law_of_sampling_as_it_is():
     assert statistic < surely_below(freedom)
 
 
-def sampled_step(
-    rule: SpeculativeSampling, vocabulary: int = WORDS, widths: tuple[int, ...] = (1,)
-) -> Counter:
-    """How often a step from one root writes each first two tokens; the draft's law is another."""
-    target, drafter, root = MarkovTarget(0), MarkovTarget(1), 2
-    rule.seed(3)
-    sampler = TreeSampler(widths, rule)
-    tokens_BF, is_open = torch.full((4 * RUNS, 1), root), True
-    while is_open:
-        is_open = sampler.add(drafter.logits_VV[tokens_BF][:, :, :vocabulary])
-        tokens_BF = sampler.tokens_BF
-    tree = sampler.tree(torch.full((4 * RUNS,), root))
-    accepted = rule(target.logits_VV[tree.tokens_BN], tree)
-    counts = accepted.count_B.tolist()
-    kept = sum(count > 1 for count in counts) / len(counts)
-    assert 0.1 < kept < 1 or widths[0] >= vocabulary, "all words are drawn"
-    after_B = rule.draws.draw(rule.scores(target.logits_VV[accepted.bonus_B]))
-    observed: Counter = Counter()
-    for row, count in enumerate(counts):
-        written = tree.tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
-        observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
-    return observed
-
-
-@pytest.mark.parametrize("vocabulary", [WORDS, WORDS - 1])
-@pytest.mark.parametrize("filters", [(1.0, 1.0, 0), (0.7, 0.9, 4)])
-@pytest.mark.parametrize("widths", [(1,), (1, 1), (3,), (2, 1), (2, 3), (7, 2), (2, 1, 1, 5)])
-def test_speculative_sampling_has_the_targets_law(filters, vocabulary, widths):
-    """Of chains, and of several draws after each node, also where these are more than the words."""
-    rule = SpeculativeSampling(*filters)
-    law = MarkovTarget(0).two_token_law(2, *filters)
-    statistic, freedom = chi_square(sampled_step(rule, vocabulary, widths), law)
-    assert rule.lossless and statistic < surely_below(freedom)
-
-
-def test_more_draws_are_kept_more_often():
-    kept = []
-    for width in (1, 2, 4):
-        rule = SpeculativeSampling()
-        rule.seed(1)
-        target, drafts_VV = MarkovTarget(0).logits_VV, MarkovTarget(1).logits_VV
-        sampler = TreeSampler((width,), rule)
-        roots_B = torch.full((RUNS,), 2)
-        sampler.add(drafts_VV[roots_B][:, None])
-        tree = sampler.tree(roots_B)
-        kept.append(rule(target[tree.tokens_BN], tree).count_B.float().mean().item() - 1)
-    assert kept[0] + 0.1 < kept[1] and kept[1] + 0.05 < kept[2], kept
-
-
-def test_the_widths_of_full_trees():
-    for widths in [(1,), (1, 1, 1), (3,), (2, 1, 4)]:
-        assert full_widths(StaticTree.from_widths(widths)) == widths
-    for tree in (StaticTree(((0,), (1,), (0, 0))), DynamicTree(4, 2, 2), SHORT.tree):
-        with pytest.raises(ValueError, match="as many children for each node of a level"):
-            full_widths(tree)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(1, 1), (2, 2)])
-def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine(widths):
+def test_a_draft_model_leaves_the_law_of_the_whole_engine(widths):
     target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
-    rule = SpeculativeSampling(temperature=4.0, top_k=4)
+    rule = Sampled(temperature=4.0, top_k=4)
     rule.seed(2)
-    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths(widths), rule)
+    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths(widths))
     rows, statistics = decode(
         target, drafts, [prompt] * (RUNS // 2), sampling=rule, max_new_tokens=4
     )
@@ -442,15 +379,6 @@ def test_a_sampling_draft_model_leaves_the_law_of_the_whole_engine(widths):
     law = whole_law(target, prompt, 4, rule)
     statistic, freedom = chi_square(Counter(map(tuple, rows)), law)
     assert statistic < surely_below(freedom)
-
-
-def test_a_sampled_chain_of_the_target_itself_is_always_kept():
-    target, prompts = tiny_target(), some_prompts(*LENGTHS)
-    rule = SpeculativeSampling(temperature=2.0)
-    rule.seed(0)
-    drafts = DraftModel(target, CHAIN, rule)
-    _, statistics = decode(target, drafts, prompts, sampling=rule, max_new_tokens=NEW)
-    assert [row.tokens_per_step for row in statistics] == [5.0] * 3
 
 
 def with_tokenizer(swapped: bool = False) -> Target:
@@ -491,6 +419,15 @@ def with_tokenizer(swapped: bool = False) -> Target:
 def test_what_cannot_draft_is_refused(refused, message):
     with pytest.raises(ValueError, match=message):
         refused()
+
+
+@pytest.mark.parametrize("left_out", ["tree", "check_tree", "drafter"])
+def test_a_source_without_one_of_its_parts_is_not_made(left_out):
+    """An inherited method that only declares would return None in silence."""
+    parts = {"tree": CHAIN, "check_tree": print, "drafter": print}
+    del parts[left_out]
+    with pytest.raises(TypeError, match=f"abstract method '?{left_out}"):
+        type("Source", (DrafterSource,), parts)()
 
 
 def test_a_draft_model_may_have_fewer_rows_of_padding():

@@ -23,6 +23,7 @@ from exact_laws import chi_square, surely_below
 from grammars import drawn
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
+from rich.console import Console
 from starlette.testclient import TestClient
 from tiny_chat import END, llama
 from tiny_heads import Oracle, decode, random_head
@@ -32,6 +33,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
+from draftheads.infer.chat.repl import ChatOptions, chat
 from draftheads.infer.continuous import seeded
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
@@ -209,7 +211,7 @@ def test_forced_tokens_are_drafted_without_other_drafts(demo):
 
 
 def test_forbidden_drafts_are_not_verified(demo):
-    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
+    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0, [])
     digits = [demo.tokenizer(str(n), add_special_tokens=False)["input_ids"][0] for n in (1, 2)]
     [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
     paths = [(digits[0],), (letter,), (letter, digits[0]), (digits[0], digits[1])]
@@ -274,17 +276,15 @@ BAD: list[tuple[str, Any]] = [
     *[("json_schema", value) for value in (3, [], True, {1}, {"type": {1}}, {"a": float("nan")})],
     ("json_schema", {"type": "text"}),
     ("json_schema", {"type": 3}),
-    ("json_schema", {"not": {"type": "string"}}),
     ("json_schema", {"enum": []}),
     ("json_schema", {"properties": 3}),
     ("json_schema", {"$ref": "#/nowhere"}),
     ("json_schema", {"$ref": "https://example.com/schema.json"}),
     ("json_schema", {"type": "string", "pattern": "("}),
-    ("json_schema", {"type": "string", "format": "nonsense"}),
+    ("any", [("json_schema", {"enum": []})]),
+    ("choice", 3),
     ("json_schema", {"type": "string", "minLength": 5, "maxLength": 2}),
     ("json_schema", {"type": "integer", "minimum": 5, "maximum": 2}),
-    ("json_schema", {"type": "array", "uniqueItems": True}),
-    ("json_schema", {"if": {}, "then": {}}),
     *[("regex", text) for text in ("(", "[", "a{2,1}", r"\1", "(?=a)b", "*", 3, None)],
     *[("grammar", text) for text in ("", 'x: "a"', "start: x", "start: /(/", 3)],
     ("grammar", "start: start"),
@@ -296,9 +296,45 @@ BAD: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("kind", "text"), BAD)
 def test_what_cannot_be_compiled_is_refused_in_one_line(demo, kind, text):
-    with pytest.raises(ValueError, match=f"^{kind}: expected one that can be compiled") as refusal:
+    named = "json_schema" if kind == "any" else kind
+    with pytest.raises(
+        ValueError, match=f"^{named}: expected one that llguidance can follow"
+    ) as refusal:
         Grammar(demo, kind, text)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "nonsense"},
+        {"type": "array", "uniqueItems": True},
+        {"type": "integer", "not": {"const": 3}},
+        {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+        {"type": "object", "properties": {"pattern": {"type": "string", "pattern": "^(?!a).*@"}}},
+        {"type": "string", "pattern": "(?<=a)b\n\x1b[2J"},
+    ],
+)
+def test_what_no_grammar_can_hold_is_said_and_refuses_nothing(client, caplog, schema):
+    """Of an answer, and of a tool that has to be called."""
+    [answer] = content(ask(client, guided_json=schema, max_tokens=1))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "draftheads"]
+    assert "not held: " in line and line.isprintable() and len(line) < 400
+    assert answer
+
+
+def test_an_answer_follows_any_of_several_grammars(demo):
+    parts = [("json_schema", PERSON), ("regex", "[0-9]+/x"), ("choice", ['"é', "start ::= 😀"])]
+    grammar = Grammar(demo, "any", [*parts, ("grammar", 'start: "<" /a+/ ">"')])
+    texts = ['{"name": "a", "age": 3}', "12/x", '"é', "start ::= 😀", "<aa>"]
+    for text in [*texts, "{}", "x", "<>"]:
+        ids = demo.tokenizer(text, add_special_tokens=False)["input_ids"]
+        paths = [tuple(ids[:end]) for end in range(1, len(ids) + 1)]
+        kept = grammar.row(0, []).drafts([], paths)
+        assert (paths[-1] in kept) == (text in texts), text
 
 
 def test_a_target_without_an_end_is_refused():
@@ -315,7 +351,7 @@ def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypa
 
 
 def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
-    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0)
+    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0, [])
     [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
     with pytest.raises(ValueError) as fault:
         grammar.after([letter], (), torch.zeros(demo.vocab_size))
@@ -342,20 +378,36 @@ def content(response: Any) -> list[str]:
 
 
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+AS_JSON: list[dict[str, Any]] = [
+    {"response_format": AS_SCHEMA},
+    {"response_format": {"type": "json_schema", "schema": PERSON}},
+    {"response_format": {"type": "json_object", "schema": PERSON}},
+    {"response_format": {"type": "json_object", "json_schema": {"schema": PERSON}}},
+    {"guided_json": json.dumps(PERSON)},
+    {"structured_outputs": {"json": PERSON, "regex": None, "disable_any_whitespace": True}},
+]
 
 
 def test_the_server_constrains_answers(client, demo):
     expected = demo.tokenizer.decode(
         plain(demo, "json_schema", PERSON, question(demo)), skip_special_tokens=True
     )
-    for asked in ({"response_format": AS_SCHEMA}, {"guided_json": json.dumps(PERSON)}):
+    for asked in AS_JSON:
         for draft in (True, False):
             assert content(ask(client, **asked, draft=draft)) == [expected]
-    [object_] = content(ask(client, response_format={"type": "json_object"}, max_tokens=200))
-    assert object_.startswith("{")
-    [digits] = content(ask(client, guided_regex="[0-9]{3}"))
-    assert re.fullmatch("[0-9]{3}", digits)
-    assert content(ask(client, guided_grammar='root ::= "yes" | "no"'))[0] in ("yes", "no")
+    for asked in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ):
+        [object_] = content(ask(client, **asked, max_tokens=200))
+        assert object_.startswith("{")
+    for kind, value, pattern in (
+        ("regex", "[0-9]{3}", "[0-9]{3}"),
+        ("grammar", 'root ::= "yes" | "no"', "yes|no"),
+        ("choice", ["yes", "no"], "yes|no"),
+    ):
+        for asked in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
+            assert re.fullmatch(pattern, *content(ask(client, **asked)))
     assert content(ask(client, response_format={"type": "text"})) == content(ask(client))
 
 
@@ -395,6 +447,9 @@ def test_a_constrained_answer_is_streamed_and_scored(client):
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
+        {"response_format": {"type": "text", "schema": PERSON}},
+        {"response_format": {**AS_SCHEMA, "schema": PERSON}},
+        {"structured_outputs": {"json": {}, "choice": ["a"]}},
         {"guided_regex": "("},
         {"guided_grammar": "start: nothing"},
         {"guided_json": "{"},
@@ -421,7 +476,8 @@ def test_chat_takes_a_schema(demo, tmp_path, run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("{", "json_schema"), ('{"type": "text"}', "text"), (None, "schema.json")]
+    ("text", "word"),
+    [("{", "a JSON schema"), ('{"type": "text"}', "text"), (None, "schema.json")],
 )
 def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
     file = tmp_path / "schema.json"
@@ -432,9 +488,11 @@ def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
 
 @pytest.fixture(scope="module")
 def caller(demo) -> Iterator[TestClient]:
-    """A server whose template has tools in the form of Hermes."""
+    """A server whose template has tools in the form of Hermes, and no reasoning, of which this
+    target would write without end.
+    """
     target = Target(demo.model, copy(demo.tokenizer), name="demo")
-    target.tokenizer.chat_template = HERMES
+    target.tokenizer.chat_template = HERMES.replace(".split('</think>')[-1].lstrip()", "")
     with TestClient(create_app(Speculator(target, NGram()), ServeOptions("demo"))) as client:
         yield client
 
@@ -475,6 +533,36 @@ def test_a_tool_that_has_to_be_called_is_called(caller, choice, stream):
     assert re.fullmatch(r'\{"n": [0-9]\}', function["arguments"])
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{}, *({"parameters": each} for each in (None, {}, {"type": "object", "properties": {}}))],
+)
+def test_a_function_without_parameters_is_called_without_arguments(caller, given):
+    tools = [{"type": "function", "function": {"name": "look_up", **given}}]
+    function, finish = called(ask(caller, tools=tools, tool_choice="required"))
+    assert (function["arguments"], finish) == ("{}", "tool_calls")
+
+
+def test_a_call_that_has_to_be_is_cut_without_its_marks(caller):
+    said = ask(caller, tools=DIGITS, tool_choice="required", max_tokens=6).json()
+    [choice] = said["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ""}
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_tools_stay_callable_beside_a_format_of_answers(caller, draft):
+    """An answer is a call or what follows the format, and both come."""
+    kind = {"type": "json_schema", "json_schema": {"schema": {"const": "only"}}}
+    asked = {"tools": DIGITS, "response_format": kind, "temperature": 2.0, "seed": 3, "n": 12}
+    choices = ask(caller, **asked, draft=draft).json()["choices"]
+    calls = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
+    texts = [choice["message"]["content"] for choice in choices if choice not in calls]
+    assert {choice["message"]["content"] for choice in calls} == {""}
+    assert set(texts) == {'"only"'} and calls
+    assert content(ask(caller, **{**asked, "tool_choice": "none", "n": 1})) == ['"only"']
+
+
 def test_what_has_to_be_called_must_be_there(caller):
     for body, message in (
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "got 'other'"),
@@ -486,14 +574,35 @@ def test_what_has_to_be_called_must_be_there(caller):
         assert message in said.json()["error"]["message"]
 
 
-def test_a_prompt_that_opens_reasoning_leaves_no_place_for_a_grammar(demo):
-    target = Target(demo.model, copy(demo.tokenizer), name="demo")
-    opened = "<|im_start|>assistant\n{% if not off %}<think>\n{% endif %}{% endif %}"
-    target.tokenizer.chat_template = HERMES.replace("<|im_start|>assistant\n{% endif %}", opened)
-    with TestClient(create_app(Speculator(target), ServeOptions("demo"))) as client:
-        body = {"guided_regex": "[0-9]{3}", "max_tokens": 20}
-        said = ask(client, **body)
-        assert said.status_code == 400
-        assert "got one that opens its reasoning" in said.json()["error"]["message"]
-        said = ask(client, **body, chat_template_kwargs={"off": True})
-        assert re.fullmatch("[0-9]{3}", said.json()["choices"][0]["message"]["content"])
+COMPLEX = "start: " + " ".join(f"(/[a-z]*{place}[a-z]*/)?" for place in range(1100))
+"""Llguidance compiles it, and gives up after the first letter."""
+GIVES_UP = r"grammar: expected one that llguidance can follow, got: [^\n]*Current row has [^\n]*"
+
+
+def test_a_grammar_that_becomes_too_complex_is_one_line_in_python_and_chat(demo):
+    engine = Speculator(demo, NGram())
+    grammar = Grammar(demo, "grammar", COMPLEX)
+    with pytest.raises(ValueError, match=f"^{GIVES_UP}$"):
+        list(engine.generate(question(demo), constraint=grammar))
+    lines = iter(["Who is Lily?", "/stats"])
+    out = StringIO()
+    chat(
+        engine,
+        ChatOptions(constraint=grammar),
+        read=lambda _: next(lines, "/quit"),
+        console=Console(file=out, width=999),
+    )
+    assert re.search(rf"\n{GIVES_UP}\n", out.getvalue())
+    assert out.getvalue().endswith("No answers yet.\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_complex_is_the_clients_mistake(client, caplog, stream):
+    """An error of that request alone, and none of the server."""
+    said = ask(client, guided_grammar=COMPLEX, stream=stream)
+    assert said.status_code == (200 if stream else 400)
+    last = said.text.strip().split("\n\n")[-1].removeprefix("data: ")
+    fault = json.loads(last)["error"]
+    assert fault["type"] == "invalid_request_error"
+    assert re.fullmatch(GIVES_UP, fault["message"])
+    assert not caplog.records

@@ -6,6 +6,8 @@ keeps a fixed dtype, so that no result depends on timing.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tiny_heads import new_head
 from transformers import LlamaConfig
 from typed_commands import questions
 
+from draftheads.heads import terminal
 from draftheads.heads.base import DraftHead
 from draftheads.heads.cpu.linear import has_int8
 from draftheads.heads.formats.hub import save_head
@@ -114,6 +117,32 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     doctor = ["doctor", "--target", target, "--head", head, "--prompts", prompts]
     asked.clear()
     assert run(*doctor, "--max-new-tokens", 4)[0] < 2 and asked, "it prices steps as bench does"
+
+
+def test_a_bench_whose_start_takes_long_says_what_it_does(pace, stored, run, tmp_path, monkeypatch):
+    pace(1.0, 0.4)
+    target, head = stored
+    said: list[str] = []
+    with terminal.said_if_long("quick", said.append):
+        pass
+
+    class AtOnce:
+        """A timer whose time has come when it starts: each block takes long."""
+
+        def __init__(self, seconds: float, say: Callable[[str], object], words: list[str]) -> None:
+            said.extend(words)
+            self.start = partial(say, *words)
+
+        def cancel(self) -> None: ...
+
+    monkeypatch.setattr(terminal, "Timer", AtOnce)
+    command = ["bench", "--target", target, "--head", head, "--limit", 2, "--max-new-tokens", 4]
+    assert run(*command, "--prompts", questions(tmp_path, 4), "--repetitions", 1)[0] == 0
+    assert said == [
+        f"measuring which dtype is faster here; then {target} is loaded",
+        f"loading {target}",
+        "warming up; then 6 timed runs, with the time that is left",
+    ]
 
 
 def test_commands_that_write_data_never_measure(pace, stored, run, tmp_path):

@@ -5,20 +5,32 @@ shown, not in the history of the next turn, not in what is learned.
 from __future__ import annotations
 
 import re
+from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from reciting import reciting_model
+from rich.console import Console
 from starlette.testclient import TestClient
 from tiny_chat import llama, stand_in
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from draftheads.heads.target.model import Target
 from draftheads.infer import Speculator, TextGenerator
 from draftheads.infer.chat.conversation import History
-from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.chat.repl import ChatOptions, chat
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.grammar import Grammar
+from draftheads.infer.prompt import PromptRenderer, encode_prompt
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
 from draftheads.infer.text import THOUGHTS, TextStream
@@ -57,6 +69,13 @@ CLOSED = (  # as Gemma 4: an empty block in the generation prompt, reasoning bef
     "<|end|>" + ASK + "<|assistant|>"
     "{% if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{% endif %}"
     "{% endif %}"
+)
+UNMARKED = (  # without a token for any mark
+    EACH
+    + "<|{{ m.role }}|>{{ m.content.split('<' + '/think>')[-1] }}<|end|>{% if false %}</th"
+    + "ink>{% endif %}"
+    + ASK
+    + "<|assistant|>{% if opens %}<th{{ 'ink>' }}\n{% endif %}{% endif %}"
 )
 TAGS = (  # special tokens in the content itself
     EACH + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>"
@@ -334,3 +353,124 @@ def test_servers_and_generators_tell_reasoning_from_the_answer(thinking, stream)
         ids = client.post("/v1/chat/completions", json=again).json()["prompt_token_ids"]
     shown = "<|user|> ask <|end|> <|assistant|> [THINK] hm [/THINK] yes <|end|> <|user|> ask"
     assert thinking.tokenizer.decode(ids).startswith(shown)
+
+
+def reciting(template: str, written: str) -> Target:
+    """A target that writes this after `<|assistant|>`, whatever is asked."""
+    tokenizer = stand_in(template)
+    size = len(tokenizer)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=size + size % 2,
+        intermediate_size=2,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=512,
+    )
+    model = LlamaForCausalLM(config)
+    ids = tokenizer(f"<|assistant|>{written}<|end|>", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(*model.lm_head.weight.shape))
+        model.lm_head.weight.zero_()
+        for token, follower in pairwise(ids):
+            model.lm_head.weight[follower, token] = 1.0
+    model.generation_config = GenerationConfig(eos_token_id=ids[-1])
+    return Target(model, tokenizer, name="reciting")
+
+
+CONSTRAINED = {  # template, its variables, what an answer of "ok" alone may be, and what it may not
+    "channels": (CHANNELS, {}, [ANALYSIS, "<|channel|>final<|message|>ok", "ok"], ["<|end|>ok"]),
+    "parts": (PARTS, {}, ["[THINK]hm[/THINK]ok", "[THINK][/THINK]\n\nok", "ok"], ["[/THINK]ok"]),
+    "opened": (OPENED, {}, ["hm<|thought|>ok", "hm<|user|>\n<|thought|>\nok"], ["hm<|end|>"]),
+    "closed": (CLOSED, {}, ["ok"], ["<|channel>thought\nhm<channel|>ok"]),
+    "not closed": (
+        CLOSED,
+        {"enable_thinking": True},
+        ["<|channel>thought\nhm\n<channel|>ok", "ok"],
+        ["<channel|>ok"],
+    ),
+    "tags": (TAGS, {}, ["<think>\nhm\n</think>\n\nok", "ok"], ["hm</think>ok"]),
+    "unmarked": (UNMARKED, {}, ["<think>a </thin k</think>ok", "ok"], ["<thin ok"]),
+    "unmarked, opened": (UNMARKED, {"opens": True}, ["hm\n</think>\nok"], ["</thinkok"]),
+    "none": (
+        EACH + "<|{{ m.role }}|>{{ m.content }}<|end|>" + ASK + "{% endif %}",
+        {},
+        ["ok"],
+        ["<t"],
+    ),
+}
+
+
+def fits(target: Target, prompt: list[int], written: str) -> bool:
+    """Whether an answer of "ok" may be written so, and ends there."""
+    grammar = Grammar(target, "regex", "ok").row(0, prompt)
+    ids = [*target.tokenizer(written, add_special_tokens=False)["input_ids"], *target.eos_ids]
+    free_V = torch.zeros(target.vocab_size)
+    return all(grammar.after(ids[:n], (), free_V)[token] == 0 for n, token in enumerate(ids))
+
+
+@pytest.mark.parametrize("case", CONSTRAINED)
+def test_a_grammar_begins_after_reasoning(case):
+    """Which the prompt has opened, or which the target opens; and never in texts of other kinds."""
+    template, variables, may, may_not = CONSTRAINED[case]
+    target = reciting(template, "")
+    asked = [{"role": "user", "content": "Say <think>"}]
+    prompt = encode_prompt(target, asked, variables)
+    for written in may:
+        assert fits(target, prompt, written), written
+    for written in (*may_not, *(each.replace("ok", "no") for each in may)):
+        assert not fits(target, prompt, written), written
+    plain = target.tokenizer("Say <think> or")["input_ids"]
+    assert [fits(target, plain, each) for each in ("ok", *may)] == [
+        True,
+        *(each == "ok" for each in may),
+    ]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_grammars_of_real_templates_begin_after_reasoning(name):
+    if not TEMPLATES.is_dir():
+        pytest.skip(f"no chat templates at {TEMPLATES}")
+    written, _, _ = REAL[name]
+    target = reciting((TEMPLATES / f"{name}.jinja").read_text(), "")
+    variables = {"enable_thinking": True}
+    prompt = encode_prompt(target, [{"role": "user", "content": "A"}], variables)
+    written = written.removesuffix("<|END_RESPONSE|>")
+    assert fits(target, prompt, written)
+    assert not fits(target, prompt, written.replace("ok", "no"))
+
+
+@pytest.mark.parametrize(
+    ("template", "written"), [(PARTS, "[THINK]hm[/THINK]yes"), (OPENED, "hm<|thought|>yes")]
+)
+def test_a_schema_begins_after_reasoning_wherever_it_is_asked_for(
+    template, written, tmp_path, monkeypatch
+):
+    """In Python, in a chat and on a server, whose client reads the answer alone."""
+    target = reciting(template, written)
+    if template is OPENED:  # the prompt ends with the mark
+        [mark] = target.tokenizer("<|think|>")["input_ids"]
+        first = target.tokenizer("h")["input_ids"]
+        with torch.no_grad():
+            target.model.lm_head.weight[first, mark] = 1.0
+    engine = Speculator(target, NGram())
+    thought = PromptRenderer(target, {}).answer_text(target.tokenizer(written)["input_ids"])
+    thought = thought.removesuffix("yes")
+    schema = {"const": 7}
+    answer = TextGenerator(engine).generate("ask", schema=schema)
+    assert str(answer) == f"{thought}7"
+    out = StringIO()
+    lines = iter(["ask"])
+    chat(
+        engine,
+        ChatOptions(constraint=Grammar(target, "json_schema", schema)),
+        read=lambda _: next(lines, "/quit"),
+        console=Console(file=out),
+    )
+    assert f"{thought}7\n" in out.getvalue()
+    asked = {"messages": [{"role": "user", "content": "ask"}], "guided_json": schema}
+    with TestClient(create_app(engine, ServeOptions("t"))) as client:
+        said = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    assert (said["reasoning_content"], said["content"]) == ("hm", "7")

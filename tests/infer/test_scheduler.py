@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from asked import Asked
 from served import Scripted
 from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
+from torch import Tensor
 
 from draftheads.infer.accept import Greedy, Sampled
+from draftheads.infer.constraint import Constraint, ConstraintError
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
+from draftheads.infer.paths import TokenPath
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.scheduler import Closing
@@ -202,3 +206,46 @@ def test_the_queue_takes_all_jobs_of_a_request_or_none(schedulers):
     asked = [Asked([1, n]) for n in range(3)]
     scheduler.submit(*(each.job for each in asked))
     assert [len(each.answer()) for each in asked] == [NEW] * 3
+
+
+@dataclass
+class FailsAfter(Constraint):
+    """It forbids nothing, and cannot be followed after so many tokens."""
+
+    tokens: int
+
+    def row(self, number: int, prompt: Sequence[int]) -> Constraint:
+        return self
+
+    def after(self, answer: list[int], path: TokenPath, logits_V: Tensor) -> Tensor:
+        if len(answer) + len(path) == self.tokens:
+            raise ConstraintError("too complex")
+        return logits_V
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["", "eagle3"])
+def test_a_constraint_that_fails_ends_its_answer_alone(schedulers, monkeypatch, tokens, kind):
+    """And no text beside it is read again."""
+    target = tiny_target()
+    starts: list[list[int]] = []
+    prefill = Speculator.prefill
+
+    def note(engine, rows, *more):
+        starts.extend(list(row.text) for row in rows)
+        return prefill(engine, rows, *more)
+
+    monkeypatch.setattr(Speculator, "prefill", note)
+    scheduler = schedulers(Speculator(target, random_head(kind, target) if kind else None), slots=3)
+    asked = [Asked(prompt) for prompt in some_prompts(6, 7, 8, 9)]
+    asked[1].job.constraint = FailsAfter(tokens)
+    scheduler.submit(*(each.job for each in asked))
+    for place, each in enumerate(asked):
+        if place == 1:
+            with pytest.raises(ConstraintError, match="too complex"):
+                each.answer()
+            assert each.job.row.answer[:tokens] == greedy(target, each.job.prompt, NEW)[:tokens]
+            assert len(each.job.row.answer) == tokens + 1, "no draft ends it before"
+        else:
+            assert each.answer() == greedy(target, each.job.prompt, NEW)
+    assert sorted(starts, key=len) == [each.job.prompt for each in asked]

@@ -17,7 +17,9 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from huggingface_hub.utils import httpx
 from served import Says, running
 from tiny_chat import llama
 
-from draftheads.infer.serve import gate, protocol, reader, reply
+from draftheads.infer.serve import app, gate, protocol, reader, reply, service
 from draftheads.infer.serve.service import ServeOptions, Service
 
 CHAT = "/v1/chat/completions"
@@ -330,6 +332,34 @@ def test_a_failure_in_the_middle_ends_one_stream_alone(client, says):
     assert "[DONE]" not in response.text
 
 
+def test_a_stream_that_waits_for_a_slot_speaks_at_once(client, says, monkeypatch):
+    """Headers and the role, then comments until its turn comes; one that is left takes no place."""
+    monkeypatch.setattr(service, "QUIET", 0.05)
+    says[0].text, says[0].pause = "word " * 400, 0.01
+    body = {**ASKED, "stream": True}
+    with ExitStack() as streams:
+        slots = [streams.enter_context(client.stream("POST", CHAT, json=body)) for _ in range(2)]
+        answers = [slot.iter_lines() for slot in slots]
+        for lines in answers:
+            while '"content": "w' not in next(lines):
+                pass
+        with client.stream("POST", CHAT, json=body) as waiting:
+            assert waiting.status_code == 200
+            first, blank, second, *_ = islice(waiting.iter_lines(), 4)
+            assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"] == {
+                "role": "assistant",
+                "content": "",
+            }
+            assert (blank, second) == ("", ": waiting")
+            assert active(client) == 3
+        until = time.monotonic() + 10
+        while active(client) > 2:
+            assert time.monotonic() < until, "it still waits"
+            time.sleep(0.02)
+        refused = [client.post(CHAT, json={**body, **more}) for more in ({"n": 9}, {"model": "x"})]
+        assert [each.status_code for each in refused] == [400, 404], "known before it waits"
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """The folder of a tiny target."""
@@ -398,6 +428,15 @@ def test_signals_under_load_leave_no_request_without_an_end(model, again):
     assert failed
     for status, text in failed:
         assert status == 503 or '"code": "shutting_down"' in text, (status, text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_request_ends_a_server_as_any_other(number, monkeypatch):
+    """It is sent as soon as the address is printed."""
+    monkeypatch.setattr(app, "print", lambda *_, **__: signal.raise_signal(number), raising=False)
+    engine = Says()
+    app.serve(engine, OPTIONS, "127.0.0.1", 0)
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 from asked import Asked
 from hybrid_targets import hybrid_model
-from tiny_heads import EACH, random_head
+from tiny_heads import KINDS, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -54,7 +54,7 @@ def check_greedy(target: Target, asked: list[Asked]) -> None:
         assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_answers_are_those_of_the_target_whatever_is_decoded_beside_them(
     schedulers, name, monkeypatch
 ):

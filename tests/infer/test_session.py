@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from recorder import recorded
-from tiny_heads import EACH, in_turns, random_head
+from tiny_heads import KINDS, in_turns, random_head
 from tiny_targets import (
     VOCABULARY,
     generated,
@@ -71,7 +71,7 @@ def shown(steps: list[Step]) -> list[tuple[list[int], int, int]]:
     return [(step.tokens, step.accepted, step.drafted) for step in steps]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_answers_drafts_and_their_acceptance_stay_the_same(name):
     target, session = tiny_target(), Session()
     engine = Speculator(target, random_head(name, target))
@@ -279,7 +279,7 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(name, steps, monk
 @pytest.mark.parametrize(
     ("target_name", "name"),
     [
-        *(pytest.param("llama", *each.values, marks=each.marks) for each in EACH),
+        *(pytest.param("llama", *each.values, marks=each.marks) for each in KINDS),
         *(("mistral-window", name) for name in ("medusa", "eagle3")),
         pytest.param("mistral-window", "block", marks=SLOW),
     ],

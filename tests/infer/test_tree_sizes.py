@@ -11,7 +11,7 @@ import pytest
 import torch
 from asked import Asked
 from exact_laws import RUNS, chi_square, small_head, surely_below, whole_law
-from tiny_heads import EACH, random_head
+from tiny_heads import KINDS, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
@@ -86,7 +86,7 @@ def changing(monkeypatch) -> list[Tree]:
     return used
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_answers_are_the_same_whatever_is_drafted(schedulers, changing, name):
     target = tiny_target()
     engine = Speculator(target, random_head(name, target))
@@ -121,7 +121,7 @@ def test_what_depends_on_drafts_keeps_the_whole_tree(schedulers, changing, is_sc
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
     """Caches of heads take what was committed meanwhile: drafts depend on the text alone."""
     target = tiny_target()

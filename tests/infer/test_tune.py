@@ -11,7 +11,7 @@ from itertools import combinations, count, product
 
 import pytest
 import torch
-from tiny_heads import EACH, decode, random_head
+from tiny_heads import KINDS, decode, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import load_head, record_tuned, save_head
@@ -135,7 +135,7 @@ def test_a_prediction_is_tokens_over_the_time_of_prompts_and_steps():
     assert [replayed_steps([[0, 1]] * 7, nodes) for nodes in (0, 1, 2)] == [6, 3, 2]
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", KINDS)
 def test_replayed_observations_are_what_decoding_does(name):
     """Not a product of marginals, nor a mean over places where no step begins."""
     target = tiny_target()

@@ -132,15 +132,20 @@ def test_a_finished_folder_says_what_was_answered(small: None, tmp_path: Path, s
     assert not answers.journals(tmp_path)
 
 
-def test_a_lost_shard_is_answered_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lost", range(4))
+def test_a_lost_shard_is_answered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
     monkeypatch.setattr(answers, "SHARD_TOKENS", 300)
-    records = drawn(0)
+    records = drawn(2)
     new_folder(tmp_path, records)
     counts = answer_all(tmp_path, records)
     whole = content(tmp_path)
     shards_there = sorted(tmp_path.glob("answers-*.arrow"))
-    assert len(shards_there) > 2
-    shards_there[1].unlink()
+    assert len(shards_there) > 3
+    firsts = [shards.read_batch(path)["follows"][0].as_py() for path in shards_there]
+    assert not any(firsts), "no record is divided"
+    shards_there[lost].unlink()
     with pytest.raises(ValueError, match="got no file; copy it again, or run the same"):
         answers.open_shards(tmp_path)
     manifest = read_manifest(tmp_path)
@@ -150,6 +155,24 @@ def test_a_lost_shard_is_answered_again(tmp_path: Path, monkeypatch: pytest.Monk
     written: set[int] = set()
     assert answer_all(tmp_path, records, written) == counts
     assert 0 < len(written) < len(records) and content(tmp_path) == whole
+
+
+def test_the_rest_of_a_record_whose_file_is_lost_is_not_of_the_one_before(tmp_path: Path) -> None:
+    """Files of earlier versions divide records."""
+    document = {"tokens": [1, 2], "learn": [[1, 2]], "turns": 1, "finish": "eos"}
+    records = [
+        {"id": name * 32, "documents": [document] * count}
+        for name, count in zip("abc", (1, 2, 1), strict=True)
+    ]
+    manifest = new_folder(tmp_path, records)
+    rows = [row for record in records for row in shards.rows_of(record)]
+    for number, part in ((0, rows[:1]), (2, rows[2:])):
+        path = tmp_path / f"answers-{'0' * 16}-{number:05d}-of-00003.arrow"
+        shards.write_batch(path, shards.to_batch(part))
+    assert answers.answered(tmp_path, [record["id"] for record in records]) == [0, 2]
+    assert answers.count(tmp_path, manifest).documents == 2
+    assert answer_all(tmp_path, records).documents == 4
+    assert [answer.follows for answer in read_answers(tmp_path)] == [False, False, True, False]
 
 
 class Killed(BaseException):

@@ -383,6 +383,8 @@ OPENAI = [
     {"role": "assistant", "content": "<think>easy</think>It is 3."},
     {"role": "user", "content": "Thanks."},
 ]
+TWICE = json.loads(json.dumps(OPENAI))
+TWICE[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(json.dumps(CALL["arguments"]))
 KEPT = (
     {"role": "user", "content": "1 + 2?"},
     {
@@ -401,7 +403,7 @@ def write(folder: Path, turns: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
+@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI, TWICE], ids=["sharegpt", "openai", "twice"])
 def test_tool_turns_are_kept_or_dropped(tmp_path: Path, turns: Any) -> None:
     path = write(tmp_path, turns)
     assert read_prompts(path, tools="keep") == [Prompt(0, messages=(*KEPT, THANKS))]

@@ -36,13 +36,14 @@ from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 LAUNCHERS = {
-    "ddp": ["torch.distributed.run", "--nproc-per-node=2", "--master-port={port}"],
     "zero2": [
         *("accelerate.commands.launch", "--config_file", "recipes/accelerate-zero2.yaml"),
         *("--num_processes=2", "--main_process_port={port}"),
     ],
 }
-"""The real ones, once each: the other engines are told the same, in forks of this process."""
+"""A real one: the other engines are told the same, in forks of this process. Those of torchrun are
+in test_launch.py.
+"""
 INSIDE = ("fsdp2", "zero2", "zero3")
 JOINT = "joint"
 """In the place of a kind: Medusa heads and an adapter of the target."""
@@ -89,7 +90,7 @@ def launched(folder: Path, engine: str, *arguments: str) -> None:
     launcher = [word.format(port=free_port()) for word in LAUNCHERS[engine]]
     result = subprocess.run(
         [sys.executable, "-m", *launcher, worker, *arguments],
-        **{"env": launch_environment(cpu=engine == "ddp"), "cwd": ROOT, "timeout": 300},
+        **{"env": launch_environment(cpu=False), "cwd": ROOT, "timeout": 300},
         capture_output=True,
         text=True,
     )

@@ -727,7 +727,7 @@ def other_data(folder: Path) -> None:
         (None, ["head.labels=soft"], "other choices (head.labels: hard -> soft)"),
         (None, ["head.kind=eagle3"], "head.kind: medusa -> eagle3"),
         (None, ["features.mode=cached"], "features.mode: online -> cached"),
-        (None, ["data.rows_per_batch=3"], "expected rows per step that 1 processes"),
+        (None, ["data.rows_per_batch=3"], "expected rows per step that processes (1)"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -13,7 +13,7 @@ import torch
 import yaml
 from launching import CPU, NODE, ROOT, free_port, outputs_of_two_forks, torchrun, two_forks
 from safetensors.torch import load_file, save_file
-from tiny_training import random_answers, tiny_recipe, weights, write_answers
+from tiny_training import random_answers, recipe_of, tiny_recipe, weights, write_answers
 
 from draftheads.train import launch
 from draftheads.train.launch import check_environment, right_command
@@ -49,7 +49,7 @@ def test_two_nodes_train_as_one_launch(made, tmp_path):
     assert facts["draftheads"]["training"]["hardware"].startswith("2 x ")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # the gate has a death under torchrun, and two processes that resume
 def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)
@@ -205,6 +205,31 @@ def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
         check_environment(by_launch, has_gpu=False)
     check_environment({**by_launch, "WORLD_SIZE": "2"}, has_gpu=False)
     check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, has_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "precision", "said"),
+    [
+        (
+            "MIXED_PRECISION",
+            "fp16",
+            "fp32",
+            "mixed_precision, fp16, is not used: set run.precision",
+        ),
+        ("MIXED_PRECISION", "bf16", "bf16", ""),
+        ("MIXED_PRECISION", "no", "fp32", ""),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "fp32", "_steps, 4, is not used: set run.tokens_per_"),
+        ("GRADIENT_ACCUMULATION_STEPS", "1", "fp32", ""),
+    ],
+)
+def test_settings_of_accelerate_that_are_not_used_are_named(
+    made, tmp_path, monkeypatch, caplog, name, value, precision, said
+):
+    recipe = recipe_of(tiny_recipe(made, output=str(tmp_path / "run"), precision=precision))
+    monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    accelerator = launch.make_accelerator(recipe)
+    assert accelerator.mixed_precision == "no"
+    assert said in caplog.text and bool(caplog.records) == bool(said)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The promise: the clock ends a run of minutes, however long its steps take, and learning rates
-follow it. It stands still in evaluations and between launches, and is the same on all processes.
+"""The promise: the clock ends a run of minutes, however long its steps and evaluations take, and
+learning rates follow it. It stands still between launches, and is the same on all processes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tiny_training import assert_same, run, tiny_recipe, weights
 from draftheads.train import loop
 from draftheads.train.checkpoint import RunState, load_optimizer_state, newest
 from draftheads.train.engines import learning_rate
+from draftheads.train.evaluate import Evaluator
 from draftheads.train.metrics import Progress, read_metrics
 
 
@@ -29,8 +30,8 @@ def state_of(output: Path) -> RunState:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock by which every step takes two seconds, and every save a hundred."""
-    clock = SimpleNamespace(now=0.0, seconds=2.0)
+    """A clock by which every step takes two seconds, and every save three."""
+    clock = SimpleNamespace(now=0.0, seconds=2.0, saving=3.0)
     train_step, save = loop.train_step, loop.save
 
     def slow_step(*parts):
@@ -38,7 +39,7 @@ def clock(monkeypatch):
         return train_step(*parts)
 
     def slow_save(*parts):
-        clock.now += 100.0
+        clock.now += clock.saving
         save(*parts)
 
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -51,10 +52,11 @@ def test_the_clock_ends_the_run_and_sets_learning_rates(made, tmp_path, clock):
     output = tmp_path / "run"
     assert run(made, output, "run.minutes=0.5", "run.save_every=4", "eval.every=0") == 0
     state = state_of(output)
-    assert (state.step, state.seconds) == (15, 30.0)
+    assert (state.step, state.seconds) == (12, 33.0), "of which three follow the last step"
     rates = [line["lr"] for line in read_metrics(output) if "lr" in line]
     optim = state.recipe.optim
-    assert rates == [learning_rate(optim, 2.0 * step, 30.0) for step in range(15)]
+    times = [2.0 * step + 3.0 * (step // 4) for step in range(12)]
+    assert rates == [learning_rate(optim, time, 30.0) for time in times]
     assert 0 < rates[0] < max(rates) > rates[-1] > 0
 
 
@@ -68,7 +70,18 @@ def test_a_machine_that_becomes_busy_takes_fewer_steps(made, tmp_path, clock, mo
     monkeypatch.setattr(loop, "record", busy)
     assert run(made, tmp_path / "run", "run.minutes=0.2") == 0
     state = state_of(tmp_path / "run")
-    assert (state.step, state.seconds) == (4, 14.0), "2, 3, 4 and 5 seconds"
+    assert (state.step, state.seconds) == (4, 17.0), "2, 3, 4 and 5 seconds, and a save"
+
+
+def test_an_evaluation_has_its_time(made, tmp_path, clock, monkeypatch, capsys):
+    """The last one ends the run in time, and none takes the time that is left to train."""
+    monkeypatch.setattr(Evaluator, "seconds", lambda self: 10.0)
+    saved = []
+    monkeypatch.setattr(loop, "_write", lambda run, *_: saved.append(run.state.step))
+    output = tmp_path / "run"
+    assert run(made, output, "run.minutes=0.5", "eval.every=3") == 0
+    assert "an evaluation, of about 10 s, is part of it" in capsys.readouterr().out
+    assert saved == [3, 9], "after 6 steps, five of twenty seconds are left to train"
 
 
 def test_no_budget_is_too_short_for_a_step(made, tmp_path, clock):
@@ -81,6 +94,7 @@ ADAPTER = ["adapter.rank=4", "adapter.lr=0.02", "adapter.start=0.3"]
 
 @pytest.mark.parametrize("choices", [[], ADAPTER])
 def test_a_resumed_run_has_the_time_that_is_left(made, tmp_path, clock, choices):
+    clock.saving = 0.0
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
     whole, parts = (tmp_path / name / "run" for name in ("whole", "parts"))
@@ -103,6 +117,7 @@ def test_a_resumed_run_has_the_time_that_is_left(made, tmp_path, clock, choices)
 
 
 def test_a_finished_run_goes_on_to_another_length(made, tmp_path, capsys, clock):
+    clock.saving = 0.0
     output = tmp_path / "run"
     for length, steps in [("steps=2", 2), ("minutes=0.2", 6), ("minutes=0.3", 9), ("steps=11", 11)]:
         assert run(made, output, f"run.{length}") == 0

@@ -168,6 +168,8 @@ def test_a_plan_of_few_data_says_what_the_run_will_do(made, tmp_path, capsys):
     values = tiny_recipe(made, output=str(tmp_path / "run"), **choices)
     values["data"]["rows_per_batch"] = 8
     plan = make_plan(recipe_of(values), probe=False)
+    print_counts(plan)
+    assert "frozen; one process" in " ".join(capsys.readouterr().out.split())
     assert plan.work.epochs == 2
     assert plan.recipe.data.rows_per_batch == plan.work.rows_per_step == 1, (
         "memory and time are of these"

@@ -228,6 +228,8 @@ def test_a_category_is_text(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, r"turn 1: expected a string, got int '3'"),
         ({"turns": "hi"}, r"turns: expected a list of turns, got str 'hi'"),
         ({"prompt": {"a": 1}}, r"prompt: expected a list of turns, got keys a"),
+        ({"text": "U: hi\nA: ho<|im_end|>\n"}, r"text: expected plain text .* got a rendered chat"),
+        ({"text": "[INST] hi [/INST] ho</s>"}, r"text: .* ends with .*; give its turns"),
         ({"prompt": "hi", "tools": "f"}, r"tools: expected definitions of tools, .* got str 'f'"),
     ],
 )
@@ -310,7 +312,7 @@ def test_reading_the_hub_without_datasets_is_one_line(
     with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
         read_prompts("owner/name")
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[prompts]'")
+    assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[train]'")
 
 
 def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -327,7 +329,7 @@ def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
     (tmp_path / "p.xls").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"p\.xls: expected a file ending in \.json, .*; convert"):
+    with pytest.raises(ValueError, match=r"p\.xls: expected prompts .*; pass a folder of \.json, "):
         read_prompts(tmp_path / "p.xls")
     with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
         read_prompts(tmp_path)
@@ -374,6 +376,8 @@ def table() -> bytes:
         ("text.parquet", lambda: RECORDS),
         ("foot.parquet", lambda: b"PAR1" + bytes(99) + b"PAR1"),
         ("page.parquet", lambda: table()[:50] + b"\xff" * 500 + table()[550:]),
+        ("wide.csv", lambda: b"text,a\nb,c,d\n"),
+        ("cut.csv", lambda: b'text\n"b'),
         ("deep.jsonl", lambda: b'{"text": ' + NESTED),
         ("deep.json", lambda: NESTED),
         ("cut.json", lambda: b'[{"text": "a"}, {"te'),

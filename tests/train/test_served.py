@@ -4,16 +4,21 @@ nothing from anything else.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
+from time import sleep
 
+import numpy as np
 import pytest
 import torch
 from launching import ROOT, exit_code_of_a_fork, outputs_of_two_forks, two_forks
@@ -333,6 +338,36 @@ def test_any_fault_of_features_keeps_what_was_learned(made, server, tmp_path, ca
     assert 0 < read_state(checkpoint).step < 6
     assert run(made, tmp_path / "run", *options(server)) == 0
     assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
+
+
+@pytest.mark.slow
+def test_a_server_that_one_process_cannot_ask_ends_all_of_them(made, server, tmp_path):
+    """Its first document is asked for before any step."""
+    run(made, tmp_path / "whole", *options(server, "run.steps=1"))  # writes the recipe
+    server.fault = lambda number, request: 404 if number == first else None
+    first = len(server.asked) + 1  # of the second that comes
+    script, recipe = str(ROOT / "train" / "medusa.py"), str(tmp_path / "recipe.yaml")
+    two = [script, recipe, *options(server), f"run.output={tmp_path / 'two'}"]
+    ended = two_forks(tmp_path, *two)
+    assert [code for code, _ in ended] == [2, 2]
+    assert "HTTP 404" in "".join(output for _, output in ended)
+    assert not any("is gone or never came" in output for _, output in ended)
+
+
+def test_closing_ends_what_was_asked_and_nothing_else(made, server):
+    recipe = tiny_recipe(made)
+    recipe["features"] = {"server": [server.url], "exchange": str(server.folder)}
+    asked = served.StateServers(Target.load(made / "target"), recipe_of(recipe).features, ALL, 8)
+    reading = Event()
+    asked._read = lambda *_: reading.wait(10) and sleep(0.1)  # type: ignore[method-assign]
+    threads = threading.active_count()
+    other = asyncio.run_coroutine_threadsafe(asyncio.sleep(60), asked._loop)
+    document = asked.ask(([1, 2, 3], np.array([False, True, True])))
+    document.add_done_callback(lambda _: None)
+    reading.set()
+    asked.close()
+    assert document.done() and not other.cancelled()
+    assert threading.active_count() < threads, "no thread reads any more"
 
 
 def test_a_file_that_never_comes_or_is_cut(made, server, tmp_path, capsys, monkeypatch):

@@ -5,6 +5,7 @@ that stands beside the question; and a known key that is not read is said.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import NOTHING, check_tools
 from draftheads.train.data.distill import _identify, distill
 from draftheads.train.data.imports import replay
-from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
+from draftheads.train.data.prompts import SETS, Prompt, read_conversations, read_prompts
 from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
 
@@ -71,6 +72,11 @@ def said(*turns: str) -> list[dict[str, Any]]:
     return [{"role": names[turn[0]], "content": turn[2:]} for turn in turns]
 
 
+REVERSED = {"text": ["x", "y"], "label": ["B", "A"]}
+THOUGHT = "<think>\nhm\n</think>\n\n"
+CUT = {"finish_reason": "length"}
+
+
 @pytest.mark.parametrize(
     ("record", "text"),
     [
@@ -103,6 +109,27 @@ def said(*turns: str) -> list[dict[str, Any]]:
         ({"messages": said("U:q", "A: a\n")}, "U:q|A:[[ a\n|]]"),
         ({"messages": said("A:hi", "U:q", "A:a")}, "A:hi|U:q|A:[[a|]]"),
         ({"conversation": said("U:q", "A:a")}, "U:q|A:[[a|]]"),
+        ({"conversation": json.dumps(said("U:q", "A:a"))}, "U:q|A:[[a|]]"),
+        (
+            {"instruction": "q", "output": "a", "history": '[["p", "b"]]'},
+            "U:p|A:[[b|]]\nU:q|A:[[a|]]",
+        ),
+        ({"question": "q", "choices": REVERSED, "answerKey": "B"}, "U:q\n\nB. x\nA. y|A:[[B|]]"),
+        ({"question": "q", "choices": REVERSED, "answer": 0}, "U:q\n\nB. x\nA. y|A:[[B|]]"),
+        ({"question": "q", "choices": [1, 2], "answer": True}, "U:q\n\nA. 1\nB. 2|A:[[True|]]"),
+        ({"instructions": "s", "input": said("U:q"), "output": "a"}, "S:s|U:q|A:[[a|]]"),
+        ({"system": float("nan"), "question": "q", "answer": "a"}, "U:q|A:[[a|]]"),
+        ({"question": "q", "thinking": "hm", "answer": "a"}, f"U:q|A:[[{THOUGHT}a|]]"),
+        (
+            {"messages": [*said("U:q"), {**said(f"A:{THOUGHT}a")[0], "reasoning_content": "hm"}]},
+            f"U:q|A:[[{THOUGHT}a|]]",
+        ),
+        ({"messages": said("U:q", "A:", "U:r", "A:a", "U:s", "A:")}, "U:q|A:|U:r|A:[[a|]]"),
+        (
+            {"messages": [*said("U:q"), {**said("A:a")[0], **CUT}, *said("U:r", "A:b")]},
+            "U:q|A:[[a]]|U:r|A:[[b|]]",
+        ),
+        ({"prompt": "q", "completion": "a", "stop_reason": "max_tokens"}, "U:q|A:[[a]]"),
     ],
 )
 def test_a_shape_is_learned(tmp_path: Path, record: Any, text: str) -> None:
@@ -128,11 +155,27 @@ def test_known_keys_that_are_not_read_are_said(tmp_path: Path, caplog: Any) -> N
     chosen = {"conversations": said("U:q", "A:a", "U:r"), "chosen": said("A:b")[0]}
     read_conversations(write(path, chosen))
     assert caplog.messages == ["left out: 1 chosen beside conversations"]
+    caplog.clear()
+    turns = said("U:q", "A:", "U:r", "A:a")
+    turns[3]["train_detail"] = [{"begin_offset": 0, "end_offset": 0, "train": False}]
+    read_conversations(write(path, {"messages": turns, "label": 3}))
+    parts = "1 empty answers, 1 train_detail of a turn, 1 label beside messages"
+    assert caplog.messages == [f"left out: {parts}"]
 
 
 @pytest.mark.parametrize(
     "mark",
-    [{"weight": 0}, {"train": False}, {"training": False}, {"loss_weight": 0.0}, {"loss": False}],
+    [
+        {"weight": 0},
+        {"weight": "0"},
+        {"train": False},
+        {"train": "False"},
+        {"training": False},
+        {"trainable": False},
+        {"loss_weight": 0.0},
+        {"loss": False},
+        {"loss_mask": 0},
+    ],
 )
 def test_an_answer_of_no_weight_is_context(tmp_path: Path, mark: Any) -> None:
     turns = said("U:q", "A:bad", "U:r", "A:good", "U:s", "A:worse")
@@ -141,6 +184,53 @@ def test_an_answer_of_no_weight_is_context(tmp_path: Path, mark: Any) -> None:
     turns[3] |= {"weight": 1, "train": None}
     path = write(tmp_path / "p.jsonl", {"messages": turns}, {"messages": turns[:2]})
     assert learned(path) == ["U:q|A:bad|U:r|A:[[good|]]", NOTHING]
+
+
+@pytest.mark.parametrize(
+    ("mark", "text"),
+    [
+        ({"weight": 0}, NOTHING),
+        ({"train": "false"}, NOTHING),
+        ({"label": False}, NOTHING),
+        ({"kto_tag": "False"}, NOTHING),
+        ({"loss_mask": [0, 0, 0, 1]}, "U:q|A:a|U:r|A:[[b|]]"),
+        ({"loss_mask": "[0, 0, 0, 1]"}, "U:q|A:a|U:r|A:[[b|]]"),
+        ({"weight": 1, "label": True}, "U:q|A:[[a|]]\nU:r|A:[[b|]]"),
+    ],
+)
+def test_a_record_marks_its_answers(tmp_path: Path, caplog: Any, mark: Any, text: str) -> None:
+    talk = {"messages": said("U:q", "A:a", "U:r", "A:b"), **mark}
+    assert learned(write(tmp_path / "p.jsonl", talk)) == [text]
+    names = [name for name in ("label", "kto_tag") if mark.get(name) in (False, "False")]
+    assert caplog.messages == [f"left out: 1 answers with {name} false" for name in names]
+
+
+@pytest.mark.parametrize(
+    ("beside", "complaint"),
+    [
+        ({"weight": "much"}, "weight: expected a number, true or false, got str 'much'"),
+        ({"loss_mask": [0, 1]}, "loss_mask: expected a mark for each of 4 turns, got 2"),
+        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs: expected an object, got list"),
+    ],
+)
+def test_what_is_beside_turns_and_unreadable_is_refused(
+    tmp_path: Path, beside: Any, complaint: str
+) -> None:
+    talk = {"messages": said("U:q", "A:a", "U:r", "A:b"), **beside}
+    with pytest.raises(ValueError, match=rf"line 1, {re.escape(complaint)}"):
+        read_conversations(write(tmp_path / "p.jsonl", talk))
+    turns = [*said("U:q"), {**said("A:a")[0], **beside}]
+    if "weight" in beside:
+        with pytest.raises(ValueError, match=rf"turn 2, {re.escape(complaint)}"):
+            read_conversations(write(tmp_path / "p.jsonl", {"messages": turns}))
+
+
+def test_variables_of_a_record_reach_its_template(tmp_path: Path) -> None:
+    template = "{{ mood }}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}" + TEMPLATE
+    talk = {"messages": said("U:q", "A:a"), "documents": [{"title": "t"}]}
+    mood = {"chat_template_kwargs": {"mood": "!"}}
+    path = write(tmp_path / "p.jsonl", talk | mood, {"prompt": "q", "completion": "a"})
+    assert learned(path, template) == ["![t]U:q|A:[[a|]]", "U:q|A:[[a|]]"]
 
 
 def test_the_last_answer_alone_is_learned(tmp_path: Path) -> None:
@@ -163,10 +253,9 @@ def test_a_column_of_tools_reaches_the_template(tmp_path: Path, wrap: Any) -> No
     turns = [*said("U:q"), {"role": "assistant", "tool_calls": [call("f", x=1)]}]
     turns += said("T:r", "A:a")
     path = write(tmp_path / "p.jsonl", {"tools": wrap({"name": "f"}), "messages": turns})
-    first, second = learned(path, TOOLED)
-    assert first == f"Tf\nU:q|A:[[<tool_call>{CALLED}</tool_call>|]]"
-    shown = f"<tool_call>{CALLED}</tool_call>|R:<tool_response>\nr\n</tool_response>|"
-    assert second == f"Tf\nU:q|A:{shown}A:[[a|]]"
+    result = "R:<tool_response>\nr\n</tool_response>|"
+    shown = f"Tf\nU:q|A:[[<tool_call>{CALLED}</tool_call>|]]\n{result}A:[[a|]]"
+    assert learned(path, TOOLED) == [shown]
     [prompt] = read_prompts(path, tools="keep")
     other = Prompt(0, prompt.messages, template_args={"tools": [{"function": {"name": "g"}}]})
     assert _identify([prompt])[0] != _identify([other])[0], "other tools, another prompt"
@@ -243,9 +332,9 @@ def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path: Pat
         result["tool_call_id"] = number
     asked = {"role": "assistant", "content": None, "tool_calls": calls}
     path = write(tmp_path / "p.jsonl", {"messages": [*said("U:q"), asked, *results, *said("A:a")]})
-    first, _ = learned(path, TOOLED)
+    [shown] = learned(path, TOOLED)
     other = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    assert first == f"U:q|A:[[<tool_call>{CALLED}</tool_call>{other}|]]"
+    assert shown.startswith(f"U:q|A:[[<tool_call>{CALLED}</tool_call>{other}|]]")
     [talk] = read_conversations(path)
     assert [message["name"] for message in (talk.messages or ())[2:4]] == ["g", "f"]
 
@@ -265,10 +354,43 @@ def test_all_marked_calls_of_a_turn_are_read(tmp_path: Path) -> None:
     assert [each["function"]["name"] for each in calls] == ["f", "g", "h"]
 
 
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        (json.dumps({"x": 1}), {"x": 1}),
+        (json.dumps(json.dumps(json.dumps({"x": 1}))), {"x": 1}),
+        *((empty, {}) for empty in ("", " ", None, "null", '""', {})),
+        ({"x": "</tool_call> and <tool_call>"}, {"x": "</tool_call> and <tool_call>"}),
+        ("heron", {"input": "heron"}),
+    ],
+)
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
+def test_arguments_are_decoded_until_they_are_an_object(tmp_path, key, given, arguments):
+    """In calls as objects, and in marked ones."""
+    asked = {"name": "f", key: given}
+    marked = f"<tool_call>{json.dumps(asked)}</tool_call>"
+    for turn in (
+        {"role": "assistant", "tool_calls": [{"function": asked}], "content": f"See. {marked}"},
+        {"from": "function_call", "value": f"{marked}{marked}"},
+    ):
+        path = write(tmp_path / "a.jsonl", {"messages": [*said("U:q"), turn]})
+        [talk] = read_conversations(path)
+        _, answer = talk.messages or ()
+        assert answer["content"].strip() in ("See.", "")
+        for each in answer["tool_calls"]:
+            assert each["function"] == {"name": "f", "arguments": arguments}
+
+
 def test_values_of_other_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
-    for beside in ({"history": [5]}, {"choices": 5}):
+    for beside, complaint in (
+        ({"choices": 5}, ": expected values of other kinds, got"),
+        ({"choices": [*range(27)]}, ", choices: expected at most 26, got 27"),
+        ({"choices": [{"a": "b"}]}, ", choices: expected a string, got keys a"),
+        ({"history": [5]}, ", history: expected pairs of texts, or messages, got int '5'"),
+        ({"history": "[[x"}, ", history: expected pairs of texts, or messages, got str"),
+    ):
         path = write(tmp_path / "a.jsonl", {"question": "q", **beside, "answer": "a"})
-        with pytest.raises(ValueError, match=r"line 1: expected values of other kinds, got"):
+        with pytest.raises(ValueError, match=f"line 1{re.escape(complaint)}"):
             read_conversations(path)
 
 
@@ -384,3 +506,26 @@ def test_files_are_unpacked_and_tables_read(tmp_path: Path) -> None:
     for path in sorted(tmp_path.iterdir()):
         assert learned(path) == ["U:q|A:[[a|]]"], path
     assert len(read_prompts(tmp_path)) == 4
+
+
+FIELDS = ["02108", "3.10", "true", "FALSE", "None", "NA", "null", "nan", "1e3", " x "]
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.tsv", "p.csv.gz", "p.csv.zst", "hub"])
+def test_fields_of_tables_are_text(tmp_path: Path, monkeypatch: Any, name: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    mark = "\t" if name == "p.tsv" else ","
+    rows = [f"q{mark}{field}{mark}0" for field in FIELDS]
+    content = "\n".join([f"question{mark}answer{mark}n", *rows, ""]).encode()
+    source = tmp_path / name
+    if name == "hub":  # `datasets` reads them from a folder named like that of the Hub
+        pytest.importorskip("datasets")
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        monkeypatch.setitem(SETS, "gsm8k", {"path": str(source), "split": "train"})
+        source.mkdir()
+        (source / "train.csv").write_bytes(content)
+        source = Path("gsm8k")
+    else:
+        with pyarrow.output_stream(str(source)) as file:
+            file.write(content)
+    assert [(talk.messages or ())[1]["content"] for talk in read_conversations(source)] == FIELDS

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast
 
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import Record
+from draftheads.train.data.conversation import check_tools
 from draftheads.train.data.imports import import_answers, replay
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.shards import documents_of
@@ -183,6 +185,79 @@ def test_target_sees_what_a_chat_would_show_it(path: Path, shared_qwen: Any) -> 
             )
             assert "".join(seen.split()).startswith("".join(chat.split()))
             place += 2
+
+
+# ---------------------------------------------------------------- traces of agents
+
+TOOL = {"type": "function", "function": {"name": "run", "description": "Runs."}}
+TOOL["function"] |= {"parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}}
+
+
+WITHOUT_TRACES = THINKING | {  # of others, a call does not stand behind the generation prompt
+    "Apertus-8B-Instruct",
+    "Apriel-1.6-15b-Thinker-fixed",
+    "Cohere2MoE",
+    "CohereForAI-c4ai-command-r-plus-tool_use",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
+}
+
+
+def trace(thought: str | None) -> list[dict[str, Any]]:
+    """Two calls with their results, and an answer."""
+    messages = talk("Mend it.")
+    for number in range(3):
+        said: dict[str, Any] = {"role": "assistant", "content": "" if number < 2 else "It is done."}
+        if thought:
+            said["reasoning_content"] = f"{thought} {number}"
+        messages.append(said)
+        if number < 2:
+            call = {"name": "run", "arguments": {"cmd": f"ls {number}"}}
+            said["tool_calls"] = [{"id": f"call0000{number}", "type": "function", "function": call}]
+            result = {"role": "tool", "name": "run", "tool_call_id": f"call0000{number}"}
+            messages.append({**result, "content": f"file {number}"})
+    return messages
+
+
+def without_blanks(text: str) -> str:
+    return "".join(text.split())
+
+
+@needs_data
+@pytest.mark.parametrize("thought", [None, "hm"])
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_trace_is_one_document_where_the_template_keeps_earlier_turns(
+    path: Path, thought: str | None, shared_qwen: Any
+) -> None:
+    tokenizer = use(shared_qwen, f"{path.parent.name}/{path.stem}")
+    messages = trace(thought)
+    specials = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
+    ends = tuple(tokenizer.convert_tokens_to_ids(specials))
+    renderer = PromptRenderer(TextSide("t", tokenizer, ends), {"tools": [TOOL]})
+    try:
+        check_tools(renderer, [Prompt(0, tuple(messages))])
+    except ValueError:
+        pytest.skip("the template shows no calls")
+    record = replay(renderer, 0, tuple(messages))
+    found = learned(tokenizer, record)
+    assert len(found) == 3 or reason(record).startswith("turn ")
+    if not thought:
+        assert (len(found) < 3) == (path.stem in WITHOUT_TRACES)
+    for number, text in enumerate(found[:2]):
+        assert "run" in text and f"ls {number}" in text and "file" not in text
+    place = 1
+    documents = documents_of(record)
+    for document, after in zip_longest(documents, documents[1:]):
+        for start, _ in document["learn"]:
+            chat = without_blanks(renderer.text(messages[:place]))
+            seen = without_blanks(tokenizer.decode(document["tokens"][:start]))
+            assert seen.startswith(chat), "what a chat shows the target, and what it inserts"
+            place += 2
+        if after:
+            shown = without_blanks(tokenizer.decode(after["tokens"]))
+            written = without_blanks(tokenizer.decode(document["tokens"]))
+            assert not shown.startswith(written), "a document ends where the template rewrites it"
 
 
 # ---------------------------------------------------------------- traps, one by one

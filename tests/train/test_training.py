@@ -84,8 +84,17 @@ def test_the_loss_falls_and_a_checkpoint_says_how_it_was_made(made, tmp_path, ki
     assert load_head(tmp_path / "run").tree.draft_nodes <= 7
 
 
+RESUMED = [
+    *(pytest.param(kind, "data.cache_gb=0") for kind in HEADS),
+    *(
+        pytest.param(kind, "data.cache_gb=1", marks=[pytest.mark.thorough] * (kind != "eagle3"))
+        for kind in HEADS
+    ),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["data.cache_gb=0", "data.cache_gb=1"])
+@pytest.mark.parametrize(("kind", "cache"), RESUMED)
 def test_resume_equals_uninterrupted(made, tmp_path, monkeypatch, cache, kind):
     whole, parts = tmp_path / "whole" / "run", tmp_path / "parts" / "run"
     whole.parent.mkdir()
@@ -282,7 +291,15 @@ def test_data_that_teaches_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
+BY_FIT = ("medusa", "eagle3", "block")
+"""Kinds to which training gives other rows; all learn one by heart in test_contract.py."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in BY_FIT)) for kind in HEADS],
+)
 def test_heads_trained_on_a_conversation_are_right_about_it(tmp_path, kind):
     """Training and decoding obey one alignment law: what was learned by heart is accepted whole."""
     target = Target.load(write_target(tmp_path / "target"))

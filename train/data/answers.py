@@ -430,7 +430,8 @@ def answered(folder: str | Path, ids: Sequence[str]) -> list[int]:
                 raise _damaged(path, number, line)
             names.add(start[1].decode())
     for path in columns(folder):
-        names.update(read_batch(path)["id"].to_pylist())
+        batch = read_batch(path)
+        names.update(batch["id"].filter(pc.invert(batch["follows"])).to_pylist())
     return [place for place, name in enumerate(ids) if name in names]
 
 
@@ -479,24 +480,32 @@ class _Contents:
 
     documents, refused: rows of the folder's prompts in the order of `ids`, with an answer and
     without. others: rows of prompts that are not asked any more. A row is counted over all batches.
-    The first record of an id holds: one row, and those that follow it.
+    The first record of an id holds: one row, and those that follow it. Rows that follow one of a
+    file that was set aside are no record.
     """
 
     def __init__(self, batches: Iterable[pa.RecordBatch], ids: Sequence[str]) -> None:
         self._table = pa.Table.from_batches(batches, SCHEMA)
         follows = self._table["follows"].to_numpy()
-        starts = np.flatnonzero(~follows)
-        names = self._table["id"].take(pa.array(starts)).to_pylist()
-        rows = np.arange(len(follows))
-        first: dict[str, Array] = {}
-        for name, own in zip(names, np.split(rows, starts)[1:], strict=True):
-            first.setdefault(name, own)
-        asked = [first.pop(name) for name in ids if name in first]
-        self._asked = np.concatenate([rows[:0], *asked])
-        self.others = np.concatenate([rows[:0], *first.values()])
+        names = self._table["id"]
+        is_other = pc.not_equal(names[1:], names[: len(names) - 1]).to_numpy()
+        starts = np.flatnonzero(~follows | np.append(True, is_other)[: len(follows)])
+        stops = np.append(starts, len(follows))[1:]
+        first: dict[str, int] = {}
+        for record, name in enumerate(names.take(pa.array(starts)).to_pylist()):
+            if not follows[starts[record]]:
+                first.setdefault(name, record)
+
+        def rows(records: Iterable[int]) -> Array:
+            spans = [np.arange(starts[record], stops[record]) for record in records]
+            return np.concatenate([np.zeros(0, np.int64), *spans])
+
+        self._asked = rows([first.pop(name) for name in ids if name in first])
+        self.others = rows(first.values())
         has_answer = self._table["turns"].to_numpy()[self._asked] > 0
         self.documents = self._asked[has_answer]
         self.refused = self._asked[~has_answer]
+        self._follows = follows
         self.answered = int((~follows[self.documents]).sum())  # prompts
         self._sizes = pc.list_value_length(self._table["tokens"]).to_numpy().astype(np.int64)
 
@@ -532,11 +541,16 @@ class _Contents:
         )
 
     def batches(self, rows: Array) -> Iterator[pa.RecordBatch]:
-        """These rows in batches of at most SHARD_TOKENS tokens, or one row."""
+        """These rows in batches of at most SHARD_TOKENS tokens, or one record: a damaged file has
+        no part of a record whose other part is in another file.
+        """
         ends = self._sizes[rows].cumsum()
+        edges = np.append(np.flatnonzero(~self._follows[rows]), len(rows))
         start = used = 0
         while start < len(rows):
-            stop = max(start + 1, int(np.searchsorted(ends, used + SHARD_TOKENS, side="right")))
+            later = edges[edges > start]
+            fitting = later[ends[later - 1] <= used + SHARD_TOKENS]
+            stop = int(fitting[-1] if len(fitting) else later[0])
             yield self._take(rows[start:stop])
             start = stop
             used = int(ends[stop - 1])

@@ -2,7 +2,8 @@
 
 Answers keep the ids that the target generated. A later turn adds only the text that the chat
 template puts between an answer and the next generation prompt, which is found by rendering the
-conversation with a placeholder for the answer. If the template rewrites earlier turns (drops their
+conversation with a placeholder for the answer; one with tool calls stands for itself, as templates
+refuse results without calls. If the template rewrites earlier turns (drops their
 reasoning, inserts an empty reasoning block), no such text exists: the document is closed, and the
 next answer opens another one, after the history as the template renders it now. So the target sees
 in training what it sees in a chat, and every answer is learned once.
@@ -70,6 +71,7 @@ class Conversation:
         self._reasoning = reasoning
         self._first = 0  # first answer of the open document; earlier ones are its history
         self._lead = ""  # text of the template between the last generation prompt and its answer
+        self._text = ANSWER  # what stands for the last answer in later turns
         self._learn: list[tuple[int, int]] = []
         self._finish = ""  # of the last answer that is learned
         self._closed: list[Record] = []
@@ -109,16 +111,19 @@ class Conversation:
         message: Message | None = None,
         lead: str = "",
         lead_ids: Sequence[int] = (),
+        text: str = ANSWER,
     ) -> None:
         """Append an answer of at least one token.
 
         message: the answer as later turns show it; default: its text. One with `learn: False` is
-        context. lead: text that the template inserts before the answer; context, not learned.
+        context. lead: text that the template inserts before the answer; context, not learned. text:
+        of a message with tool calls, as the template shows it.
         """
         assert ids and self.tokens, "an answer has a token and position 0 is never learned"
         message = {**(message or assistant(self._renderer.answer_text(ids)))}
         is_learned = message.pop("learn", True)
         self._lead = lead
+        self._text = text.strip()
         self.tokens += lead_ids
         thought = 0 if self._reasoning == "keep" else self._reasoning_length(ids)
         start, stop = (0, thought) if self._reasoning == "only" else (thought, len(ids))
@@ -202,18 +207,19 @@ class Conversation:
         last = self.tokens[-1]
         history = self.answers[: self._first]
         answers = self.answers[self._first :]
-        if any(answer.get("tool_calls") for answer in answers):
-            return None  # a template may refuse the results of calls that the placeholder replaces
-        replaced = [*history, *[assistant(ANSWER)] * len(answers)]
+        replaced = history + [
+            answer if answer.get("tool_calls") else assistant(ANSWER) for answer in answers
+        ]
         before = render(renderer, turns[:-1], replaced[:-1]) + self._lead
         whole = render(renderer, turns, replaced)
         rest = whole[len(before) :].lstrip()
         rendered = render(renderer, turns, self.answers)
-        parts = [answer.get(key, "") for answer in answers for key in ("content", THOUGHT_KEY)]
+        texts = [answer for answer in answers if not answer.get("tool_calls")]
+        parts = [answer.get(key, "") for answer in texts for key in ("content", THOUGHT_KEY)]
         are_shown = all(part.strip() in rendered for part in parts)
-        if not (are_shown and whole.startswith(before) and rest.startswith(ANSWER)):
+        if not (are_shown and whole.startswith(before) and rest.startswith(self._text)):
             return None
-        rest = rest.removeprefix(ANSWER)
+        rest = rest.removeprefix(self._text)
         if last not in renderer.eos_ids:
             return renderer.encode(rest)
         end = renderer.tokenizer.decode([last])
@@ -261,14 +267,15 @@ def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]
 
 def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError if there are tool calls or results in prompts, and the chat template does
-    not render them. Definitions that it does not render are said.
+    not render them. Definitions and documents that it does not render are said.
     """
-    variables = next((each.template_args for each in prompts if each.template_args), {})
-    renderer = renderer.with_variables(variables)
-    with suppress(TemplateError):  # what it refuses is said where it is rendered
-        without = renderer.with_variables({"tools": None}).text([QUESTION])
-        if renderer.template_args.get("tools") and renderer.text([QUESTION]) == without:
-            logger.warning("the chat template shows no definitions of tools; they are left out")
+    pairs = (pair for each in prompts for pair in each.template_args.items())
+    renderer = renderer.with_variables(dict(pairs))
+    for name in ("tools", "documents"):
+        with suppress(TemplateError):  # what it refuses is said where it is rendered
+            without = renderer.with_variables({name: None}).text([QUESTION])
+            if renderer.template_args.get(name) and renderer.text([QUESTION]) == without:
+                logger.warning("the chat template shows no %s; they are left out", name)
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return

@@ -36,7 +36,7 @@ from draftheads.train.data.conversation import (
     check_tools,
     render,
 )
-from draftheads.train.data.prompts import Message, Messages, Prompt
+from draftheads.train.data.prompts import CUT, FINISHES, Message, Messages, Prompt, is_silent
 from draftheads.train.data.shards import documents_of, rows_of, to_batch
 from draftheads.train.data.text_side import TextSide
 
@@ -119,8 +119,10 @@ def replay(
         except (TemplateError, ValueError) as error:  # other conversations may be fine
             conversation.end("skipped", f"turn {place + 1}: {error}")
             break
-        end_ids = [] if written.end is None else [written.end]
-        conversation.answer(ids + end_ids, answer, written.lead, lead_ids)
+        is_cut = answer.get(FINISHES[0]) == CUT[0]
+        end_ids = [] if is_cut or written.end is None else [written.end]
+        text = written.text if answer.get("tool_calls") else ANSWER
+        conversation.answer(ids + end_ids, answer, written.lead, lead_ids, text)
     return conversation.record()
 
 
@@ -133,8 +135,7 @@ def _parts(messages: Messages) -> tuple[list[Turn], list[Message]]:
     is_asked = False
     for message in messages:
         is_asked = is_asked or message["role"] == "user"
-        has_content = (message.get("content") or "").strip() or message.get("tool_calls")
-        if is_asked and message["role"] == "assistant" and has_content:
+        if is_asked and message["role"] == "assistant" and not is_silent(message):
             answers.append(message)
             turns.append([])
         else:
@@ -182,14 +183,21 @@ def _rendering_as_shown(
     """Tool calls, and reasoning between special tokens, stand in the conversation in the template's
     own layout. ends: end tokens by their text.
     """
+    empty = rf"\s*{re.escape(how.opening)}\s*{re.escape(how.closing)}\s*"
     text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+    if not text:  # the prompt has an empty block, which the template leaves out of answers
+        prompt = re.sub(rf"{empty}$", "", prompt)
+        text = whole[len(prompt) :] if whole.startswith(prompt) else ""
+        text = text.lstrip().removeprefix(how.closing).lstrip()
+        has_two = any(text.endswith(end) and text.count(end) > 1 for end in ends)
+        if has_two or text.startswith(how.opening.strip()):  # what no target writes behind it
+            text = ""
     names = [call["function"]["name"] for call in answer.get("tool_calls", ())]
     if not text or not all(name in text for name in names):
         raise ValueError(
             "expected tool calls or reasoning after the generation prompt, found other text; "
             "--template-args may switch reasoning on"
         )
-    empty = rf"\s*{re.escape(how.opening)}\s*{re.escape(how.closing)}\s*"
     block = re.match(empty, text)
     lead = block.group() if block else ""
     end = next((end for end in ends if text.endswith(end)), "")

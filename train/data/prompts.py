@@ -1,10 +1,11 @@
 """Prompts and conversations, read from files, folders and Hub data sets.
 
 Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .txt and .md, also packed as .gz,
-.bz2 or .zst; .csv, .parquet and .arrow; a folder of them (README, LICENSE and hidden files are
-ignored); a Hub data set, "owner/name" or "owner/name:config"; or one of SETS by name. In a .txt or
-.md file each paragraph is a record or, without blank lines, each line. JSON is read here, not by
-`datasets`, which refuses lines of several shapes and fills their objects with nulls.
+.bz2 or .zst; .csv, .tsv, .parquet and .arrow; a folder of them (README, LICENSE and hidden files
+are ignored); a Hub data set, "owner/name" or "owner/name:config"; or one of SETS by name. In a .txt
+or .md file each paragraph is a record or, without blank lines, each line. JSON is read here, not by
+`datasets`, which refuses lines of several shapes and fills their objects with nulls. Fields of .csv
+and .tsv are text.
 
 A record has a conversation, a question or a text; KEYS are the names of these and of what stands
 beside them:
@@ -13,40 +14,66 @@ beside them:
                     ["...", ...], questions alone (MT-bench)
     question        "...", or a conversation up to the question
     context         goes behind the question, after a blank line (Alpaca's input, Dolly, SQuAD)
-    choices         likewise (MMLU), as lines "A. ..."
+    choices         likewise (MMLU), as lines "A. ...", or with labels of their own (ARC)
     answer          "...", a number, messages, an index of the choices, or {"text": [...]} (SQuAD)
+    reasoning       what the answer begins with
+    label           false: the answer is a rejected one (KTO); a number is not read
     history         [["question", "answer"], ...] before the question
     system          the system's message, where the conversation has none
     tools           definitions for the chat template, as objects or JSON text
+    variables       of the chat template, likewise (TRL)
+    documents       likewise, for templates that show them
     text            plain text that the target continues
-    preferences     not read: answers of others
+    not read        answers of others, marks of parts of an answer
 
-An assistant's message may have its reasoning in a key of its own (THOUGHTS), and `weight: 0`,
-`train: false` or the like (UNLEARNED) if it is not to be learned. Reasoning, calls and results may
-also be parts of a content that is a list (PART_KEYS). In any record, `category` may name the kind
-of a prompt. Keys that are known and not read are counted and said. Errors name the record:
+An assistant's message may have its reasoning in a key of its own (THOUGHTS), `weight: 0`, `train:
+false` or the like (MARKS) if it is not to be learned, and `finish_reason: length` if it was cut. So
+may a record, also with a list of marks, one for each turn. Reasoning,
+calls and results may also be parts of a content that is a list (PART_KEYS). In any record,
+`category` may name the kind of a prompt. Keys that are known and not read are counted and said.
+Errors name the record:
 "prompts.jsonl line 17, messages, turn 2: expected ...".
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from json import JSONDecoder
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, BinaryIO, Literal
+from unittest import mock
 
-from draftheads.arguments import HUB_ID, suggestion
+from draftheads.arguments import (
+    EITHER,
+    FOLDER,
+    HUB_ID,
+    JSON,
+    PROMPTS,
+    check_kind,
+    suggestion,
+)
 from draftheads.extras import extras
-from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, assistant, tool_call
-from draftheads.recipes import FOLDER, packaged
+from draftheads.infer.text import (
+    ARGUMENT_KEYS,
+    THOUGHT_KEY,
+    THOUGHTS,
+    assistant,
+    read_arguments,
+    tool_call,
+)
+from draftheads.recipes import FOLDER as RECIPES
+from draftheads.recipes import packaged
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
     "conversation": ("messages", "conversations", "conversation", "turns"),
@@ -65,9 +92,22 @@ KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first t
         "targets",
     ),
     "history": ("history",),
-    "system": ("system", "system_prompt"),
+    "reasoning": THOUGHTS,
+    "label": ("label", "kto_tag"),
+    "system": ("system", "system_prompt", "instructions"),
     "tools": ("tools", "functions"),
-    "preferences": ("chosen", "rejected"),
+    "variables": ("chat_template_kwargs",),
+    "documents": ("documents",),
+    "not read": (
+        "chosen",
+        "rejected",
+        "completions",
+        "rejected_response",
+        "mask",
+        "rationale",
+        "cot",
+        "chain_of_thought",
+    ),
 }
 QUESTIONS = KEYS["conversation"] + KEYS["question"] + KEYS["text"]
 """Keys of which a record has one."""
@@ -79,7 +119,7 @@ SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_datase
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
 }
-PACKAGED = tuple(path.stem for path in FOLDER.glob("*.jsonl"))
+PACKAGED = tuple(path.stem for path in RECIPES.glob("*.jsonl"))
 """Sets that come with the package."""
 ROLES = {  # our role -> names of it in data sets
     "user": ("user", "human", "prompter"),
@@ -95,9 +135,17 @@ PART_KEYS = {  # type of a content part: the key that a message has for it
     "tool_use": "tool_calls",
     "tool_call": "tool_calls",
 }
-UNLEARNED = ("weight", "train", "training", "loss_weight", "loss")
+MARKS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask", "learn")
 """Keys of an assistant's message that is context alone, if one of them is 0 or false."""
-CALL_TEXT = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+FINISHES = ("finish_reason", "stop_reason")
+CUT = ("length", "max_tokens", "max_output_tokens", "model_length", "content_filter", "abort")
+"""Reasons for which an answer has no end of its own."""
+UNREAD = ("train_detail", "training_detail", "loss_scale", "mask", "prefix", "refusal")
+"""Keys of a turn that are known and not read."""
+ENDED = re.compile(
+    r"(<\|(im_end|eot_id|eom_id|end|return|end_of_turn)\|>|<end_of_turn>|\[/INST\].*</s>)\s*$"
+)
+"""The end of a text that a chat template rendered, with an answer."""
 PACKED = (".gz", ".bz2", ".zst")
 ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets` writes beside a data set."""
@@ -185,7 +233,10 @@ def read_conversations(
     conversations = []
     for where, prompt in _parsed(records, parts, limit):
         if prompt.messages is None:
-            raise ValueError(f"{where}: expected a conversation, got plain text; leave it out")
+            raise ValueError(
+                f"{where}: expected a conversation, got plain text; give its turns as messages, or "
+                "leave it out"
+            )
         if learn == "last":
             for message in prompt.messages[:-1]:
                 if message["role"] == "assistant":
@@ -197,13 +248,21 @@ def read_conversations(
 
 
 def check_source(source: str | Path) -> Path:
-    """The path of a source, ~ expanded. Raises ValueError for what is neither a file, a folder nor
-    one of SETS, and cannot be the name of a data set or is more likely a misspelt file.
+    """The path of a source, ~ expanded. Raises ValueError for what is neither a file of prompts, a
+    folder with some nor one of SETS, and cannot be the name of a data set or is more likely a
+    misspelt file.
     """
     if demo := packaged(str(source), ".jsonl"):
         return demo
     path = Path(os.path.expanduser(source))
-    if str(source) and (path.exists() or str(source) in SETS):
+    if str(source) and path.exists():
+        kinds = (PROMPTS, JSON, FOLDER, EITHER)
+        advice = f"pass a folder of {', '.join(SUFFIXES)} files, or one of them"
+        check_kind(str(source), path, PROMPTS, kinds, advice)
+        if path.is_dir():
+            prompt_files(path)
+        return path
+    if str(source) in SETS:
         return path
     files = []
     if path.parent.is_dir():
@@ -228,29 +287,55 @@ def _records(source: str | Path, split: str | None, limit: int | None) -> Record
     if path.is_file():
         yield from _file_records(path)
     elif path.is_dir():
-        files = []
-        for file in sorted(path.rglob("*")):
-            is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            is_about = file.stem.upper().startswith(("README", "LICENSE")) or file.name in ABOUT
-            is_ours = _suffix(file) in SUFFIXES and file.is_file()
-            if is_ours and not (is_about or is_hidden):
-                files.append(file)
-        if not files:
-            raise ValueError(
-                f"{path}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
-                "give the folder that has them"
-            )
-        for file in files:
+        for file in prompt_files(path):
             yield from _file_records(file)
     else:
         yield from _hub_records(str(source), split, limit)
+
+
+def prompt_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold prompts, in order. Raises ValueError where none does."""
+    files = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        is_about = file.stem.upper().startswith(("README", "LICENSE")) or file.name in ABOUT
+        is_ours = _suffix(file) in SUFFIXES and file.is_file()
+        if is_ours and not (is_about or is_hidden):
+            files.append(file)
+    if not files:
+        raise ValueError(
+            f"{folder}: expected a folder with {', '.join(SUFFIXES)} files, found none; "
+            "give the folder that has them"
+        )
+    return files
 
 
 def _hub_records(source: str, split: str | None, limit: int | None) -> Records:
     name, _, config = source.partition(":")
     choice = SETS.get(source, {"path": name, "name": config or None, "split": "train"})
     split = split or choice["split"]
-    return _dataset(f"{source} [{split}]", **choice | {"split": split}, streaming=limit is not None)
+    choice = choice | {"split": split}
+    rows = _dataset(f"{source} [{split}]", **choice, streaming=limit is not None)
+    return rows if "data_files" in choice else _without_retries(rows)
+
+
+def _without_retries(rows: Records) -> Records:
+    """The same: where the Hub does not answer, from what was downloaded earlier. `datasets` would
+    ask for half a minute first.
+    """
+    with extras():
+        import datasets  # slow, and optional
+
+    from huggingface_hub import constants
+
+    from draftheads.heads.online import hub_answers
+
+    is_offline = not hub_answers()
+    with (
+        mock.patch.object(constants, "HF_HUB_OFFLINE", is_offline),
+        mock.patch.object(datasets.config, "HF_HUB_OFFLINE", is_offline),
+    ):
+        yield from rows
 
 
 def _table(path: Path) -> Records:
@@ -258,8 +343,22 @@ def _table(path: Path) -> Records:
     return _dataset(str(path), path=kind, data_files=str(path), split="train", streaming=True)
 
 
+def _text_table(path: Path) -> Records:
+    """Records of text alone, in which pandas sees numbers and nothing ("02108", "NA")."""
+    csv.field_size_limit((1 << 31) - 1)
+    dialect = "excel-tab" if _suffix(path) == ".tsv" else "excel"
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text, dialect=dialect, strict=True)
+        for number, record in enumerate(rows, start=1):
+            if None in record:
+                raise ValueError(f"record {number} has more fields than the first line")
+            yield f"{path} record {number}", record
+
+
 def _dataset(place: str, **arguments: Any) -> Records:
-    """The rows of a data set, as `datasets.load_dataset` takes its arguments."""
+    """The rows of a data set, as `datasets.load_dataset` takes its arguments; fields of CSV files
+    are text here, too.
+    """
     with extras():
         import datasets  # slow, and optional
 
@@ -267,6 +366,12 @@ def _dataset(place: str, **arguments: Any) -> Records:
     try:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
+            if getattr(getattr(rows, "info", None), "builder_name", "") == "csv":
+                names: Iterable[str] = rows.column_names or next(iter(rows), {})
+                fields = dict.fromkeys(names, datasets.Value("string"))
+                features = datasets.Features(fields)
+                arguments |= {"features": features, "keep_default_na": False}
+                rows = datasets.load_dataset(**arguments)
         for number, record in enumerate(rows, start=1):
             yield f"{place} record {number}", without_nulls(record)
     except failures as error:
@@ -283,12 +388,10 @@ def _suffix(path: Path) -> str:
 
 
 def _file_records(path: Path) -> Records:
-    if _suffix(path) not in SUFFIXES:
-        raise ValueError(f"{path}: expected a file ending in {', '.join(SUFFIXES)}; convert it")
     try:
         yield from READERS[_suffix(path)](path)
     # codecs, pyarrow and pandas do not name the file
-    except (EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
+    except (csv.Error, EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
         if str(path) in str(e):
             raise
         raise ValueError(
@@ -318,10 +421,21 @@ def _paragraphs(path: Path) -> Records:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the keys that Arrow adds: it gives all objects of a column the same ones."""
+    """A value without the keys that Arrow adds, as nulls or NaN: it gives all objects of a column
+    the same ones.
+    """
     if isinstance(value, dict):
-        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+        return {
+            key: without_nulls(each)
+            for key, each in value.items()
+            if each is not None and each == each
+        }
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _json(text: str | bytes) -> Any:
+    """JSON, with NaN, as pandas writes what is missing, for null."""
+    return json.loads(text, parse_constant=lambda _: None)
 
 
 def _json_lines(path: Path) -> Records:
@@ -330,7 +444,7 @@ def _json_lines(path: Path) -> Records:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = _json(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path} line {number}: expected JSON in UTF-8, got {line[:40]!r}... "
@@ -342,7 +456,7 @@ def _json_lines(path: Path) -> Records:
 def _json_records(path: Path) -> Records:
     try:
         with _opened(path) as file:
-            loaded = json.load(file)
+            loaded = _json(file.read())
     except (ValueError, RecursionError):  # many Hub data sets name JSON lines .json
         yield from _json_lines(path)
         return
@@ -359,7 +473,8 @@ def _json_records(path: Path) -> Records:
 READERS: dict[str, Callable[[Path], Records]] = {
     ".json": _json_records,
     ".jsonl": _json_lines,
-    ".csv": _table,
+    ".csv": _text_table,
+    ".tsv": _text_table,
     ".parquet": _table,
     ".arrow": _table,
     ".txt": _paragraphs,
@@ -408,18 +523,81 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     text = _text(f"{where}, {key}", turns, parts) if key == "text" else ""
     if key == "text" and not text.strip():
         raise EmptyPromptError
-    if key in KEYS["question"]:
-        turns = _question_and_answer(where, turns, left, parts)
+    if ENDED.search(text):
+        raise ValueError(
+            f"{where}, text: expected plain text to go on with, got a rendered chat, which ends "
+            f"with {text.strip()[-14:]!r}; give its turns as messages"
+        )
+    turns = _turns(where, key, turns, left, parts)
     messages = None if text else _read_turns(f"{where}, {key}", turns, parts)
     if messages and messages[0]["role"] != "system":
         system = _text(f"{where}, system", _take("system", left), parts)
         if system.strip():
             messages = ({"role": "system", "content": system}, *messages)
-    tools = tool_definitions(f"{where}, tools", _take("tools", left)) if parts.tools else []
+    variables = _variables(where, left, parts)
     _count_left(key, left, parts)
     category = record.get("category")
     category = category if isinstance(category, str) else None
-    return Prompt(index, messages, text or None, category, {"tools": tools} if tools else {})
+    return Prompt(index, messages, text or None, category, variables)
+
+
+def _variables(where: str, left: Message, parts: _Parts) -> Message:
+    """The variables of the chat template that a record has."""
+    variables = _loaded(_take("variables", left) or {})
+    if not isinstance(variables, dict):
+        raise ValueError(
+            f"{where}, chat_template_kwargs: expected an object, got {_describe(variables)}; fix it"
+        )
+    tools = tool_definitions(f"{where}, tools", _take("tools", left)) if parts.tools else []
+    more = {"tools": tools, "documents": _loaded(_take("documents", left))}
+    return variables | {name: value for name, value in more.items() if value}
+
+
+def _turns(where: str, key: str, turns: Any, left: Message, parts: _Parts) -> Any:
+    """The turns of a record, with what it says of all or each of them."""
+    if key in KEYS["question"]:
+        turns = _question_and_answer(where, turns, left, parts)
+    elif key in KEYS["conversation"]:
+        turns = _loaded(turns)
+    if not (parts.answers and isinstance(turns, list)):
+        return turns
+    turns = _marked(where, turns, left, parts)
+    finish = {name: left[name] for name in FINISHES if name in left}
+    if turns and isinstance(turns[-1], dict):
+        turns[-1] = finish | turns[-1]
+    return turns
+
+
+def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[Any]:
+    """Turns with the marks that their record has, one for all or one for each."""
+    marks = {name: _loaded(left[name]) for name in MARKS if name in left}
+    for name in KEYS["label"]:
+        label = _loaded(str(left.get(name)).lower())
+        if isinstance(label, bool):
+            marks[name] = label
+            del left[name]
+            parts.left_out.update([f"answers with {name} false"] * (not label))
+    for name, mark in marks.items():
+        each = mark if isinstance(mark, list) else [mark] * len(turns)
+        if len(each) != len(turns):
+            raise ValueError(
+                f"{where}, {name}: expected a mark for each of {len(turns)} turns, got "
+                f"{len(each)}; fix or remove them"
+            )
+        for place, own in enumerate(each):
+            if not _is_set(f"{where}, {name}", own) and isinstance(turns[place], dict):
+                turns[place] = {**turns[place], "learn": False}
+    return turns
+
+
+def _is_set(where: str, mark: Any) -> bool:
+    """Whether a mark, a number or true or false, also as a text, is more than 0."""
+    value = _loaded(mark.lower()) if isinstance(mark, str) else mark
+    if not isinstance(value, int | float):
+        raise ValueError(
+            f"{where}: expected a number, true or false, got {_describe(mark)}; fix or remove it"
+        )
+    return value > 0
 
 
 def _take(kind: str, left: Message) -> Any:
@@ -429,7 +607,8 @@ def _take(kind: str, left: Message) -> Any:
 
 def _count_left(main: str, left: Message, parts: _Parts) -> None:
     """Count what is left of a record and was not meant to be: known keys, and what is no text."""
-    kinds = [kind for kind in KEYS if parts.answers or kind != "answer"]
+    of_answers = () if parts.answers else ("answer", "reasoning", "label")
+    kinds = [kind for kind in KEYS if kind not in of_answers]
     known = {key for kind in kinds for key in KEYS[kind]}
     parts.left_out.update(key for key in MEDIA if key in left)
     parts.left_out.update(f"{key} beside {main}" for key in left if key in known)
@@ -439,30 +618,67 @@ def _question_and_answer(where: str, question: Any, left: Message, parts: _Parts
     """The turns of which a question is the last, or the last but its answer. It may be a text, with
     texts beside it, or have turns itself.
     """
-    turns: list[Any] = []
-    for pair in _take("history", left):
-        roles = zip(("user", "assistant"), pair, strict=False)
-        messages = [{"role": role, "content": content} for role, content in roles]
-        turns += messages if isinstance(pair, list) else [pair]
+    turns = _history(where, _take("history", left))
     choices = _take("choices", left)
+    labels: Sequence[str] = ascii_uppercase if choices else ""
+    if choices and not isinstance(choices, str):
+        named = _choices(where, choices, parts)
+        labels = [*named]
+        choices = "\n".join(f"{label}. {text}" for label, text in named.items())
     if isinstance(question, str):
         context = _text(f"{where}, input", _take("context", left), parts)
-        question = ["\n\n".join(filter(str.strip, [question, context, _choice_lines(choices)]))]
+        question = ["\n\n".join(filter(str.strip, [question, context, choices]))]
     if not isinstance(question, list):
         return question
     turns += question
-    return turns + _answers(_take("answer", left), bool(choices)) if parts.answers else turns
+    if not parts.answers:
+        return turns
+    thought = _take("reasoning", left)
+    answers = _answers(_take("answer", left), labels)
+    if answers and thought:
+        answers[-1] = {THOUGHT_KEY: thought, **answers[-1]}
+    return turns + answers
 
 
-def _choice_lines(choices: Any) -> str:
-    """Choices as lines with letters. ARC has them in an object with labels, MedQA by letter."""
-    if isinstance(choices, str):
-        return choices
-    texts = choices.get("text", choices.values()) if isinstance(choices, dict) else choices
-    return "\n".join(map("{}. {}".format, ascii_uppercase, texts))
+def _history(where: str, value: Any) -> list[Any]:
+    """The turns of a history, which has pairs of texts, or messages; also as JSON text."""
+    turns: list[Any] = []
+    pairs = _loaded(value or [])
+    for pair in pairs if isinstance(pairs, list) else [pairs]:
+        if isinstance(pair, list) and len(pair) <= 2:
+            roles = zip(("user", "assistant"), pair, strict=False)
+            turns += [{"role": role, "content": content} for role, content in roles]
+        elif isinstance(pair, dict):
+            turns.append(pair)
+        else:
+            raise ValueError(
+                f"{where}, history: expected pairs of texts, or messages, got {_describe(pair)}; "
+                "fix it"
+            )
+    return turns
 
 
-def _answers(value: Any, has_choices: bool) -> list[Any]:
+def _choices(where: str, value: Any, parts: _Parts) -> dict[str, str]:
+    """Choices by their labels. ARC has both in an object, MedQA an object by letter, others a
+    list.
+    """
+    labels: Any = ascii_uppercase
+    texts = value
+    if isinstance(value, dict):
+        texts = value.get("text", [*value.values()])
+        labels = value.get("label", ascii_uppercase if "text" in value else [*value])
+    if len(texts) > len(labels):
+        raise ValueError(
+            f"{where}, choices: expected at most {len(labels)}, got {len(texts)}; leave some out"
+        )
+    texts = [str(text) if isinstance(text, int | float) else text for text in texts]
+    return {
+        str(label): _text(f"{where}, choices", text, parts)
+        for label, text in zip(labels, texts, strict=False)
+    }
+
+
+def _answers(value: Any, labels: Sequence[str]) -> list[Any]:
     """An answer as turns: a text, several that are right (SQuAD), a number, the index of a choice,
     or messages.
     """
@@ -470,12 +686,12 @@ def _answers(value: Any, has_choices: bool) -> list[Any]:
         value = value.get("text")
     if isinstance(value, list):
         if not value or isinstance(value[0], dict):
-            return value
+            return [*value]
         value = value[0]
     if isinstance(value, int | float):
-        is_index = has_choices and value in range(len(ascii_uppercase))
-        value = ascii_uppercase[int(value)] if is_index else str(value)
-    return [assistant(value)]
+        is_index = not isinstance(value, bool) and value in range(len(labels))
+        value = labels[int(value)] if is_index else str(value)
+    return [assistant(value)] if value else []
 
 
 def _loaded(value: Any) -> Any:
@@ -535,11 +751,17 @@ def _read_turns(where: str, turns: Any, parts: _Parts) -> Messages:
             messages.append(message)
     _link(messages)
     last = {"assistant"} if parts.answers else {"user", "tool"}
-    while messages and messages[-1]["role"] not in last:
+    while messages and (messages[-1]["role"] not in last or is_silent(messages[-1])):
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise EmptyPromptError
     return tuple(messages)
+
+
+def is_silent(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant says nothing here."""
+    says = (message.get("content") or "").strip() or message.get("tool_calls")
+    return message["role"] == "assistant" and not says
 
 
 def _unfolded(turn: Any) -> list[Any]:
@@ -625,28 +847,33 @@ def _result(where: str, turn: Message, content: Any, parts: _Parts) -> Message:
 
 def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message | None:
     """An assistant's text with its reasoning and tool calls as a message."""
-    calls = turn.get("tool_calls") or turn.get("function_call") if parts.tools else None
-    if not (calls or parts.answers):
+    calls = turn.get("tool_calls") or turn.get("function_call")
+    if not (parts.answers or calls and parts.tools):
         return None
     text = _text(where, content, parts)
+    parts.left_out.update(["empty answers"] if not (calls or text.strip()) else [])
+    parts.left_out.update(f"{key} of a turn" for key in UNREAD if turn.get(key))
     if calls or not parts.tools:
-        text = CALL_TEXT.sub("", text)
-    if not (calls or text.strip()):
+        text, _ = _without_calls(text)
+    if not (parts.tools or text.strip()):  # it was a call
         return None
     message = assistant(text)
     thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
     if thought:
         message[THOUGHT_KEY] = _text(where, thought, parts)
-    if calls:
+    if calls and parts.tools:
         message["tool_calls"] = _calls(where, calls)
-    if any(turn.get(key, 1) == 0 for key in UNLEARNED):
+    marks = [key for key in MARKS if turn.get(key) not in (None, "")]
+    if not all(_is_set(f"{where}, {key}", turn[key]) for key in marks):
         message["learn"] = False
+    if any(str(turn.get(key)).lower() in CUT for key in FINISHES):
+        message[FINISHES[0]] = CUT[0]
     return message
 
 
 def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
-    marked = CALL_TEXT.findall(value) if isinstance(value, str) else []
+    marked = _without_calls(value)[1] if isinstance(value, str) else []
     try:
         return [_call(call) for call in _objects(marked or value)]
     except (KeyError, AttributeError, RecursionError) as error:
@@ -656,11 +883,28 @@ def _calls(where: str, value: Any) -> list[Message]:
         ) from error
 
 
+def _without_calls(text: str) -> tuple[str, list[str]]:
+    """A text without its marked calls, and these. JSON may have the marks in its strings."""
+    calls = []
+    rest, mark, call = text.partition("<tool_call>")
+    while mark:
+        end = 0
+        with suppress(ValueError, RecursionError):
+            _, end = JSONDecoder(strict=False).raw_decode(call, len(call) - len(call.lstrip()))
+        closing, _, after = call[end:].partition("</tool_call>")
+        calls.append(call[:end] + closing)
+        before, mark, call = after.partition("<tool_call>")
+        rest += before
+    return rest, calls
+
+
 def _call(call: Message) -> Message:
     function = call.get("function") or _loaded(call.get("value")) or call
-    arguments = _loaded(function.get("arguments", function.get("input"))) or {}
-    if isinstance(arguments, str):  # of a tool that takes plain text; templates require an object
-        arguments = {"input": arguments}
+    try:
+        arguments = read_arguments(function)
+    except ValueError:  # of a tool that takes plain text; templates require an object
+        [text, *_] = [function[key] for key in ARGUMENT_KEYS if function.get(key) is not None]
+        arguments = {"input": text}
     return tool_call(function["name"], arguments, call.get("id"))
 
 

@@ -18,7 +18,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -168,7 +167,10 @@ class ServedTarget(Answerer):
         work = _Work(self.servers, self._concurrency, rows)
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self.servers}
-            converse = partial(self._converse, clients, sampling)
+
+            def converse(asked: _Asked) -> Coroutine[Any, Any, None]:
+                return self._converse(asked, clients[asked.server], sampling)
+
             try:
                 while ended := runner.run(work.next_ended(converse)):
                     for asked in filter(work.is_done, ended):
@@ -186,9 +188,7 @@ class ServedTarget(Answerer):
                 for client in clients.values():
                     runner.run(client.aclose())
 
-    async def _converse(
-        self, clients: dict[Server, Any], sampling: AnswerSampling, asked: _Asked
-    ) -> None:
+    async def _converse(self, asked: _Asked, client: Any, sampling: AnswerSampling) -> None:
         """Answer all turns of one conversation, until an error."""
         row = asked.row
         server = asked.server
@@ -197,7 +197,7 @@ class ServedTarget(Answerer):
             while asked.is_open or row.ask():
                 asked.is_open = True
                 request = self.request(row.tokens, sampling, sampling.seed_of(row))
-                completion = await server.complete(clients[server], request)
+                completion = await server.complete(client, request)
                 self._take(row, completion, sampling)
                 asked.is_open = False
         except ServerError as error:

@@ -21,7 +21,6 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cache
 from itertools import count
 from pathlib import Path, PurePath
 from threading import Thread
@@ -120,6 +119,7 @@ class StateServers:
         self._thread.start()
         self._clients = {server: server.client() for server in self.servers}
         self._places = {server: asyncio.Semaphore(choices.in_flight) for server in self.servers}
+        self._asked: set[asyncio.Task[Tensor]] = set()
         self._is_closing = False
 
     def ask(self, document: Document, server: Server | None = None) -> Future[Tensor]:
@@ -153,17 +153,22 @@ class StateServers:
 
     async def _end(self) -> None:
         self._is_closing = True
-        asked = asyncio.all_tasks() - {asyncio.current_task()}
+        asked = [*self._asked]
         if asked:  # what servers have begun leaves a file each
             await asyncio.wait(asked, timeout=CLOSE_SECONDS)
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
+        await self._loop.shutdown_default_executor()  # threads that read and check files
         for client in self._clients.values():
             await client.aclose()
 
     async def _states(self, document: Document, only: Server | None) -> Tensor:
         """From the first server that gives them. Raises the error of the last one."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
         servers = [only] if only else self.servers
         first = next(self._turns) % len(servers)
         fault: ServerError | None = None
@@ -280,8 +285,9 @@ def served_features(
     captured = recipe.features.layers or captured_states(layers, target.layers)
     layout = StateLayout(target, captured, layers)
 
-    @cache
-    def servers() -> StateServers:
+    opened: Future[StateServers] = Future()  # or why they cannot be asked, which is found out once
+
+    def open_servers() -> StateServers:
         length = max(max(each.sizes) for each in rows)
         asked = StateServers(target, recipe.features, captured, length)
         try:
@@ -292,8 +298,16 @@ def served_features(
         log(f"{asked.servers[0].url} serves {target.name}: {proof}")
         return asked
 
+    def servers() -> StateServers:
+        if not opened.done():
+            try:
+                opened.set_result(open_servers())
+            except (ValueError, OSError) as error:
+                opened.set_exception(error)
+        return opened.result()
+
     def close() -> None:
-        if servers.cache_info().currsize:
+        if opened.done() and not opened.exception():
             servers().close()
 
     def features_of(own: Rows) -> StateFeatures:

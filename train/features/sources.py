@@ -17,8 +17,8 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,13 +86,10 @@ class SharedFaults:
     """Features whose errors wait until all processes can end together: a process that ended alone
     would take the steps since the last checkpoint with it. Zeros stand in for what is missing.
 
-    ahead, close: of the source. fault: the first error of this process. is_broken: whether `check`
-    has raised one.
+    fault: the first error of this process. is_broken: whether `check` has raised one.
     """
 
     def __init__(self, source: FeatureSource, target: Target, layers: int) -> None:
-        self.ahead = source.ahead
-        self.close = source.close
         self._source = source
         self._target = target
         self._width = layers * target.hidden_size
@@ -101,18 +98,33 @@ class SharedFaults:
 
     def __call__(self, numbers: Sequence[int], batch: Batch) -> Tensor:
         """A `FeatureSource`."""
-        try:
+        with self._kept():
             return self._source(numbers, batch)
+        shape = (*batch.tokens_BT.shape, self._width)
+        return torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
+
+    def ahead(self, numbers: Sequence[int]) -> None:
+        """Begin with these rows, which will be asked for."""
+        with self._kept():
+            self._source.ahead(numbers)
+
+    def close(self) -> None:
+        """End what goes on beside training."""
+        self._source.close()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Note an error of the block as the fault, where it is the first."""
+        try:
+            yield
         except (ValueError, OSError) as error:
-            fault: Exception = error
+            self.fault = self.fault or error
         except Exception as error:  # of a library, about what it was given
             if is_of_machine(error):
                 raise
             fault = ValueError(f"features: cannot be read ({type(error).__name__}: {error})")
             fault.__cause__ = error
-        self.fault = self.fault or fault
-        shape = (*batch.tokens_BT.shape, self._width)
-        return torch.zeros(shape, dtype=self._target.dtype, device=self._target.device)
+            self.fault = self.fault or fault
 
     def check(self, accelerator: Accelerator) -> None:
         """A collective: raise, on all processes, the error of any."""
@@ -159,7 +171,6 @@ class MemoryFeatures:
     def __init__(self, online: RowSource, rows: Rows, gb: float) -> None:
         self.online = online
         self.rows = rows
-        self.close = online.close
         self._room = int(gb * 1e9)
         self._features: dict[int, Tensor] = {}
 
@@ -171,6 +182,10 @@ class MemoryFeatures:
     def ahead(self, numbers: Sequence[int]) -> None:
         """Begin with those that are not in memory."""
         self.online.ahead([number for number in numbers if number not in self._features])
+
+    def close(self) -> None:
+        """End what computes them."""
+        self.online.close()
 
     def _row(self, number: int) -> Tensor:
         if number in self._features:
@@ -412,17 +427,17 @@ def write_missing(stores: Sequence[StoredFeatures], accelerator: Accelerator) ->
             f"{free / 1e9:.3g} GB free on that disk; use another features.path, or set "
             "features.mode=online"
         )
-    if to_write:
-        main_process_log(accelerator)(f"{folder}: writing {to_write / 1e9:.3g} GB of features")
-        for store in stores:
-            store.folder.mkdir(parents=True, exist_ok=True)
-            sweep(store.folder, "shard-*")
-            if accelerator.is_main_process:
-                write_json(store.folder / MANIFEST, store.manifest)
-    accelerator.wait_for_everyone()  # all must have seen the same shards missing
-    for store, shards in pairs:
-        store.write(shards, accelerator)
-    accelerator.wait_for_everyone()
+    with agreeing(accelerator):  # after it, all have seen the same shards missing
+        if to_write:
+            main_process_log(accelerator)(f"{folder}: writing {to_write / 1e9:.3g} GB of features")
+            for store in stores:
+                store.folder.mkdir(parents=True, exist_ok=True)
+                sweep(store.folder, "shard-*")
+                if accelerator.is_main_process:
+                    write_json(store.folder / MANIFEST, store.manifest)
+    with agreeing(accelerator):
+        for store, shards in pairs:
+            store.write(shards, accelerator)
 
 
 def _write(path: Path, data: bytes) -> None:
