@@ -241,8 +241,8 @@ def _parsed_once() -> AbstractContextManager[Any]:
     """Inside, a GGUF file is parsed once, which takes seconds: transformers would do so for config,
     weights and tokenizer each, and make a table of names for each module.
     """
-    import gguf
-
+    with extras():  # transformers would log a paragraph
+        import gguf
     reader, names = partial(_parsed, gguf.GGUFReader), cache(gguf.get_tensor_name_map)
     return mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=names)
 
@@ -287,9 +287,6 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
     place, file = location(path)
-    if is_gguf(path):
-        with extras():  # transformers would log a paragraph
-            importlib.import_module("gguf")
     with reading(path, revision):
         config: PretrainedConfig = AutoConfig.from_pretrained(
             place, revision=revision, trust_remote_code=False, **file

@@ -11,6 +11,7 @@ ever removed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -80,7 +81,7 @@ def make_room(needed: int) -> None:
     """
     root = cache_folder()
     if needed > min(MOST_BYTES, shutil.disk_usage(root).free):
-        raise OSError(f"no room for {needed / 1e9:.2f} GB in {root}")
+        raise OSError(errno.ENOSPC, f"no room for {needed / 1e9:.2f} GB", str(root))
     folders = [path.parent for path in root.glob(f"*/{KEPT}")]
     folders.sort(key=lambda folder: folder.stat().st_mtime)
     while folders and needed + sum(map(size_of, folders)) > MOST_BYTES:

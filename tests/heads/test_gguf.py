@@ -175,6 +175,7 @@ def test_the_cache_has_a_limit_and_removes_only_its_own(file, cache, tmp_path, m
     assert first.is_dir() and other.is_dir() and not second.exists()
     monkeypatch.setattr(unpacked, "MOST_BYTES", size // 2)
     assert [started(files[1])[0] for _ in range(2)] == [1, 1]
+    assert f"no room for {size / 1e9:.2f} GB: '{cache}'" in caplog.text
     assert first.is_dir()
 
 
