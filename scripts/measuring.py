@@ -119,21 +119,14 @@ class Outputs:
 
     json_out: Json = None
     card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
-    analysis: Annotated[
-        bool, Option("--analysis", help="acceptance by depth, beside the formula")
-    ] = False
 
     def write(
         self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
     ) -> None:
         """Write and print all of them. is_whole: else no card is written."""
-        from draftheads.heads.terminal import SafeConsole
-        from draftheads.infer.measure.analysis import analysed
         from draftheads.infer.measure.report import print_report, write_cards
 
         print_report(report)
-        for line in analysed(report) if self.analysis else ():
-            SafeConsole().print(line)
         write_figures(self.json_out, asdict(report))
         if self.card and is_whole:
             write_cards(report, {name: each.folders[0] for name, each in drafts.items()})

@@ -37,9 +37,9 @@ def test_all_drafters_in_one_table(run, target, heads):
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 2],
         *["--repetitions", 1, "--max-new-tokens", 12, "--nodes", 4],
         *(word for source in sources for word in ("--head", source)),
-        *["--json", heads / "bench.json", "--analysis"],
+        *["--json", heads / "bench.json"],
     )
-    assert code == 0 and "generate" in table and "alpha by depth" in table
+    assert code == 0 and "generate" in table
     rows = json.loads((heads / "bench.json").read_text())["heads"]
     assert all(row["lossless"] for row in rows)
     own, named = f"model:{target.name}", f"retrieve:{questions(heads).name}"
