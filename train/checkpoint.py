@@ -43,7 +43,7 @@ from draftheads.train.recipe import Recipe, differences
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
-FORMAT = 3
+FORMAT = 4
 """Version of state.json."""
 PATIENCE = 3
 """Evaluations without improvement after which training that continues a head ends."""

@@ -204,8 +204,8 @@ STATES = [
     holding(b"[" * 200_000),
     holding(bytes(200)),
     holding(b"\xff\xfe{}"),
-    holding(b'{"format": 3}'),
-    holding(b'{"format": 3, "files": []}'),
+    holding(b'{"format": 4}'),
+    holding(b'{"format": 4, "files": []}'),
     without("step"),
     without("recipe"),
 ]
@@ -253,7 +253,7 @@ def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
         with suppress(ValueError):
             if json.loads(flipped) == json.loads(text):  # the 17th digit of a float
                 continue
-        with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 4,)"):
+        with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 5,)"):
             checkpoint.read_state(step)
     path.write_text(text)
     assert checkpoint.read_state(step).step == 6

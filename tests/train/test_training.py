@@ -215,7 +215,7 @@ def test_an_unfinished_checkpoint_is_ignored_and_cleaned_up(made, tmp_path):
         ("eagle", ["head.labels=hard", "head.rope_theta=500000"]),
         ("mtp", ["head.vocabulary=40", "run.precision=bf16"]),
         ("block", ["run.precision=bf16", "head.confidence=true", "head.conditioning=markov"]),
-        ("block", ["features.mode=cached", "head.labels=soft", "head.loss=dspark"]),
+        ("block", ["features.mode=cached", "head.labels=soft"]),
         ("block", ["run.compile=true", "run.gradient_checkpointing=true"]),
         ("block", ["head.vocabulary=40", "head.lm_head=own", "features.mode=cached"]),
         ("block", ["head.sample_from_anchor=false", "head.conditioning=none", "head.nodes=6"]),
