@@ -70,7 +70,6 @@ class RunState:
     versions: dict[str, str]  # of the packages that affect results
     measured: dict[str, Any] | None = None  # by decoding (`Measured.facts`)
     drift: dict[str, Any] | None = None  # of an adapted target (`Drift`)
-    heldout_loss: float | None = None  # per learned token, if the recipe measures it
     best: float | None = None  # the greatest worth so far
     best_step: int = 0
     waited: int = 0  # evaluations since then
@@ -89,8 +88,6 @@ class RunState:
         measure = self.recipe.measure
         if measure == "simulated":
             return self.tokens_per_step
-        if measure == "loss":
-            return None if self.heldout_loss is None else -self.heldout_loss
         return self.measured[measure] if self.measured else None
 
     def evaluated(self, figures: dict[str, Any]) -> RunState:
@@ -107,7 +104,6 @@ class RunState:
             tokens_per_step=simulated,
             measured=measured,
             drift=figures.get("drift"),
-            heldout_loss=figures.get("heldout_loss"),
             lacks_evaluation=False,
             origin=origin,
         )
