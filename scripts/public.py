@@ -16,7 +16,7 @@ from draftheads.recipes import packaged
 PLACE = re.compile(r"[a-zA-Z][\w+.-]*://|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)")
 """The beginning of a URL or of a local path."""
 FACTS = """
-format kind feature_layers target adapter tree tree_order tuned training measured
+format kind feature_layers target adapter tree tree_order tuned training
 name revision lora fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
@@ -37,7 +37,6 @@ gradient_checkpointing compile
 WHOLE = {
     "tree",
     "tuned",
-    "measured",
     "decoding",
     "drift",
     "versions",

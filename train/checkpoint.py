@@ -452,7 +452,7 @@ def intact_state(folder: Path, *, contents: bool = True) -> RunState:
 def _is_intact(path: Path, expected: dict[str, int], *, contents: bool) -> bool:
     if not path.is_file():
         return False
-    if path.name == CARD:  # `bench --card` and `tune` edit it, and config.json
+    if path.name == CARD:  # `tune` edits it, and config.json
         return True
     if path.name == CONFIG:
         try:

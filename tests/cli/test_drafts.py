@@ -85,7 +85,6 @@ def test_bad_drafters(run, target, heads):
     failed(run(*bench, f"retrieve:{heads}/none"), "expected a file or folder of texts, got nothing")
     failed(run(*bench, "retrieve:"), "expected a file or folder of texts, got nothing")
     failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: expected a head, got nothing")
-    failed(run(*bench, "ngram", "--card"), "--card", "got ngram")
     failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
     both = ["--tree", "2,1", "--nodes", "4"]
     failed(run(*bench, heads / "medusa", *both), "--nodes: expected a head without a --tree")
