@@ -27,7 +27,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import PackedBits, can_pack, has_int8, pack_layers
 from draftheads.heads.drafting import DraftCache, Drafter
-from draftheads.heads.layers import Cached, Stateless
+from draftheads.heads.layers import Cached
 from draftheads.heads.losses import RANKS, Teacher
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, Tree
@@ -262,14 +262,6 @@ class DraftHead(nn.Module, ABC):
             vocab_size=target.vocab_size,
             acceptance=acceptance,
         )
-
-    def compile_layers(self, **options: Any) -> None:
-        """Compile all `Stateless` layers in place with `torch.compile` options. Names in
-        `state_dict` stay the same.
-        """
-        for module in self.modules():
-            if isinstance(module, Stateless):
-                module.compile(dynamic=True, **options)
 
     def pack(self, target: Target) -> Self:
         """Prepare for drafting on a CPU, if that is the device: large weights are multiplied in

@@ -31,7 +31,7 @@ path sequence_length rows_per_batch pack cache_gb heldout mode
 lr betas weight_decay warmup schedule clip start heads_weight agreement
 every new_tokens best patience
 output epochs minutes save_every keep precision trackers log_every max_skipped
-gradient_checkpointing compile
+gradient_checkpointing
 """
 """Keys that leave, those of recipes last, besides those of the recipes' section `head`."""
 WHOLE = {

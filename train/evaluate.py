@@ -265,7 +265,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, target: Target) -> list[
 
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:
-    """A copy as `load_head` makes it: in the target's dtype, on its device, not compiled."""
+    """A copy as `load_head` makes it: in the target's dtype, on its device."""
     copy = type(head).from_config(head.config(), head.state_dict())
     copy.load_state_dict(head.state_dict())
     copy.tree = head.tree

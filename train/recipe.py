@@ -169,7 +169,6 @@ class RunChoices(Section):
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
     max_skipped: int = Field(3, ge=1, description="consecutive non-finite steps that end the run")
     gradient_checkpointing: bool = Field(False, description="save memory, slower")
-    compile: bool = Field(False, description="torch.compile the heads' layers")
 
     @property
     def epochs_of_size(self) -> float | None:
