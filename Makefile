@@ -1,5 +1,5 @@
 # make demo      set-up, then distill + train + bench + a sample chat on the embedded target (CPU, no network)
-# make test      set-up, then the default tests (about four minutes)
+# make test      set-up, then the default tests
 # make test-all  set-up, then the tests of the gate
 # make docs      set-up, then the documentation site in build/docs/site
 # make check     set-up, then lint, types and the tests of the gate; SINCE=main: those that changes

@@ -242,6 +242,7 @@ class Unrollable(Protocol):
 
     def advance(self, *arguments: Any, **named: Any) -> Tensor:
         """The next hidden_BQH, from (embedded_BQD, hidden_BQH, angles, memories)."""
+        ...
 
     def checkpointed(self, part: Callable[..., Tensor], *arguments: Any) -> Tensor: ...
 

@@ -38,6 +38,7 @@ class Background(Protocol):
         in the thread of the engine, so it must be quick. Answers that failed, or were stopped by
         the user before their end, are not given.
         """
+        ...
 
     def work(self, engine: Speculator) -> tuple[Speculator, float]:
         """Do one short piece of work, while the engine is used for nothing else; requests wait for
@@ -46,6 +47,8 @@ class Background(Protocol):
         Returns the engine of all later requests, for the same target: the same one, unless its head
         has become better. And the seconds to wait before the next piece if nothing is asked.
         """
+        ...
 
     def points(self) -> Sequence[Point]:
         """The quality over time, the oldest first. Called in any thread."""
+        ...

@@ -5,6 +5,7 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -38,6 +39,7 @@ class DrafterSource(Protocol):
     """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters`."""
 
     @property
+    @abstractmethod
     def tree(self) -> Tree:
         """The default tree of `drafter`."""
 
@@ -46,9 +48,11 @@ class DrafterSource(Protocol):
         """Whether rows of a batch may leave and others take their places, between steps."""
         return False
 
+    @abstractmethod
     def check_tree(self, tree: Tree) -> None:
         """Raise ValueError for a tree that its drafters cannot fill."""
 
+    @abstractmethod
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation."""
 
@@ -197,8 +201,8 @@ class Speculator:
         constraint: Constraint | None = None,
     ) -> Iterator[list[Step | None]]:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
-        row. max_new_tokens: of all rows, or of each. seeds: of each row's own random numbers, for
-        rules that have such. constraint: of each answer. Raises ValueError as `generate`, and
+        row. max_new_tokens: of all rows, or of each. seeds: of each row's own random numbers;
+        default: those of the rule. constraint: of each answer. Raises ValueError as `generate`, and
         without prompts.
         """
         prompts = list(prompts)
@@ -228,7 +232,7 @@ class Speculator:
             if step is None:
                 return
             for row in rows:
-                if row.fault:
+                if row.fault is not None:
                     raise row.fault
             yield step
 
@@ -298,7 +302,7 @@ class Speculator:
             seconds += self.clock() - start
             yield None
             start = self.clock()
-        accept.prepare([(row.seed, row.new_tokens) for row in rows])
+        accept.prepare(rows)
         logits_BNV = apply_constraints(rows, out.logits_BNV[:, -1:], [[()]] * len(rows))
         committed = unread.take(end, accept.choose(logits_BNV[:, 0]))
         seconds += self.clock() - start
@@ -320,12 +324,10 @@ class Speculator:
         length = len(decoding.rows[0].text)  # of the only row, if the session is for others
         start = self.clock()
         drafted = start
-        nodes = decoding.tree.nodes
         tree = None
         if decoding.fixed is None or decoding.fixed.on_host:
             tree = decoding.propose()
             drafted = self.clock()
-            nodes = tree.tokens_BN.shape[1]
         tokens = self.maker.step(decoding, tree)
         if tokens is None:
             tree = tree or decoding.propose()
@@ -334,9 +336,10 @@ class Speculator:
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
         counts = decoding.committed.counts
+        nodes = tree.drafted() if tree else [decoding.tree.nodes - 1] * len(counts)
         steps = {
-            row: row.step(ids[:count], count - 1, nodes - 1, seconds)
-            for row, ids, count in zip(decoding.rows, tokens, counts, strict=True)
+            row: row.step(ids[:count], count - 1, drafts, seconds)
+            for row, ids, count, drafts in zip(decoding.rows, tokens, counts, nodes, strict=True)
             if not row.finish
         }
         decoding.replace_failed()

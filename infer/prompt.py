@@ -93,18 +93,22 @@ class TextSource(Protocol):
     @property
     def name(self) -> str:
         """For error messages."""
+        ...
 
     @property
     def tokenizer(self) -> Any:
         """Of transformers; None if there is none."""
+        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
+        ...
 
     @property
     def template_args(self) -> Mapping[str, Any]:
         """Variables of the chat template for prompts that have none."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -328,12 +332,13 @@ class PromptRenderer:
         return stream.feed(ids) + stream.flush()
 
     def prompt_ids(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a plain text, or of a conversation up to the start of the answer.
+        """Token ids of a plain text, or of a conversation up to the start of the answer, or to the
+        end of its beginning, if that is the last message.
 
         Plain text gets the tokenizer's own first tokens, but not the end token that some tokenizers
         append to every text: a prompt goes on. Raises TemplateError.
         """
-        text = prompt if isinstance(prompt, str) else self.text(prompt)
+        text = prompt if isinstance(prompt, str) else self._asked(prompt)
         bare = self.encode(text)
         if not isinstance(prompt, str):
             last = prompt[-1] if prompt else {}
@@ -349,6 +354,21 @@ class PromptRenderer:
         ends = (*self.eos_ids, self.tokenizer.eos_token_id)
         is_closed = bare and ids[:-1][-len(bare) :] == bare and ids[-1] in ends
         return ids[:-1] if is_closed else ids
+
+    def _asked(self, messages: Messages) -> str:
+        """The text of a conversation up to what the target writes: an answer, or the rest of that
+        which is the last message.
+        """
+        last = messages[-1] if messages else {}
+        content = last.get("content") or ""
+        is_whole = last.get("role") != "assistant" or last.get("tool_calls")
+        if is_whole or not isinstance(content, str):
+            return self.text(messages)
+        text = self.text([*messages[:-1], {**last, "content": content + ANSWER}], ask=False)
+        begun, mark, _ = text.rpartition(ANSWER)
+        if not mark:
+            raise TemplateError("the template leaves out the end of the last message")
+        return begun
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""

@@ -70,10 +70,12 @@ class WithContext(Protocol):
     @property
     def name(self) -> str:
         """For error messages."""
+        ...
 
     @property
     def context(self) -> int:
         """Tokens of prompt and answer, at most."""
+        ...
 
 
 class BatchEngine(Protocol):
@@ -83,6 +85,7 @@ class BatchEngine(Protocol):
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[list[Step | None]]:
         """As `Speculator.generate_batch`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -16,6 +18,8 @@ CONTEXT = 8
 """Previous tokens that affect the decoding of the next one."""
 CALL_ID = "call00000"
 """Mistral's templates take no ids of another length."""
+ARGUMENT_KEYS = ("arguments", "parameters", "input")
+"""Keys in which calls have their arguments."""
 
 
 def assistant(content: Any) -> dict[str, Any]:
@@ -27,6 +31,19 @@ def tool_call(name: str, arguments: Any, call_id: Any = CALL_ID) -> dict[str, An
     """A call in a message, in OpenAI's layout."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def read_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call that a client, a data set or a model wrote: an object, or its JSON
+    text, encoded once or more; {} if they are absent, null or blank. Raises ValueError for others.
+    """
+    value = next((call[key] for key in ARGUMENT_KEYS if call.get(key) is not None), None)
+    with suppress(ValueError, RecursionError):
+        while isinstance(value, str):
+            value = json.loads(value.strip() or "null", strict=False)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"expected arguments as a JSON object or its text, got {value!r:.40}")
+    return value or {}
 
 
 def without_blanks(text: str) -> str:

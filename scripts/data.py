@@ -32,7 +32,6 @@ from draftheads.scripts.options import (
     TemplateArgs,
     check_places,
     names,
-    prepared,
     say_next,
     target_options,
 )
@@ -190,7 +189,7 @@ def answering_target(
     place = placement.place()
     if place.dtype == "auto" and (place.device or default_device()) == "cpu":
         place = replace(place, dtype=answering_dtype(target, revision))
-    loaded = load_target(target, place, revision, template_args=prepared())
+    loaded = load_target(target, place, revision)
     choose_threads(placement.threads, loaded, batch_size)
     return loaded
 

@@ -19,7 +19,7 @@ from draftheads.scripts.options import (
     MaybeTemplateArgs,
     Placement,
     TargetName,
-    prepared,
+    parsed_template_args,
     say_next,
     target_options,
     write_figures,
@@ -71,7 +71,7 @@ def doctor(
             f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
             f"{folder.path}; give --prompts or --data"
         )
-    variables = prepared(template_args)
+    variables = parsed_template_args(template_args)
     model = load_fast_target(target, placement.place(), None, [folder], variables)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding

@@ -35,7 +35,7 @@ from draftheads.scripts.options import (
     check_places,
     early,
     names,
-    prepared,
+    parsed_template_args,
     say_compiling,
     say_next,
     target_options,
@@ -161,7 +161,8 @@ def bench(
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)
-    model = load_fast_target(target, place, revision, folders, prepared(texts.template_args))
+    variables = parsed_template_args(texts.template_args)
+    model = load_fast_target(target, place, revision, folders, variables)
     loaded = {name: each.load(model) for name, each in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
     ids = opening_ids(model, texts.prompts, texts.limit)
@@ -217,7 +218,8 @@ def bench_server(
         )
     if sampling.temperature:
         model.servers[0].warn_of_speculation()
-    side = replace(model.text_side, template_args=prepared(texts.template_args) or {})
+    variables = parsed_template_args(texts.template_args)
+    side = replace(model.text_side, template_args=variables or {})
     ids = opening_ids(side, texts.prompts, texts.limit)
     prompts = fitting_prompts(model, ids, runs.max_new_tokens)
     race = BenchOptions(sampling=sampling.rule(runs.seed), **vars(runs))
@@ -358,7 +360,8 @@ def tune(
     place = placement.place(bits=bits)
     if target is None:
         place = place.recorded(folder)
-    model = load_fast_target(name, place, commit, [folder], prepared(texts.template_args))
+    variables = parsed_template_args(texts.template_args)
+    model = load_fast_target(name, place, commit, [folder], variables)
     ids = opening_ids(model, texts.prompts, texts.limit)
     source = folder.load(model).pack(model)
     trained = folder.facts.trained_tree

@@ -301,7 +301,8 @@ class PromptSet:
     def template_args(self, text: str) -> dict[str, Any]:
         """The variables of --template-args, with the tools of a file."""
         tools = read_tools(self.tools)
-        return parsed_template_args(text) | ({"tools": tools} if tools else {})
+        variables = parsed_template_args(text) or {}
+        return variables | ({"tools": tools} if tools else {})
 
 
 @dataclass(frozen=True)
@@ -320,8 +321,10 @@ class ServerAccess:
         return ServerOptions(model=self.server_model, api_key_env=self.api_key_env, **more)
 
 
-def parsed_template_args(text: str) -> dict[str, Any]:
-    """The value of --template-args. Raises ValueError as `template_variables`."""
+def parsed_template_args(text: str | None) -> dict[str, Any] | None:
+    """The value of --template-args, if any. Raises ValueError as `template_variables`."""
+    if text is None:
+        return None
     from draftheads.heads.target.load import template_variables
 
     try:
@@ -332,15 +335,6 @@ def parsed_template_args(text: str) -> dict[str, Any]:
         return template_variables(value)
     except ValueError as error:
         raise ValueError(f"--template-args: {error}") from error
-
-
-def prepared(template_args: str | None = None) -> dict[str, Any] | None:
-    """The variables of --template-args; from now on, transformers prints errors alone."""
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
-    return None if template_args is None else parsed_template_args(template_args)
 
 
 def chosen_tree(drafts: DrafterSource | None, tree: str | None, nodes: int | None) -> Tree | None:

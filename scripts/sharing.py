@@ -20,7 +20,6 @@ from draftheads.scripts.options import (
     Dtypes,
     Lora,
     MaybeTarget,
-    prepared,
     say_beside,
     say_next,
     target_options,
@@ -66,7 +65,7 @@ def convert(
     loaded = None
     if target:
         place = Place(dtype, device, lora=lora)
-        loaded = load_target(target, place, template_args=prepared())
+        loaded = load_target(target, place)
     if to == "mtp":
         say(with_mtp(source, out, loaded, dtype))
         say_next("chat", "--target", out, "--head", "mtp")
@@ -98,7 +97,6 @@ def merge(
     """
     from draftheads.scripts.convert import merged
 
-    prepared()
     say(merged(head, out, target, dtype, lora))
     say_next("chat", "--target", out, "--head", out / "heads")
 

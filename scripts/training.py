@@ -23,7 +23,6 @@ from draftheads.scripts.options import (
     TargetName,
     Threads,
     early,
-    prepared,
     say_beside,
     say_next,
 )
@@ -116,7 +115,6 @@ def plan(
     from draftheads.train.recipe import load_recipe
 
     set_threads(threads)
-    prepared()
     choices = load_recipe(recipe, overrides or [])
     made = make_plan(choices, processes, engine, probe=not no_probe, counted=print_counts)
     print_trial(made)

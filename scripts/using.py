@@ -33,7 +33,7 @@ from draftheads.scripts.options import (
     Speed,
     chosen_tree,
     early,
-    prepared,
+    parsed_template_args,
     say_beside,
     say_compiling,
 )
@@ -224,7 +224,7 @@ def load_engine(
     """Load a target and what --head names, if anything; by default, the target is the head's."""
     from draftheads.infer.engine import Speculator
 
-    variables = prepared(template_args)
+    variables = parsed_template_args(template_args)
     place = placement.place(bits=speed.bits)
     model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)

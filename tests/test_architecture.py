@@ -323,6 +323,23 @@ def test_imports_form_no_circle():
     assert circles(edges) == []
 
 
+def test_what_a_protocol_only_declares_says_so():
+    """Its body is `...`, or it is abstract, where classes inherit from the protocol."""
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if "Protocol" not in map(ast.unparse, node.bases):
+                continue
+            for method in functions(node):
+                marks = [
+                    *map(ast.unparse, method.decorator_list),
+                    *map(ast.unparse, method.body[1:]),
+                ]
+                says = ast.get_docstring(method) is None or marks not in ([], ["property"])
+                assert says, f"{path}: {node.name}.{method.name}"
+
+
 def test_no_module_shadows_an_installed_package():
     """Running train/medusa.py by path puts train/ first on sys.path."""
     installed = set(packages_distributions())

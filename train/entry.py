@@ -62,6 +62,7 @@ def mistakes_in_one_line(*, resumes: bool = True) -> Iterator[None]:
     resumes: whether the same command continues where an interrupted one ended.
     """
     spin_briefly()
+    quiet_transformers()
     guard_terminal()
     advice = "; run the same command again to resume" if resumes else ""
 
@@ -127,6 +128,14 @@ def spin_briefly() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def quiet_transformers() -> None:
+    """Let transformers show no progress bars and errors alone, unless the user has configured it.
+    Call this before it is loaded.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def guard_terminal() -> None:

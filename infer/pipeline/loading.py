@@ -64,7 +64,6 @@ def load_target(
     from draftheads.heads.formats.hub import shared_adapter, shared_template_args
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import default_device
-    from draftheads.heads.terminal import said_if_long
 
     if place.device is not None:
         try:
@@ -78,16 +77,15 @@ def load_target(
     adapter = shared_adapter(heads)
     if template_args is None:
         template_args = shared_template_args(heads)
-    with said_if_long(f"loading {name}", place.report):
-        target = Target.load(
-            name,
-            dtype=place.dtype,
-            device=place.device,
-            revision=revision,
-            placement=place.placement,
-            bits=place.bits,
-            lora=place.lora,
-        )
+    target = Target.load(
+        name,
+        dtype=place.dtype,
+        device=place.device,
+        revision=revision,
+        placement=place.placement,
+        bits=place.bits,
+        lora=place.lora,
+    )
     target.template_args = dict(template_args)
     return target.attach(adapter) if adapter else target
 

@@ -1,7 +1,15 @@
 """Calls of tools: how a chat template writes them, and how they are read from answers.
 
-The form is found by rendering an example with the template itself. A call has its arguments as
-JSON, with its name inside the same JSON or in the text before, or one parameter after another.
+Templates write a call in one of three forms, with marks of their own around it:
+
+    JSON with the name    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>    Qwen 2.5
+                          {"name": "f", "parameters": {"a": 1}}                          Llama 3.1
+                          <|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>              Apertus
+    JSON after the name   [TOOL_CALLS]f[ARGS]{"a": 1}                                    Ministral
+                          to=functions.f<|channel|>commentary json<|message|>{"a": 1}    gpt-oss
+    parameters            <function=f><parameter=a>1</parameter></function>        Qwen 3 Coder
+
+`find_form` renders a call of `ONE` with ARGUMENTS, and takes the marks from the text around them.
 """
 
 from __future__ import annotations
@@ -9,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os.path import commonprefix
 from typing import Any
@@ -17,10 +25,18 @@ from uuid import uuid4
 
 from jinja2.exceptions import TemplateError
 
-from draftheads.infer.grammar import SPACING, lark
+from draftheads.infer.grammar import lark, one_of, with_options
 from draftheads.infer.prompt import ANSWER, CLOSE, QUESTION, PromptRenderer, TextSource
 from draftheads.infer.serve.protocol import Function, Json, Tool
-from draftheads.infer.text import CALL_ID, assistant, tool_call, without_blanks
+from draftheads.infer.text import (
+    ARGUMENT_KEYS,
+    CALL_ID,
+    assistant,
+    begun,
+    read_arguments,
+    tool_call,
+    without_blanks,
+)
 
 Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
@@ -32,9 +48,12 @@ ONE, TWO = "draftheads_one", "draftheads_two"
 ARGUMENTS = {"key_a": "value_a", "key_b": 47}
 DATA = re.compile(r'(?:\[\s*)?\{(?=\s*["}])')
 KEY = re.compile(rf'"(\w+)":\s*(?:"{ONE}"|\{{\s*"key_a")')
-NAME = re.compile(r"\s*([\w.-]+)(.*)", re.DOTALL)
+NAME = re.compile(r"\s*([\w.-]+)")
 EXAMPLE = re.compile(r'(.*?)\{\s*"key_a".*?47\s*\}(.*)', re.DOTALL)
 PARAMETERS = re.compile(r"(.*?)key_a(.*?)value_a(.*?)key_b(.*?)47(.*)", re.DOTALL)
+NO_HEADER = re.compile("(?!)")
+LABELS = {"id", "type", "index", "tool_call_id"}
+"""Keys of a call besides its name and arguments."""
 DECODER = json.JSONDecoder(strict=False)
 """Takes line breaks in strings, as models write them."""
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
@@ -47,7 +66,8 @@ class CallForm:
 
     example: a call of `ONE` with ARGUMENTS. opening: the text before the first call; "": an answer
     that is JSON is a call. start: the end of what stands before each. closing: the text after the
-    last. read: of the text after a start; raises one of UNREADABLE if it has no whole call.
+    last. read: of the text after a start; raises one of UNREADABLE if it has no whole call. header:
+    what models write before the opening, where that is not the first mark of a call.
     """
 
     example: str
@@ -55,6 +75,7 @@ class CallForm:
     start: str
     closing: str
     read: Reader
+    header: re.Pattern[str] = NO_HEADER
 
     def divide(self, text: str) -> tuple[str, str]:
         """What stands before calls, and the rest, which begins with them; "": there are none."""
@@ -63,6 +84,14 @@ class CallForm:
             return before, opening + rest
         return ("", text) if text.lstrip().startswith(("{", "[")) else (text, "")
 
+    def outside(self, text: str, is_whole: bool) -> str:
+        """A text before or after calls as it is shown: without headers, and, unless it `is_whole`,
+        without what may be the beginning of an opening.
+        """
+        if not is_whole:
+            text = text[: len(text) - begun(text, self.opening)]
+        return self.header.sub("", text)
+
     def grammar(self, tools: Sequence[Tool], tokenizer: Any) -> str:
         """The language of one call of one of these tools, in Lark's syntax. Raises ValueError for a
         form whose arguments are no JSON.
@@ -70,37 +99,54 @@ class CallForm:
         match = EXAMPLE.fullmatch(self.example)
         if match is None:
             raise ValueError(
-                "tool_choice: expected auto or none, as this chat template writes arguments in "
-                "another way than JSON, got another choice; leave it out"
+                "tool_choice: expected auto or none, and no format of answers beside tools, as "
+                "this chat template writes arguments in another way than JSON; leave it out"
             )
         before, after = match.groups()
         ids = tokenizer.get_added_vocab()
         end = lark(after, ids)
         calls = []
         for tool in tools:
-            start = lark(before.lstrip().replace(ONE, tool.function.name), ids)
-            schema = {"x-guidance": SPACING, **tool.function.parameters.model_dump()}
+            start = lark(before.lstrip("\n").replace(ONE, tool.function.name), ids)
+            schema = with_options(tool.function.parameters.closed)
             calls.append(f"{start} %json {json.dumps(schema)} {end}")
         return "start: " + "\n | ".join(calls)
 
-    def read_all(self, text: str, schemas: Schemas) -> tuple[list[Json], str]:
+    def read_all(self, text: str, schemas: Schemas, is_cut: bool) -> tuple[list[Json], str]:
         """Calls as messages have them, and the text that is left: all of it if one of them cannot
-        be read. schemas: of the tools that may be called.
+        be read, but nothing of the last one if the answer `is_cut` at its limit.
+
+        schemas: of the tools that may be called.
         """
         calls: list[Json] = []
         left = ""
+        rest = text
+        start = "first"
         try:
-            for part in text.split(self.start)[1:] if self.start else [text]:
-                found, rest = self.read(part, schemas)
+            rest = text[text.index(self.start) + len(self.start) :]
+            while start:
+                found, rest = self.read(rest, schemas)
+                after, start, rest = rest.partition(self.start) if self.start else (rest, "", "")
+                closed = re.match(self._closing, after)
+                if is_cut and not closed and EXAMPLE.fullmatch(self.example) is None:
+                    raise ValueError("expected the last of the parameters")
                 for name, arguments in found:
                     if name not in schemas and not self.opening:
                         raise ValueError("expected the name of a tool")
                     calls.append(call_entry(len(calls), name, arguments))
-                if not without_blanks(self.closing).startswith(without_blanks(rest)):
-                    left += rest.strip().removeprefix(self.closing).strip()
+                if closed:
+                    left += after[closed.end() :].strip()
+                elif not without_blanks(self.closing).startswith(without_blanks(after)):
+                    left += after.strip()
         except UNREADABLE:
-            return [], text
-        return calls, left
+            if not is_cut or not self.opening:
+                return [], text
+        return calls, self.outside(left, not is_cut)
+
+    @property
+    def _closing(self) -> str:
+        """An expression for the closing, whose blanks may differ."""
+        return r"\s*" + r"\s*".join(map(re.escape, without_blanks(self.closing)))
 
 
 def call_entry(index: int, name: Any, arguments: Any) -> Json:
@@ -137,7 +183,10 @@ def find_form(side: TextSource) -> CallForm | None:
         call = call.replace(renderer.tokenizer.decode(ids), text)
     call = call.rpartition(CLOSE)[2]
     both = rendered("", ONE, TWO)[len(head) :]
-    return _form(call, both) if ONE in plain and ONE in call else None
+    if ONE not in plain or ONE not in call:
+        return None
+    form = _form(call, both)
+    return form and replace(form, header=_header(form, renderer.tokenizer.get_added_vocab()))
 
 
 def _common_end(*texts: str) -> str:
@@ -150,8 +199,10 @@ def _form(call: str, both: str) -> CallForm | None:
     data = DATA.search(call)
     core = min(name, data.start()) if data else name
     opening = call[:core].strip()
+    before = both.partition(TWO)[0]
+    start = _common_end(call[:core], before[: len(before) - (name - core)]).strip() or opening
     keys = KEY.findall(call) if core < name else []
-    read = partial(_read_json, keys) if data else _parameters(call)
+    read = partial(_read_json, keys, start) if data else _parameters(call, start)
     if read is None or not (opening or keys):
         return None
     try:
@@ -160,53 +211,88 @@ def _form(call: str, both: str) -> CallForm | None:
         return None
     if found != [(ONE, ARGUMENTS)]:
         return None
-    before = both.partition(TWO)[0]
-    start = _common_end(call[:core], before[: len(before) - (name - core)]).strip()
-    return CallForm(call, opening, start or opening, closing.strip(), read)
+    return CallForm(call, opening, start, closing.strip(), read)
 
 
-def _read_json(keys: list[str], text: str, schemas: Schemas) -> Found:
+def _header(form: CallForm, ids: Mapping[str, int]) -> re.Pattern[str]:
+    """gpt-oss writes <|start|>assistant<|channel|>commentary before to=functions.f, in the header
+    of a message, and before a text the same with <|message|>, the mark before the arguments.
+    """
+    marked = re.search(rf"({one_of(ids)})\s*\{{", form.example)
+    if marked is None or re.match(one_of(ids), form.opening):
+        return NO_HEADER
+    others = one_of({mark: ids[mark] for mark in ids if mark != marked[1]})
+    return re.compile(rf"({CLOSE})?(({others})\w*\s*)+({re.escape(marked[1])}|$)")
+
+
+def _read_json(keys: list[str], start: str, text: str, schemas: Schemas) -> Found:
     """JSON. keys: of names and arguments; if there is one, names are keys; without, a name and
     marks stand before.
     """
-    head, *_ = DATA.split(text)
+    head, *data = DATA.split(text)
+    if not data or (start and start in head):
+        raise ValueError("expected JSON before the next call")
     value, end = DECODER.raw_decode(text, len(head))
     found: list[tuple[Any, Any]] = []
     for entry in value if isinstance(value, list) else [value]:
         if len(keys) == 2:
-            found.append((entry[keys[0]], entry[keys[1]]))
+            found.append((entry[keys[0]], _arguments(entry, *keys)))
+        elif keys:
+            found += entry.items()
         else:
-            found += entry.items() if keys else [(NAME.findall(head)[0][0], entry)]
+            found.append((_name(head)[0], entry))
     return found, text[end:]
 
 
-def _parameters(call: str) -> Reader | None:
+def _arguments(entry: Json, name: str, key: str) -> Json:
+    """Those of a call as JSON. Raises ValueError if it has others than expected in their place."""
+    if not entry.keys() <= {name, *LABELS} and not entry.keys() & {key, *ARGUMENT_KEYS}:
+        raise ValueError("expected arguments, or none")
+    return read_arguments({"arguments": entry.get(key), **entry})
+
+
+def _parameters(call: str, start: str) -> Reader | None:
     """Reads a name and parameters with such marks around keys and values."""
     example = call.partition(ONE)[2]
     match = PARAMETERS.fullmatch(example)
     if match is None:
         return None
     before, middle, between, other, after = match.groups()
-    start = _common_end(before, between)
-    end = between.removesuffix(start)
-    if not start or not after.startswith(end):
+    first = _common_end(before, between)
+    end = between.removesuffix(first)
+    if not first or not after.startswith(end):
         return None
-    marks = [re.escape(mark) for mark in (start, middle, other, end)]
+    marks = [re.escape(mark) for mark in (first, middle, other, end)]
     parameter = re.compile("{}([^<>]+?)(?:{}|{})(.*?){}".format(*marks), re.DOTALL)
     closing = without_blanks(parameter.sub("", example))
 
     def read(text: str, schemas: Schemas) -> Found:
-        name, text = NAME.findall(text)[0]
-        arguments = {
-            key: _value(value, schemas.get(name, {}).get(key))
-            for key, value in parameter.findall(text)
-        }
-        text = parameter.sub("", text)
-        if not text.strip() or not closing.startswith(without_blanks(text)):
+        name, end = _name(text)
+        arguments = {}
+        around = ""  # the parameters
+        for found in parameter.finditer(text, end):
+            before = around + text[end : found.start()]
+            if not closing.startswith(without_blanks(before)):
+                break  # it is of the next call
+            around = before
+            end = found.end()
+            key = found[1]
+            arguments[key] = _value(found[2], schemas.get(name, {}).get(key))
+        rest = around + text[end:]
+        after = without_blanks(rest.partition(start)[0])
+        if not after or not (closing.startswith(after) or after.startswith(closing)):
             raise ValueError("expected the end of a call")
-        return [(name, arguments)], text
+        return [(name, arguments)], rest
 
     return read
+
+
+def _name(text: str) -> tuple[str, int]:
+    """The name with which a text begins, and its end. Raises ValueError."""
+    match = NAME.match(text)
+    if match is None:
+        raise ValueError("expected a name")
+    return match[1], match.end()
 
 
 def _value(text: str, schema: Any) -> Any:

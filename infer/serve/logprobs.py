@@ -10,7 +10,7 @@ Legend: B batch, N tree nodes or tokens, V vocabulary, C committed tokens.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -20,13 +20,17 @@ import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draftheads.heads.tree import TokenTree
+from draftheads.heads.target.model import Target
+from draftheads.heads.tree import TokenTree, Topology
 from draftheads.infer.accept import Acceptance, Accepted
+from draftheads.infer.draws import Place
 from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT, Marks, TextStream
 
 LEAST = -9999.0
 """Told in place of minus infinity, which JSON does not have."""
+CHUNK = 256
+"""Tokens of a prompt whose logits are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +38,25 @@ class TokenScore:
     """The log-probability of a token, and the likeliest tokens of its place with theirs."""
 
     token: int
-    logprob: float
+    logprob: float | None  # of the first token of a prompt, which nothing predicts
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoredRule(Acceptance):
-    """A rule for one row that notes the scores of its choices. top: likeliest tokens to note."""
+    """A rule for one row that notes the scores of its choices. top: likeliest tokens to note.
+    before: the scores of what comes before the first choice, which are computed there.
+    """
 
     rule: Acceptance
     top: int
+    before: Iterator[TokenScore] = iter(())
     newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
     """Of the newest step, before it is cut at the end of the answer."""
+
+    def __eq__(self, other: object) -> bool:
+        """Two rows cannot share one."""
+        return self is other
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
@@ -58,7 +69,7 @@ class ScoredRule(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         """The rule's choice for logits (1, V)."""
         chosen = self.rule.choose(logits)
-        self.newest[:] = scores(logits, chosen, self.top)
+        self.newest[:] = [*self.before, *scores(logits, chosen, self.top)]
         return chosen
 
     @property
@@ -66,7 +77,7 @@ class ScoredRule(Acceptance):
         """As the rule."""
         return self.rule.sees_drafts
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+    def prepare(self, rows: Sequence[Place]) -> None:
         """Prepare the rule."""
         self.rule.prepare(rows)
 
@@ -82,6 +93,21 @@ def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
         TokenScore(token, logprob, list(zip(ids, values, strict=True)))
         for token, logprob, ids, values in zip(*map(Tensor.tolist, columns), strict=True)
     ]
+
+
+def prompt_scores(target: Target, prompt: Sequence[int], top: int) -> Iterator[TokenScore]:
+    """The scores of the tokens of a prompt, which is read for them alone."""
+    yield from [TokenScore(token, None, []) for token in prompt[:1]]
+    cache = target.new_cache(1, len(prompt))
+    for start in range(0, len(prompt) - 1, CHUNK):
+        stop = min(start + CHUNK, len(prompt) - 1)
+        tokens_N = torch.tensor(prompt[start:stop], device=target.device)
+        next_N = torch.tensor(prompt[start + 1 : stop + 1], device=target.device)
+        nodes_1N = torch.arange(stop - start, device=target.device)[None]
+        chain = TokenTree(tokens_N[None], Topology(nodes_1N - 1, stop - start - 1))
+        out = target.verify(chain, cache, ())
+        cache.keep(nodes_1N, [stop - start], in_place=True)
+        yield from scores(out.logits_BNV[0], next_N, top)
 
 
 @dataclass
@@ -123,7 +149,7 @@ def _bytes(name: str) -> list[int] | None:
 def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
     """As choices of chats have them."""
 
-    def entry(token: int, logprob: float) -> Json:
+    def entry(token: int, logprob: float | None) -> Json:
         text, own_bytes = texts.read(token)
         return {"token": text, "logprob": logprob, "bytes": own_bytes}
 
@@ -137,8 +163,11 @@ def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
 def completion_logprobs(scored: Sequence[TokenScore], texts: TokenTexts, offset: int) -> Json:
     """As choices of completions have them. offset: characters of the choice before these tokens."""
     tokens = [texts.read(score.token)[0] for score in scored]
-    top = []
+    top: list[dict[str, float] | None] = []
     for score in scored:
+        if score.logprob is None:
+            top.append(None)
+            continue
         named: dict[str, float] = {}
         for token, logprob in [*score.top, (score.token, score.logprob)]:
             text, _ = texts.read(token)

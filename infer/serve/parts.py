@@ -9,6 +9,9 @@ from draftheads.infer.serve.calls import CallForm, Schemas
 from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import begun
 
+REASONING_KEYS = ("reasoning_content", "reasoning")
+"""Of DeepSeek and of vLLM: clients read one of them."""
+
 
 @dataclass(frozen=True)
 class AnswerForm:
@@ -25,9 +28,9 @@ class AnswerForm:
     schemas: Schemas = field(default_factory=dict)
     most: int | None = None
 
-    def parts(self, text: str, is_last: bool) -> Json:
-        """Of the beginning of an answer, what will stay; of all of it if is_last. In the names of
-        messages.
+    def parts(self, text: str, finish: str | None) -> Json:
+        """Of the beginning of an answer, what will stay; of all of it where it has a `finish`, but
+        for a mark or a call that is cut by "length". In the names of messages.
         """
         reasoning = ""
         calls: list[Json] = []
@@ -37,24 +40,20 @@ class AnswerForm:
             if beginning.startswith(OPEN):
                 reasoning, closed, text = beginning.removeprefix(OPEN).partition(CLOSE)
                 text = text.lstrip()
-                if not closed and not is_last:
-                    reasoning = _before(reasoning, CLOSE)
-            elif OPEN.startswith(beginning) and not is_last:
+                if not closed and finish != "stop":
+                    reasoning = reasoning[: len(reasoning) - begun(reasoning, CLOSE)]
+            elif OPEN.startswith(beginning) and finish != "stop":
                 text = ""
         if self.calls is not None:
             text, rest = self.calls.divide(text)
-            if is_last:
-                calls, left = self.calls.read_all(rest, self.schemas)
-                text = text.rstrip() + left if calls else text + rest
+            text = self.calls.outside(text, finish == "stop" or bool(rest))
+            if finish:
+                calls, left = self.calls.read_all(rest, self.schemas, finish == "length")
+                text = text + rest if left == rest else text.rstrip() + left
             else:
-                text = _before(text, self.calls.opening)
+                text = text.rstrip()
         return {
-            "reasoning_content": reasoning.strip(),
+            **dict.fromkeys(REASONING_KEYS, reasoning.strip()),
             "content": text,
             "tool_calls": calls[: self.most],
         }
-
-
-def _before(text: str, mark: str) -> str:
-    """A text without blanks at its end, and without what may be the beginning of a mark."""
-    return text[: len(text) - begun(text, mark)].rstrip()

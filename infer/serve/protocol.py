@@ -1,35 +1,35 @@
 """OpenAI's requests and errors, as far as this engine can honour them; what it cannot is refused.
 
-Beyond OpenAI's: `top_k`, `return_token_ids`, `stop_token_ids` and `chat_template_kwargs` as vLLM
-has them, `draft: false` for the plain model, and with `stream_options.include_steps` what each
-forward pass of the target brought.
+Beyond OpenAI's: `top_k`, `return_token_ids`, `stop_token_ids`, `structured_outputs` and variables
+of the chat template as vLLM has them, `draft: false` for the plain model, and with
+`stream_options.include_steps` what each forward pass of the target brought.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic import (
-    Json as JsonText,
-)
 from starlette.exceptions import HTTPException
 
 from draftheads.arguments import expected
 from draftheads.heads.target.load import template_variables
+from draftheads.infer.text import read_arguments
 
 Json = dict[str, Any]
 """A JSON object."""
 OFF = {
+    "add_special_tokens",
     "bad_words",
-    "continue_final_message",
     "chat_template_kwargs",
     "echo",
     "frequency_penalty",
@@ -40,12 +40,20 @@ OFF = {
     "min_p",
     "min_tokens",
     "presence_penalty",
+    "priority",
     "suffix",
     "top_logprobs",
     "use_beam_search",
 }
 """Options that this engine does not have. They ask for nothing if they are 0, false or empty."""
-NEUTRAL = {"best_of": 1, "repetition_penalty": 1}
+NEUTRAL = {
+    "best_of": 1,
+    "include_reasoning": True,
+    "length_penalty": 1,
+    "modalities": ["text"],
+    "repetition_penalty": 1,
+    "spaces_between_special_tokens": True,
+}
 """Others that it does not have, and their values that ask for nothing. Null always does."""
 HARMLESS = {
     "cache_prompt",
@@ -59,6 +67,10 @@ HARMLESS = {
     "user",
 }
 """Options that are not read, because no value of them changes an answer."""
+TEMPLATE_VARIABLES = {"documents": None, "reasoning_effort": "medium", "verbosity": "medium"}
+"""Options that are variables of chat templates, and their values that ask for nothing."""
+SAY_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}
+"""Keywords of a schema that, without properties, leave every key to the model."""
 MOST_STOPS = 16
 MOST_MESSAGES, MOST_PARTS = 1024, 64
 MOST_TOOLS = 128
@@ -71,6 +83,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 SeveralPrompts = Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
+Choices = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)]
 R = TypeVar("R", bound="GenerationRequest")
@@ -108,11 +121,52 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = False  # not read: padding against eavesdroppers
 
 
+class NamedSchema(BaseModel):
+    """A schema of answers, beside its name. Answers follow it, `strict` or not."""
+
+    model_config = ConfigDict(strict=True)
+
+    schema_: Json | None = Field(None, alias="schema")
+
+
 class ResponseFormat(BaseModel):
-    """What an answer is."""
+    """What an answer is. Some clients leave out what stands around the schema."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Json | None = None  # its `schema`, beside a name
+    json_schema: NamedSchema | None = None
+    schema_: Json | None = Field(None, alias="schema")
+
+    @property
+    def schemas(self) -> list[Json]:
+        """Those of the answer: one, or by mistake both."""
+        named = self.json_schema.schema_ if self.json_schema else None
+        given = [schema for schema in (named, self.schema_) if schema is not None]
+        return given or [{"type": "object"}] * (self.type == "json_object")
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if bool(self.schemas) == (self.type == "text"):
+            raise ValueError(
+                "expected json_schema.schema with type json_schema, and none with text, got type "
+                f"{self.type} with{'' if self.schemas else 'out'} one"
+            )
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """What an answer follows, as of `Grammar`: one of these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_: Json | Text | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    disable_any_whitespace: bool | None = None  # not read: JSON has one way of spacing
+    disable_fallback: bool | None = None  # not read: there is no other backend
 
 
 class GenerationRequest(BaseModel):
@@ -136,8 +190,10 @@ class GenerationRequest(BaseModel):
     draft: bool | None = True
     store: bool | None = None  # false: not kept for learning
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: Json | Text | None = None
     guided_regex: Text | None = None
+    guided_choice: Choices | None = None
     guided_grammar: Text | None = None
 
     @model_validator(mode="before")
@@ -161,18 +217,26 @@ class GenerationRequest(BaseModel):
     @property
     def grammars(self) -> list[tuple[Any, Any]]:
         """Those that the answer has to follow: kind and text, as of `Grammar`."""
-        guided: Json = {
-            "json_schema": self.guided_json,
-            "regex": self.guided_regex,
-            "grammar": self.guided_grammar,
-        }
-        given = [(kind, text) for kind, text in guided.items() if text is not None]
-        asked = self.response_format
-        if asked and asked.type == "json_object":
-            given.append(("json_schema", {"type": "object"}))
-        elif asked and asked.type == "json_schema":
-            given.append(("json_schema", (asked.json_schema or {}).get("schema")))
-        return given
+        outputs = self.structured_outputs or StructuredOutputs()
+        schemas = self.response_format.schemas if self.response_format else []
+        given = [
+            *(("json_schema", schema) for schema in schemas),
+            ("json_schema", self.guided_json),
+            ("json_schema", outputs.json_),
+            ("json_schema", {"type": "object"} if outputs.json_object else None),
+            ("regex", self.guided_regex),
+            ("regex", outputs.regex),
+            ("choice", self.guided_choice),
+            ("choice", outputs.choice),
+            ("grammar", self.guided_grammar),
+            ("grammar", outputs.grammar),
+        ]
+        return [(kind, text) for kind, text in given if text is not None]
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called."""
+        return []
 
     @property
     def required_tools(self) -> list[Tool]:
@@ -202,6 +266,11 @@ class GenerationRequest(BaseModel):
         return None
 
     @property
+    def echoes(self) -> bool:
+        """Whether the text of an answer begins with its prompt."""
+        return False
+
+    @property
     def includes_steps(self) -> bool:
         """Whether a stream tells what each step brought."""
         return bool(self.stream_options and self.stream_options.include_steps)
@@ -227,6 +296,8 @@ def _in_one_line(error: ValidationError) -> ApiError:
     message = expected(fault["msg"])
     if fault["type"] == "missing":
         message = "expected a value, got none"
+    elif fault["type"] == "extra_forbidden":
+        message = "expected no such option; leave it out"
     elif fault["type"] not in ("value_error", "json_invalid"):
         message = f"{message.partition(', got ')[0]}, got {fault['input']!r:.40}"
     return ApiError(400, f"{place}: {message}" if place else message, None, place or None)
@@ -242,6 +313,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[TokenIds], SeveralPrompts]
     )
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: bool | None = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -254,6 +326,11 @@ class CompletionRequest(GenerationRequest):
     def scores(self) -> int | None:
         """As OpenAI's: 0 is for those of the answer's own tokens."""
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """As OpenAI's; log-probabilities begin there, too."""
+        return bool(self.echo)
 
 
 class TextPart(BaseModel):
@@ -271,11 +348,23 @@ class Described(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
+def _or_empty(value: Any) -> Any:
+    """The empty object in place of null."""
+    return {} if value is None else value
+
+
 class Parameters(Described):
     """The JSON schema of a function's arguments."""
 
     type: Any = "object"
     properties: dict[str, Json | bool] = {}
+
+    @property
+    def closed(self) -> Json:
+        """The schema; the empty object where it says nothing of keys, which could go on and on."""
+        schema = self.model_dump()
+        says_nothing = not self.properties and schema.keys() <= SAY_NOTHING
+        return {**schema, "additionalProperties": False} if says_nothing else schema
 
 
 class Function(Described):
@@ -283,7 +372,7 @@ class Function(Described):
 
     name: str = Field(pattern=r"^[\w.-]{1,128}$")
     description: str | None = ""
-    parameters: Parameters = Parameters()
+    parameters: Annotated[Parameters, BeforeValidator(_or_empty)] = Parameters()
 
 
 class Tool(Described):
@@ -304,7 +393,12 @@ class CalledFunction(Described):
     """A function and its arguments: clients send JSON text, templates read an object."""
 
     name: Text
-    arguments: JsonText[Json] | Json
+    arguments: Json
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_arguments(cls, body: Any) -> Any:
+        return {**body, "arguments": read_arguments(body)} if isinstance(body, dict) else body
 
 
 class ToolCall(Described):
@@ -322,6 +416,10 @@ class Message(Described):
         str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
     ) = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
 
     def plain(self) -> Json:
@@ -343,6 +441,11 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     chat_template_kwargs: Json | None = None
+    documents: list[Json] | None = None
+    reasoning_effort: Text | None = None
+    verbosity: Text | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     tools: list[Tool] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
     parallel_tool_calls: bool | None = True
@@ -365,6 +468,19 @@ class ChatRequest(GenerationRequest):
         return self
 
     @model_validator(mode="after")
+    def _check_last_message(self) -> ChatRequest:
+        is_begun = self.messages[-1].role == "assistant"
+        right = {"continue_final_message": is_begun, "add_generation_prompt": not is_begun}
+        for name, value in right.items():
+            if getattr(self, name) not in (None, value):
+                message = (
+                    f"{name}: expected {json.dumps(value)}, as a last message is continued if, and "
+                    "only if, it is the assistant's; leave it out"
+                )
+                raise ApiError(400, message, param=name)
+        return self
+
+    @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatRequest:
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not self.required_tools:
@@ -382,9 +498,17 @@ class ChatRequest(GenerationRequest):
         return self.callable_tools if self.tool_choice == "required" else []
 
     @property
+    def begun(self) -> str:
+        """The beginning of the answer, if the last message is the assistant's."""
+        last = self.messages[-1].plain()
+        return str(last["content"]) if last["role"] == "assistant" else ""
+
+    @property
     def variables(self) -> Json:
         """Those of the chat template."""
-        given = self.chat_template_kwargs or {}
+        named = {name: getattr(self, name) for name in TEMPLATE_VARIABLES}
+        given = {name: value for name, value in named.items() if value is not None}
+        given |= self.chat_template_kwargs or {}
         tools = [tool.model_dump(exclude_none=True) for tool in self.callable_tools]
         return {**given, "tools": tools} if tools else given
 

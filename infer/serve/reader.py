@@ -15,6 +15,7 @@ from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.serve.calls import find_form
 from draftheads.infer.serve.protocol import (
     MOST_CHOICES,
+    TEMPLATE_VARIABLES,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -93,7 +94,7 @@ class Reader:
         variables: Json | None = None
         try:
             if isinstance(prompt, ChatRequest):
-                variables = prompt.variables
+                variables = self._variables(prompt)
                 prompt = self._messages(prompt)
             else:
                 self._refuse_long(prompt)
@@ -101,6 +102,21 @@ class Reader:
                 return self._fitting(encode_prompt(self.target, prompt, variables))
         except ValueError as error:
             raise ApiError(400, str(error)) from error
+
+    def _variables(self, request: ChatRequest) -> Json:
+        """Those of the chat template. Raises ApiError for an option that it does not read."""
+        template = str(self.target.tokenizer.chat_template)
+        variables = request.variables
+        for name, usual in TEMPLATE_VARIABLES.items():
+            value = getattr(request, name)
+            if value in (None, usual) or name in template:
+                continue
+            if (name, value) != ("reasoning_effort", "none") or "enable_thinking" not in template:
+                message = f"{name}: expected a chat template that reads it, that of "
+                message += f"{self.target.name} does not; leave it out"
+                raise ApiError(400, message, "unsupported_parameter", name)
+            variables.setdefault("enable_thinking", False)
+        return variables
 
     def _messages(self, request: ChatRequest) -> list[Json]:
         if not getattr(self.target.tokenizer, "chat_template", None):

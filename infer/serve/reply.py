@@ -15,7 +15,7 @@ from uuid import uuid4
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from draftheads.infer.prompt import OPEN
+from draftheads.infer.prompt import CLOSE, OPEN
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.calls import CallForm
 from draftheads.infer.serve.jobs import Job
@@ -58,14 +58,17 @@ class Choice:
         self._texts = texts
         self._scored_characters = 0  # of the tokens whose log-probabilities were sent
         skip = request.skip_special_tokens is not False
-        after = () if self.is_chat else prompt
+        begun = request.begun if isinstance(request, ChatRequest) else ""
+        after = () if request.echoes or (self.is_chat and not begun) else prompt
         marks = texts.marks if self.is_chat and skip else None
         self.parts: Json = {}
         self.opens_reasoning = False  # the prompt, so that the answer begins with it
         self._form = AnswerForm()
         if isinstance(request, ChatRequest):
             ending = TextStream(texts.tokenizer, marks=marks).feed(prompt[-TAIL:])
-            self.opens_reasoning = ending.rstrip().endswith(OPEN)
+            _, opened, thought = begun.rpartition(OPEN)
+            is_thinking = opened and CLOSE not in thought
+            self.opens_reasoning = bool(is_thinking) or ending.rstrip().endswith(OPEN)
             self._form = AnswerForm(
                 OPEN if self.opens_reasoning else "",
                 request.reasoning_format != "none",
@@ -80,6 +83,8 @@ class Choice:
             skip = False  # its marks may be special tokens
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
         self._text = AnswerText(stream, request.stops)
+        if request.echoes:
+            self._text.add(prompt)
 
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
         """Take a step. scores: of its tokens, if the request asks for them."""
@@ -90,7 +95,7 @@ class Choice:
         self.steps.append(step)
         # which characters are of accepted drafts takes time, and few ask for it
         accepted = step.accepted if self.request.includes_steps else 0
-        start = self._text.settled
+        start = self._text.settled if self.steps[1:] else 0
         self._text.add(step.visible, accepted, is_last=self.finish is not None)
         settled = slice(start, self._text.settled)
         facts = {
@@ -101,10 +106,11 @@ class Choice:
             "seconds": round(step.draft_seconds + step.verify_seconds, 6),
             "prefill": step.accepted < 0,
         }
-        scored = list(scores[: len(tokens)])
+        echoed = len(self.prompt) if self.request.echoes and not self.steps[1:] else 0
+        scored = list(scores[: echoed + len(tokens)])
         self.scored += scored
         before = self.parts
-        self.parts = self._form.parts(self._text.text[: settled.stop], self.finish is not None)
+        self.parts = self._form.parts(self._text.text[: settled.stop], self.finish)
         if self.finish == "stop" and self.parts["tool_calls"]:
             self.finish = "tool_calls"
         parts = {key: part[len(before.get(key, "")) :] for key, part in self.parts.items()}
@@ -217,7 +223,10 @@ class Reply:
                 entry = choice.opening()
                 yield {**self.head, "choices": [entry], **self._prompt_ids([entry]), **usage}
             async for piece in pieces:
-                yield piece and {**self.head, "choices": [piece.choice.entry(piece)], **usage}
+                if piece is None:
+                    yield None
+                else:
+                    yield {**self.head, "choices": [piece.choice.entry(piece)], **usage}
         if has_usage:
             yield {**self.head, "choices": [], "usage": self.usage(jobs)}
 

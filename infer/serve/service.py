@@ -26,7 +26,7 @@ from draftheads.infer.grammar import Grammar
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Job
-from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts
+from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts, prompt_scores
 from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
@@ -148,15 +148,17 @@ class Service:
         grammars = request.grammars
         calls = self.reader.calls
         try:
-            if request.required_tools and calls is not None:
-                text = calls.grammar(request.required_tools, self.target.tokenizer)
-                grammars.append(("grammar", text))
-            if len(grammars) > 1:
+            tools = request.required_tools
+            if len(grammars) + bool(tools) > 1:
                 raise ValueError(
-                    "expected one of response_format, guided options and a required tool, got "
-                    "several; leave the others out"
+                    "expected one of response_format, structured_outputs, guided options and a "
+                    "required tool, got several; leave the others out"
                 )
-            return Grammar(self.target, *grammars[0]) if grammars else None
+            if grammars:  # a call in place of what follows them
+                tools = request.callable_tools
+            if tools and calls is not None:
+                grammars.append(("grammar", calls.grammar(tools, self.target.tokenizer)))
+            return Grammar(self.target, "any", grammars) if grammars else None
         except (ValueError, ModuleNotFoundError) as error:
             raise ApiError(400, str(error)) from error
 
@@ -165,7 +167,10 @@ class Service:
         request = choice.request
         rule = self.rule(request, choice.index % request.count)
         if request.scores is not None:
-            rule = ScoredRule(rule, request.scores)
+            echoed = choice.prompt if request.echoes else ()
+            rule = ScoredRule(
+                rule, request.scores, prompt_scores(self.target, echoed, request.scores)
+            )
         room = self.target.context - len(choice.prompt)
         return Job(
             choice.prompt,

@@ -39,6 +39,7 @@ from typer import Option
 TARGET = Path(__file__).parents[2] / "recipes" / "demo-target"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = {"role": "user", "content": "What does os.path.join do?"}
+CALLING = {"role": "assistant", "content": None}
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [QUESTION], "max_tokens": 8, "temperature": 0},
     TEXT: {"prompt": "What does", "max_tokens": 8, "temperature": 0},
@@ -49,6 +50,8 @@ KEYS = (
     *("frequency_penalty", "tools", "tool_choice", "response_format", "stream_options", "user"),
     *("max_completion_tokens", "best_of", "top_k", "min_p", "chat_template_kwargs", "guided_json"),
     *("structured_outputs", "allowed_token_ids", "bad_words", "length_penalty", "nothing"),
+    *("guided_choice", "reasoning_effort", "verbosity", "documents", "modalities", "audio"),
+    *("continue_final_message", "add_generation_prompt", "parallel_tool_calls"),
 )
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, "", "x", "1", -1, 0, 1, 1.5, 1e308, -1e308, 10**30, -(2**63), [], {}),
@@ -56,6 +59,10 @@ STRANGE: tuple[Any, ...] = (
     *([1, 2, 3], [[1, 2], [3]], ["a"] * 3, "a" * 5000, [QUESTION] * 2, [{"role": "user"}]),
     *([{"role": "x", "content": "a"}], [{"role": "user", "content": [{"type": "image_url"}]}]),
     *([{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": None}]),
+    *({"json": {"pattern": "("}}, {"choice": [""]}, {"type": "json_object", "schema": {"a": 1}}),
+    *([{"type": "function", "function": {"name": "f", "parameters": None}}], ["text"]),
+    *([QUESTION, {"role": "assistant", "content": "\ud83d"}], [{"role": "assistant"}]),
+    *([{**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": "[" * 2000}}]}],),
 )
 SLOWEST_S, WAIT_S, GROWTH_MB, LONGEST = 30, 8, 300, 400
 

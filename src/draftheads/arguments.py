@@ -38,7 +38,7 @@ USES = {
 FILES = {
     RECIPE: r"\.ya?ml$",
     JSON: r"\.json$",
-    PROMPTS: r"\.(csv|parquet|arrow|jsonl?|txt|md)(\.gz|\.bz2|\.zst)?$",
+    PROMPTS: r"\.([ct]sv|parquet|arrow|jsonl?|txt|md)(\.gz|\.bz2|\.zst)?$",
     PART: r"\.(safetensors|bin|pth?|ckpt)$",
 }
 """Ends of their names."""

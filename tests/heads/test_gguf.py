@@ -4,17 +4,24 @@ heads say that they were trained on them.
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 from pathlib import Path
+from unittest import mock
+from unittest.mock import Mock
 
 import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
+from launching import fork
 from tiny_heads import random_head
 
+from draftheads.heads import terminal
 from draftheads.heads.formats.card import render_card
 from draftheads.heads.formats.hub import load_head, open_head, save_head
+from draftheads.heads.target import placement, unpacked
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import read_config
 from draftheads.recipes import NAMED, target_path
@@ -36,18 +43,162 @@ def file(demo, tmp_path_factory) -> Path:
     return path
 
 
-def test_a_gguf_file_is_parsed_once(file, monkeypatch):
-    parsed = []
-    reader = gguf.GGUFReader
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "draftheads" / "gguf"
 
-    def counted(*path):
-        parsed.append(path)
-        return reader(*path)
 
-    monkeypatch.setattr(gguf, "GGUFReader", counted)
-    Target.load(str(file))
-    assert len(parsed) == 1
-    assert gguf.GGUFReader is counted
+def started(file: Path) -> tuple[int, Target]:
+    """How often a process that has just started parses a file, and its target."""
+    placement._folders.clear()
+    placement._parsed.cache_clear()
+    with mock.patch.object(gguf, "GGUFReader", Mock(wraps=gguf.GGUFReader)) as reader:
+        config = read_config(str(file), None)
+        target = Target.load(file)
+        text_side = TextSide.load(str(file))
+    assert config.num_hidden_layers == target.layers
+    assert text_side.eos_ids == target.eos_ids
+    target.fingerprint()  # now: weights are views of what is kept
+    return reader.call_count, target
+
+
+def moved(cache: Path, file: Path) -> Path:
+    return Path(shutil.copy2(file, cache.parent))
+
+
+def touched(cache: Path, file: Path) -> Path:
+    os.utime(file, (1, 1))
+    return file
+
+
+def rewritten(cache: Path, file: Path) -> Path:
+    target = Target.load(DEMO)
+    target.model.model.norm.weight.data.mul_(2)
+    write_gguf(target, file)
+    return file
+
+
+def cut(cache: Path, file: Path) -> Path:
+    [weights] = cache.glob("*/model.safetensors")
+    os.truncate(weights, weights.stat().st_size - 1)
+    return file
+
+
+def scrawled(cache: Path, file: Path) -> Path:
+    [tokenizer] = cache.glob("*/tokenizer.json")
+    tokenizer.write_bytes(tokenizer.read_bytes()[:-1] + b" ")
+    return file
+
+
+def lost(cache: Path, file: Path) -> Path:
+    [kept] = cache.glob("*/kept.json")
+    kept.unlink()
+    return file
+
+
+def blocked(cache: Path, file: Path) -> Path:
+    """No folder can be made there, also by root."""
+    shutil.rmtree(cache.parent)
+    cache.parent.touch()
+    return file
+
+
+BETWEEN_STARTS = {
+    "nothing": (lambda _, file: file, [0, 0]),
+    "the file is moved": (moved, [0, 0]),
+    "the file has another time": (touched, [1, 0]),
+    "the file has other weights": (rewritten, [1, 0]),
+    "kept weights are damaged": (cut, [1, 0]),
+    "the kept tokenizer is damaged": (scrawled, [1, 0]),
+    "the list of what is kept is lost": (lost, [1, 0]),
+    "the cache becomes read-only": (blocked, [1, 1]),
+}
+"""What happens after a first start -> how often the next two parse the file."""
+
+
+@pytest.mark.parametrize(("change", "parses"), BETWEEN_STARTS.values(), ids=BETWEEN_STARTS)
+def test_a_file_is_parsed_once_as_long_as_it_stays(file, cache, tmp_path, change, parses):
+    file = Path(shutil.copy2(file, tmp_path / "own.gguf"))
+    count, first = started(file)
+    assert count == 1 and (cache.parent.parent).is_dir()
+    file = change(cache, file)
+    (count, second), (later, third) = started(file), started(file)
+    assert [count, later] == parses
+    is_other = change is rewritten
+    assert (second.fingerprint() != first.fingerprint()) == is_other
+    assert third.fingerprint() == second.fingerprint()
+    assert third.name == str(file) and third.model.config.name_or_path == str(file)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_what_is_kept_is_what_the_file_has(file, monkeypatch, dtype):
+    kept = Target.load(file, dtype=dtype)
+    again = Target.load(file, dtype=dtype)
+    monkeypatch.setattr(unpacked, "MOST_BYTES", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"] + "2")
+    placement._folders.clear()
+    read = Target.load(file, dtype=dtype)
+    for target in (kept, again):
+        assert target.fingerprint() == read.fingerprint()
+        assert (target.quantisation, target.saved_dtype) == (read.quantisation, read.saved_dtype)
+        assert target.tokenizer.get_vocab() == read.tokenizer.get_vocab()
+        states = target.model.state_dict()
+        assert states.keys() == read.model.state_dict().keys()
+        for name, tensor in read.model.state_dict().items():
+            assert tensor.dtype == states[name].dtype and torch.equal(tensor, states[name])
+
+
+def test_the_cache_has_a_limit_and_removes_only_its_own(file, cache, tmp_path, monkeypatch, caplog):
+    files = [Path(shutil.copy2(file, tmp_path / f"{name}.gguf")) for name in "abc"]
+    for number, each in enumerate(files):
+        os.utime(each, (number, number))
+    started(files[0])
+    [kept] = cache.glob("*/kept.json")
+    first = kept.parent
+    size = unpacked.size_of(first)
+    assert f"reads {size / 1e9:.2f} GB in {cache}" in caplog.text
+    assert f"rm -r {cache} deletes them" in caplog.text
+    monkeypatch.setattr(unpacked, "MOST_BYTES", int(2.5 * size))
+    other = cache / "other"
+    other.mkdir()
+    left = cache / f".left.{socket.gethostname()}.{2**22 + 1}"  # of a process that was killed
+    left.mkdir()
+    started(files[1])
+    assert first.is_dir() and other.is_dir() and not left.exists()
+    os.utime(first, (1, 1))
+    assert started(files[0])[0] == 0  # used last
+    [second] = {*cache.glob("*/kept.json")} - {first / "kept.json"}
+    os.utime(second.parent, (2, 2))
+    started(files[2])
+    assert first.is_dir() and other.is_dir() and not second.exists()
+    monkeypatch.setattr(unpacked, "MOST_BYTES", size // 2)
+    assert [started(files[1])[0] for _ in range(2)] == [1, 1]
+    assert first.is_dir()
+
+
+def test_two_processes_unpack_a_file_once(file, tmp_path):
+    def start(number: int) -> None:
+        (tmp_path / f"{number}.txt").write_text(str(started(file)[0]))
+
+    processes = [fork(start, number) for number in range(2)]
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert sorted((tmp_path / f"{number}.txt").read_text() for number in range(2)) == ["0", "1"]
+
+
+def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
+    monkeypatch.setattr(terminal, "FIRST_LINE_S", 0)
+    Target.load(DEMO)
+    assert f"loading {DEMO}" in caplog.text
+
+
+def test_what_reads_gguf_files_is_as_before(file):
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    Target.load(file)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, names)
 
 
 def test_a_gguf_target_has_the_weights_of_its_file(demo, file):

@@ -114,7 +114,10 @@ def test_a_prompt_is_read_in_parts(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.thorough] * (each not in QUICK)) for each in HYBRIDS],
+)
 def test_in_bfloat16_it_decodes_within_rounding(name):
     """The trial of a new target compares its tree with plain text; a text goes to its end."""
     target = Target(hybrid_model(name).to(torch.bfloat16))

@@ -22,7 +22,7 @@ from tiny_chat import stand_in
 
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.serve.app import create_app
-from draftheads.infer.serve.calls import ONE, find_form
+from draftheads.infer.serve.calls import ONE, CallForm, find_form
 from draftheads.infer.serve.parts import AnswerForm
 from draftheads.infer.serve.protocol import Tool
 from draftheads.infer.serve.service import ServeOptions
@@ -148,10 +148,111 @@ def test_histories_have_calls_and_results_as_the_template_writes_them(says):
 )
 def test_reasoning_is_apart(says, text, reasoning, content, stream):
     message, _ = ask(says, text, stream=stream)
-    assert message.get("reasoning_content") == reasoning
+    assert message.get("reasoning_content") == message.get("reasoning") == reasoning
     assert message["content"] == content
     message, _ = ask(says, text, stream=stream, reasoning_format="none")
     assert message == {"role": "assistant", "content": text}
+
+
+NO_WORD = LOOK_UP.replace('"word": "heron"', "")
+IN_TEXT = json.dumps(json.dumps({"word": "heron"}))
+MARKED = "<tool_call> and </tool_call>"
+PARAMETERS = HERMES.replace(
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
+    "<function={{ call.function.name }}>{% for key, value in call.function.arguments.items() %}"
+    "{{ '\n' }}<parameter={{ key }}>\n{{ value }}\n</parameter>{% endfor %}{{ '\n' }}</function>",
+)
+CHANNELS = (  # as gpt-oss
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}"
+    "<|start|>{{ m.role }}{% if m.tool_calls %}{% for call in m.tool_calls %} to=functions."
+    "{{ call.function.name }}<|channel|>commentary json<|message|>"
+    "{{ call.function.arguments | tojson }}<|call|>{% endfor %}{% else %}"
+    "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+COMMENTARY = "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
+TO = 'to=functions.look_up<|channel|>commentary json<|message|>{"word": "heron"}'
+WORD = "<tool_call>\n<function=look_up>\n<parameter=word>\n{}\n</parameter>\n"
+END = "</function>\n</tool_call>"
+WRITTEN = [  # template, what a target writes, the text and the arguments of the calls in it
+    (HERMES, LOOK_UP.replace('{"word": "heron"}', IN_TEXT), "", ["heron"]),
+    (HERMES, LOOK_UP.replace('{"word": "heron"}', json.dumps(IN_TEXT)), "", ["heron"]),
+    (HERMES, LOOK_UP.replace("arguments", "parameters"), "", ["heron"]),
+    (HERMES, '<tool_call>\n{"name": "look_up"}\n</tool_call>', "", [None]),
+    (HERMES, '<tool_call>\n{"name": "look_up", "id": "a"}\n</tool_call>', "", [None]),
+    (HERMES, NO_WORD, "", [None]),
+    *((HERMES, NO_WORD.replace("{}", empty), "", [None]) for empty in ('""', "null", '" "')),
+    (HERMES, NO_WORD.replace('"arguments": {}', '"word": "heron"'), None, []),
+    (HERMES, LOOK_UP.replace("heron", MARKED) + f"\n{LOOK_UP}", "", [MARKED, "heron"]),
+    (HERMES, f"<tool_call>heron {LOOK_UP}", None, []),
+    (PARAMETERS, WORD.format("heron") + END, "", ["heron"]),
+    (
+        PARAMETERS,
+        WORD.format("heron") + END + "\n" + WORD.format("egret") + END,
+        "",
+        ["heron", "egret"],
+    ),
+    (PARAMETERS, "See.\n" + WORD.format("heron") + END + "\nThere.", "See.There.", ["heron"]),
+    (PARAMETERS, WORD.format(f"a\n{MARKED}") + END, "", [f"a\n{MARKED}"]),
+    (PARAMETERS, "<tool_call>\n<function=look_up>\n" + END, "", [None]),
+    (PARAMETERS, WORD.format("heron") + "</tool_call>", None, []),
+    (CHANNELS, f" {TO}", "", ["heron"]),
+    (CHANNELS, COMMENTARY + '{"word": "heron"}', "", ["heron"]),
+    (
+        CHANNELS,
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + COMMENTARY + "{}",
+        "I look.",
+        [None],
+    ),
+    (CHANNELS, "I am <|start|> to be", "I am <|start|> to be", []),
+]
+"""None: all of it stays text, or the call has no argument."""
+
+
+def form_of(template: str) -> CallForm:
+    form = find_form(TextSide("t", stand_in(template), ()))
+    assert form is not None
+    return form
+
+
+@pytest.mark.parametrize(("template", "written", "text", "words"), WRITTEN)
+def test_calls_are_read_as_models_write_them(template, written, text, words):
+    form = AnswerForm(calls=form_of(template), schemas={"look_up": SCHEMA["properties"]})
+    parts = form.parts(written, "stop")
+    assert parts["content"] == (written if text is None else text)
+    expected = [("look_up", {"word": word} if word else {}) for word in words]
+    assert calls_of(parts) == expected
+    shown = beginning = ""
+    tokenizer = stand_in(template)
+    for token in tokenizer(written, add_special_tokens=False)["input_ids"]:
+        content = form.parts(beginning, None)["content"]
+        beginning += tokenizer.decode([token])
+        assert content.startswith(shown), "a stream takes nothing back"
+        shown = content
+    assert parts["content"].startswith(shown)
+
+
+@pytest.mark.parametrize("template", [HERMES, PARAMETERS, CHANNELS])
+def test_a_call_that_is_cut_is_left_out(template):
+    """At the limit of tokens: what is whole is told, and no mark stays in the text."""
+    form = AnswerForm(calls=form_of(template), schemas={"look_up": SCHEMA["properties"]})
+    whole = next(text for each, text, _, words in WRITTEN if (each, words) == (template, ["heron"]))
+    for end in range(1, len(whole)):
+        parts = form.parts(f"I look.{whole}{whole[:end]}", "length")
+        assert parts["content"].rstrip() == "I look."
+        assert calls_of(parts) in (CALLS[:1], CALLS[:1] * 2)
+        cut = form.parts(f"I look.{whole[:end]}", "length")
+        assert cut["content"].rstrip() == "I look."
+        assert calls_of(cut) in ([], CALLS[:1])
+
+
+@pytest.mark.parametrize("arguments", ["", " ", None, "null", "{}", '"{}"', {}, json.dumps('"{}"')])
+def test_arguments_of_a_history_may_be_empty(says, arguments):
+    for given in ({"arguments": arguments}, {}):
+        call = {"id": "a", "type": "function", "function": {"name": "look_up", **given}}
+        asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+        ask(says, "Hi.", messages=[*HELLO, asked, {"role": "tool", "content": "1"}])
+        assert NO_WORD in says[0].asked[-1]
 
 
 def test_reasoning_then_calls(says):
@@ -215,10 +316,11 @@ def test_calls_of_real_templates_are_read():
             end = len(commonprefix([plain[::-1], text[::-1]]))  # of the turn
             whole = text[place : len(text) - end]
             answer = AnswerForm(calls=form, schemas=schemas)
-            assert calls_of(answer.parts(whole, True)) == CALLS[:count], path.stem
+            assert calls_of(answer.parts(whole, "stop")) == CALLS[:count], path.stem
             begun = whole[: whole.find("heron")]
-            cut = answer.parts(begun, True)
-            assert (cut["tool_calls"], cut["content"]) == ([], begun), path.stem
+            for finish, left in (("stop", begun), ("length", "" if form.opening else begun)):
+                cut = answer.parts(begun, finish)
+                assert (cut["tool_calls"], cut["content"]) == ([], left), path.stem
             read.append((path.stem, count))
     assert len(read) > 100
 
@@ -252,7 +354,7 @@ def test_the_grammars_of_real_templates_are_of_their_own_calls():
         except ValueError as error:
             assert "expected auto or none" in str(error)
             continue
-        example = form.example.lstrip().replace(ONE, "count")
+        example = form.example.lstrip("\n").replace(ONE, "count")
         example = re.sub(r'\{\s*"key_a".*?47\s*\}', '{"n": 2}', example, flags=re.DOTALL)
         ids = tokenizer(example, add_special_tokens=False)["input_ids"]
         matcher = LLMatcher(
@@ -296,10 +398,10 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
             yield "messages", call(arguments=odd)
             yield "tools", tool(parameters=odd)
             yield "tools", tool(parameters={"properties": odd})
-    for text in ("{", "[]", "1", '{"a": }', "null", ""):
+    for text in ("{", "[]", "1", '{"a": }', '"1"', "true"):
         yield "messages", call(arguments=text)
     yield "messages", answer(tool_calls=[{"id": "a", "type": "function"}])
-    yield "messages", answer(tool_calls=[{**CALL, "function": {"name": "look_up"}}])
+    yield "messages", answer(function_call=FUNCTION)
     yield "messages", answer(tool_calls=[CALL] * 129)
     yield "tools", {"tools": [{"type": "function"}]}
     yield "tools", {"tools": [{"function": FUNCTION}]}

@@ -34,7 +34,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.chat.repl import ChatOptions, chat
-from draftheads.infer.continuous import seeded
+from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -123,7 +123,7 @@ def followed(target: Target, seed: int) -> tuple[int, bool]:
         )  # fmt: skip
         assert row == expected, (seed, drafts)
         saved = max(saved, counts.tokens - counts.steps)
-    for rule in (Sampled(1.3), Sampled(1.0, 0.9, 8), seeded(0.8, 1.0, 0, NEW)):
+    for rule in (Sampled(1.3), Sampled(1.0, 0.9, 8), checked(0.8, 1.0, 0)):
         [row], _ = decode(
             target, head(target), [prompt], sampling=rule, seeds=["s"],
             max_new_tokens=NEW, constraint=grammar,
@@ -193,7 +193,7 @@ def test_a_seed_draws_the_same_with_any_drafts(demo):
     prompts = [question(demo, f"Question {number}") for number in range(3)]
     grammar = Grammar(demo, "json_schema", PERSON)
     choices = {"max_new_tokens": NEW, "constraint": grammar, "seeds": ["a", "b", "c"]}
-    rule = seeded(1.0, 1.0, 0, NEW)
+    rule = checked(1.0, 1.0, 0)
     rows, _ = decode(demo, None, prompts, sampling=rule, **choices)
     for drafts in (head(demo), NGram()):
         assert decode(demo, drafts, prompts, sampling=rule, **choices)[0] == rows
@@ -276,17 +276,15 @@ BAD: list[tuple[str, Any]] = [
     *[("json_schema", value) for value in (3, [], True, {1}, {"type": {1}}, {"a": float("nan")})],
     ("json_schema", {"type": "text"}),
     ("json_schema", {"type": 3}),
-    ("json_schema", {"not": {"type": "string"}}),
     ("json_schema", {"enum": []}),
     ("json_schema", {"properties": 3}),
     ("json_schema", {"$ref": "#/nowhere"}),
     ("json_schema", {"$ref": "https://example.com/schema.json"}),
     ("json_schema", {"type": "string", "pattern": "("}),
-    ("json_schema", {"type": "string", "format": "nonsense"}),
+    ("any", [("json_schema", {"enum": []})]),
+    ("choice", 3),
     ("json_schema", {"type": "string", "minLength": 5, "maxLength": 2}),
     ("json_schema", {"type": "integer", "minimum": 5, "maximum": 2}),
-    ("json_schema", {"type": "array", "uniqueItems": True}),
-    ("json_schema", {"if": {}, "then": {}}),
     *[("regex", text) for text in ("(", "[", "a{2,1}", r"\1", "(?=a)b", "*", 3, None)],
     *[("grammar", text) for text in ("", 'x: "a"', "start: x", "start: /(/", 3)],
     ("grammar", "start: start"),
@@ -298,11 +296,45 @@ BAD: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("kind", "text"), BAD)
 def test_what_cannot_be_compiled_is_refused_in_one_line(demo, kind, text):
+    named = "json_schema" if kind == "any" else kind
     with pytest.raises(
-        ValueError, match=f"^{kind}: expected one that llguidance can follow"
+        ValueError, match=f"^{named}: expected one that llguidance can follow"
     ) as refusal:
         Grammar(demo, kind, text)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "nonsense"},
+        {"type": "array", "uniqueItems": True},
+        {"type": "integer", "not": {"const": 3}},
+        {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+        {"type": "object", "properties": {"pattern": {"type": "string", "pattern": "^(?!a).*@"}}},
+        {"type": "string", "pattern": "(?<=a)b\n\x1b[2J"},
+    ],
+)
+def test_what_no_grammar_can_hold_is_said_and_refuses_nothing(client, caplog, schema):
+    """Of an answer, and of a tool that has to be called."""
+    [answer] = content(ask(client, guided_json=schema, max_tokens=1))
+    [line] = [record.getMessage() for record in caplog.records if record.name == "draftheads"]
+    assert "not held: " in line and line.isprintable() and len(line) < 400
+    assert answer
+
+
+def test_an_answer_follows_any_of_several_grammars(demo):
+    parts = [("json_schema", PERSON), ("regex", "[0-9]+/x"), ("choice", ['"é', "start ::= 😀"])]
+    grammar = Grammar(demo, "any", [*parts, ("grammar", 'start: "<" /a+/ ">"')])
+    texts = ['{"name": "a", "age": 3}', "12/x", '"é', "start ::= 😀", "<aa>"]
+    for text in [*texts, "{}", "x", "<>"]:
+        ids = demo.tokenizer(text, add_special_tokens=False)["input_ids"]
+        paths = [tuple(ids[:end]) for end in range(1, len(ids) + 1)]
+        kept = grammar.row(0, []).drafts([], paths)
+        assert (paths[-1] in kept) == (text in texts), text
 
 
 def test_a_target_without_an_end_is_refused():
@@ -346,20 +378,36 @@ def content(response: Any) -> list[str]:
 
 
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+AS_JSON: list[dict[str, Any]] = [
+    {"response_format": AS_SCHEMA},
+    {"response_format": {"type": "json_schema", "schema": PERSON}},
+    {"response_format": {"type": "json_object", "schema": PERSON}},
+    {"response_format": {"type": "json_object", "json_schema": {"schema": PERSON}}},
+    {"guided_json": json.dumps(PERSON)},
+    {"structured_outputs": {"json": PERSON, "regex": None, "disable_any_whitespace": True}},
+]
 
 
 def test_the_server_constrains_answers(client, demo):
     expected = demo.tokenizer.decode(
         plain(demo, "json_schema", PERSON, question(demo)), skip_special_tokens=True
     )
-    for asked in ({"response_format": AS_SCHEMA}, {"guided_json": json.dumps(PERSON)}):
+    for asked in AS_JSON:
         for draft in (True, False):
             assert content(ask(client, **asked, draft=draft)) == [expected]
-    [object_] = content(ask(client, response_format={"type": "json_object"}, max_tokens=200))
-    assert object_.startswith("{")
-    [digits] = content(ask(client, guided_regex="[0-9]{3}"))
-    assert re.fullmatch("[0-9]{3}", digits)
-    assert content(ask(client, guided_grammar='root ::= "yes" | "no"'))[0] in ("yes", "no")
+    for asked in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ):
+        [object_] = content(ask(client, **asked, max_tokens=200))
+        assert object_.startswith("{")
+    for kind, value, pattern in (
+        ("regex", "[0-9]{3}", "[0-9]{3}"),
+        ("grammar", 'root ::= "yes" | "no"', "yes|no"),
+        ("choice", ["yes", "no"], "yes|no"),
+    ):
+        for asked in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
+            assert re.fullmatch(pattern, *content(ask(client, **asked)))
     assert content(ask(client, response_format={"type": "text"})) == content(ask(client))
 
 
@@ -399,6 +447,9 @@ def test_a_constrained_answer_is_streamed_and_scored(client):
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
         {"response_format": {"type": "json_schema"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
+        {"response_format": {"type": "text", "schema": PERSON}},
+        {"response_format": {**AS_SCHEMA, "schema": PERSON}},
+        {"structured_outputs": {"json": {}, "choice": ["a"]}},
         {"guided_regex": "("},
         {"guided_grammar": "start: nothing"},
         {"guided_json": "{"},
@@ -425,7 +476,8 @@ def test_chat_takes_a_schema(demo, tmp_path, run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "word"), [("{", "json_schema"), ('{"type": "text"}', "text"), (None, "schema.json")]
+    ("text", "word"),
+    [("{", "a JSON schema"), ('{"type": "text"}', "text"), (None, "schema.json")],
 )
 def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
     file = tmp_path / "schema.json"
@@ -436,9 +488,11 @@ def test_chat_refuses_a_bad_schema_in_one_line(demo, tmp_path, run, text, word):
 
 @pytest.fixture(scope="module")
 def caller(demo) -> Iterator[TestClient]:
-    """A server whose template has tools in the form of Hermes."""
+    """A server whose template has tools in the form of Hermes, and no reasoning, of which this
+    target would write without end.
+    """
     target = Target(demo.model, copy(demo.tokenizer), name="demo")
-    target.tokenizer.chat_template = HERMES
+    target.tokenizer.chat_template = HERMES.replace(".split('</think>')[-1].lstrip()", "")
     with TestClient(create_app(Speculator(target, NGram()), ServeOptions("demo"))) as client:
         yield client
 
@@ -477,6 +531,36 @@ def test_a_tool_that_has_to_be_called_is_called(caller, choice, stream):
     assert function["name"] == choice or choice == "required"
     assert function["name"] in NAMES
     assert re.fullmatch(r'\{"n": [0-9]\}', function["arguments"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, *({"parameters": each} for each in (None, {}, {"type": "object", "properties": {}}))],
+)
+def test_a_function_without_parameters_is_called_without_arguments(caller, given):
+    tools = [{"type": "function", "function": {"name": "look_up", **given}}]
+    function, finish = called(ask(caller, tools=tools, tool_choice="required"))
+    assert (function["arguments"], finish) == ("{}", "tool_calls")
+
+
+def test_a_call_that_has_to_be_is_cut_without_its_marks(caller):
+    said = ask(caller, tools=DIGITS, tool_choice="required", max_tokens=6).json()
+    [choice] = said["choices"]
+    assert choice["message"] == {"role": "assistant", "content": ""}
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_tools_stay_callable_beside_a_format_of_answers(caller, draft):
+    """An answer is a call or what follows the format, and both come."""
+    kind = {"type": "json_schema", "json_schema": {"schema": {"const": "only"}}}
+    asked = {"tools": DIGITS, "response_format": kind, "temperature": 2.0, "seed": 3, "n": 40}
+    choices = ask(caller, **asked, draft=draft).json()["choices"]
+    calls = [choice for choice in choices if choice["finish_reason"] == "tool_calls"]
+    texts = [choice["message"]["content"] for choice in choices if choice not in calls]
+    assert {choice["message"]["content"] for choice in calls} == {""}
+    assert set(texts) == {'"only"'} and calls
+    assert content(ask(caller, **{**asked, "tool_choice": "none", "n": 1})) == ['"only"']
 
 
 def test_what_has_to_be_called_must_be_there(caller):

@@ -89,6 +89,50 @@ metric_list: [{metric: exact_match}]
 """
 
 
+CHOICES = """task: endings
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+"""
+
+
+def test_lm_eval_compares_log_probabilities(tmp_path, monkeypatch):
+    """The target's own answers are more likely than nonsense."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    demo = RECIPES / "demo-target"
+    target = Target.load(demo, dtype="float32")
+    engine = Speculator(target)
+    lines = []
+    for question in ("Return the", "If the file", "A list of"):
+        steps = engine.generate(target.tokenizer(question)["input_ids"], max_new_tokens=5)
+        answer = target.tokenizer.decode([token for step in steps for token in step.tokens])
+        lines.append(json.dumps({"question": question, "choices": [answer, " heron heron"]}))
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(lines))
+    (tmp_path / "task.yaml").write_text(CHOICES.replace("DATA", str(data)))
+    with running(engine, ServeOptions("demo")) as (url, _):
+        options = f"model=demo,base_url={url}/v1/completions,tokenizer={demo}"
+        results = lm_eval.simple_evaluate(
+            "local-completions",
+            model_args=f"{options},tokenizer_backend=huggingface,max_retries=1",
+            tasks=["endings"],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            bootstrap_iters=0,
+        )
+    assert results["results"]["endings"]["acc,none"] == 1.0
+    first, *_ = results["samples"]["endings"]
+    assert [is_greedy for [[_, is_greedy]] in first["resps"]] == [True, False]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_lm_eval_scores_the_demo_target(path, tmp_path, monkeypatch):
     """All of its answers are those that it has given before."""

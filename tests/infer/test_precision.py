@@ -183,7 +183,7 @@ def test_bits_8_decodes_an_int8_target_in_every_command(stored, run, tmp_path, m
     command = ["--target", target, "--head", head, "--prompts", prompts, *few, "--json", figures]
     assert run("bench", *command)[0] == 0
     report = json.loads(figures.read_text())
-    assert report["machine"]["dtype"] == "int8" and report["plain"]["lossless"] is None
+    assert report["machine"]["dtype"] == "int8" and report["plain"]["lossless"] is True
     packed = DraftHead.pack
     heads: list[DraftHead] = []
     monkeypatch.setattr(DraftHead, "pack", lambda *each: heads.append(each[0]) or packed(*each))

@@ -28,7 +28,7 @@ from draftheads.infer.serve.protocol import ChatRequest, CompletionRequest
 from draftheads.infer.serve.reader import Reader
 from draftheads.scripts.cli import app
 from draftheads.scripts.openings import opening_ids
-from draftheads.scripts.options import parsed_template_args, prepared
+from draftheads.scripts.options import parsed_template_args
 from draftheads.train.data.conversation import Conversation
 from draftheads.train.data.prompts import Prompt
 
@@ -154,7 +154,7 @@ def test_a_heads_own_variables_are_used_with_it(trained):
 
 def test_variables_on_the_command_line_replace_the_heads_own(trained):
     heads = [open_head(trained / "head")]
-    name, own = str(trained / "target"), prepared("{}")
+    name, own = str(trained / "target"), parsed_template_args("{}")
     target = loading.load_target(name, loading.Place(), None, heads, own)
     assert target.template_args == {}
 

@@ -7,17 +7,20 @@ import math
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from served import Says
 from starlette.testclient import TestClient
-from tiny_chat import TEMPLATE, llama
+from tiny_chat import END, TEMPLATE, llama, spaced_tokenizer
 from tiny_heads import random_head
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Sampled
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.serve import app
@@ -26,6 +29,7 @@ from draftheads.infer.serve.service import ServeOptions
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+BEGUN = [{"role": "assistant", "content": "It is"}]
 OPTIONS = ServeOptions("tiny")
 
 
@@ -130,6 +134,78 @@ def test_a_continuation_keeps_its_first_space(stories):
         assert choice["text"].startswith(" time")
         said = chunks(client, COMPLETE, **asked)
         assert "".join(chunk["choices"][0]["text"] for chunk in said) == choice["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("options", [{}, {"continue_final_message": True}])
+def test_an_answer_that_was_begun_is_continued(client, engine, stream, options):
+    """What the target sees ends with its beginning, and the answer is the rest."""
+    asked = {"messages": [*HELLO, *BEGUN], "max_tokens": 6, **options}
+    body = ask(client, **asked, return_token_ids=True).json()
+    begun = engine.target.tokenizer("It is", add_special_tokens=False)["input_ids"]
+    assert body["prompt_token_ids"] == [*hello(engine), *begun]
+    ids = tokens(engine, body["prompt_token_ids"], 6)
+    assert body["choices"][0]["token_ids"] == ids
+    said = body["choices"][0]["message"]["content"]
+    if stream:
+        parts = chunks(client, **asked)
+        said = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
+    assert said == decoded(engine, ids)
+
+
+def test_the_rest_of_an_answer_keeps_its_first_space():
+    """Which decoders drop at the beginning of a text."""
+    engine = Says()
+    engine.target.tokenizer = spaced_tokenizer()
+    engine.target.tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    engine.text = "the end"
+    with TestClient(create_app(engine, OPTIONS)) as client:
+        for last, text in (("user", "the end"), ("assistant", " the end")):
+            messages = [{"role": "user", "content": "once"}, {"role": last, "content": "upon a"}]
+            [choice] = ask(client, messages=messages).json()["choices"]
+            assert choice["message"]["content"] == text
+
+
+def test_reasoning_that_was_begun_is_continued():
+    """In its own key, as the message has opened it."""
+    target = llama(eos=())
+    with TestClient(create_app(Speculator(target), OPTIONS)) as client:
+        for begun, key in (("<think>\nhm", "reasoning_content"), ("<think>a</think>b", "content")):
+            messages = [*HELLO, {"role": "assistant", "content": begun}]
+            [choice] = ask(client, messages=messages, max_tokens=8).json()["choices"]
+            assert choice["message"][key]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [["abc", "a longer prompt"], [[72, 73, END, 74], [75]]])
+def test_an_echo_is_the_prompt_and_its_log_probabilities(engine, stream, prompts):
+    """As lm-eval reads them: sum(token_logprobs[context:-1]), and whether each is the likeliest."""
+    target = llama(eos=(END,))
+    ids = [p if isinstance(p, list) else target.tokenizer(p)["input_ids"] for p in prompts]
+    asked = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 1}
+    choices: list[dict[str, Any]] = [{"text": "", "logprobs": []} for _ in prompts]
+    with TestClient(create_app(Speculator(target, NGram()), OPTIONS)) as client:
+        bodies = (
+            chunks(client, COMPLETE, **asked) if stream else [ask(client, COMPLETE, **asked).json()]
+        )
+        plain = ask(client, COMPLETE, prompt=prompts, max_tokens=1).json()["choices"]
+    for part in (part for body in bodies for part in body["choices"]):
+        choices[part["index"]]["text"] += part["text"]
+        choices[part["index"]]["logprobs"] += [part["logprobs"]] * bool(part["logprobs"])
+    for prompt, choice, answer in zip(ids, choices, plain, strict=True):
+        assert (
+            choice["text"]
+            == target.tokenizer.decode(prompt, skip_special_tokens=True) + answer["text"]
+        )
+        [scored] = choice["logprobs"]
+        logp = plain_logprobs(Speculator(target), prompt, [])
+        expected = [float(logp[place, token]) for place, token in enumerate(prompt[1:])]
+        assert scored["token_logprobs"][0] is None and scored["top_logprobs"][0] is None
+        assert scored["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-3)
+        best = [max(top.values()) for top in scored["top_logprobs"][1:-1]]
+        assert best == pytest.approx(logp[:-1].amax(-1).tolist(), abs=1e-3)
+        lengths = map(len, scored["tokens"])
+        assert scored["text_offset"] == [0, *accumulate(lengths)][:-1]
 
 
 def test_sampling_follows_its_options_and_seed(client, engine):
@@ -291,6 +367,9 @@ def test_variables_of_the_template_are_added_to_the_servers_own():
         assert prompt().endswith("assistant\ncalm")
         assert prompt(enable_thinking=False).endswith("assistant\ncalm<think></think>")
         assert prompt(mood="glad", unread=[1]).endswith("assistant\nglad")
+        asked["reasoning_effort"] = "none"
+        assert prompt().endswith("assistant\ncalm<think></think>")
+        del asked["reasoning_effort"]
         assert prompt().endswith("assistant\ncalm"), "of one request"
         assert ask(client, chat_template_kwargs=None, **asked).status_code == 200
         ids = encode_prompt(target, HELLO, {"enable_thinking": False})
@@ -498,14 +577,29 @@ def test_an_end_token_has_a_logprob_too():
     assert len(choice["logprobs"]["token_logprobs"]) == 1 and choice["text"] == ""
 
 
+AS_IT_IS = {"type": "json_schema", "json_schema": {"properties": {}}}
+"""A schema that nothing names."""
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "structured_outputs.whitespace"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"guided_regex": 3}, "guided_regex"),
         ({"guided_grammar": ""}, "guided_grammar"),
-        ({"guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_choice": [1]}, "guided_choice"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "alloy"}}, "audio"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"documents": [{"text": "a"}]}, "documents"),
+        ({"include_reasoning": False}, "include_reasoning"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [*HELLO, *BEGUN], "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": [{"role": "assistant", "reasoning": 3}, *HELLO]}, "messages.0.reasoning"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"echo": True}, "echo"),
@@ -516,6 +610,8 @@ def test_an_end_token_has_a_logprob_too():
         ({"temprature": 0.5}, "temprature"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": 3}}, "response_format"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+        ({"response_format": AS_IT_IS}, "response_format"),
         ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
         ({"prompt": "x"}, "prompt"),
         ({"max_tokens": "5"}, "max_tokens"),
@@ -536,6 +632,9 @@ def test_what_is_not_known_is_refused_by_name(client, body, param):
 def test_options_of_no_consequence_are_taken(client):
     asked = {"user": "me", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
     asked |= {"parallel_tool_calls": True, "tool_choice": "auto", "guided_json": None}
+    asked |= {"modalities": ["text"], "verbosity": "medium", "reasoning_effort": "medium"}
+    asked |= {"include_reasoning": True, "length_penalty": 1.0, "priority": 0}
+    asked |= {"continue_final_message": False, "add_generation_prompt": True}
     assert ask(client, **asked).status_code == 200
 
 

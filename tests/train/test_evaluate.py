@@ -109,6 +109,13 @@ def test_prompts_that_leave_no_room_are_one_line(made, tmp_path, capsys):
     assert "expected held-out prompts shorter than the context (128" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(each, marks=[pytest.mark.thorough] * (each in ("sequential", "eagle", "mtp")))
+        for each in HEADS
+    ],
+)
 def test_judging_does_not_change_what_is_trained(made, tmp_path, kind):
     with_, without = tmp_path / "with", tmp_path / "without"
     drawn = ["head.anchors=3"] if kind == "block" else []

@@ -49,7 +49,7 @@ def test_two_nodes_train_as_one_launch(made, tmp_path):
     assert facts["draftheads"]["training"]["hardware"].startswith("2 x ")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # the gate has a death under torchrun, and two processes that resume
 def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)

@@ -354,6 +354,33 @@ def test_all_marked_calls_of_a_turn_are_read(tmp_path: Path) -> None:
     assert [each["function"]["name"] for each in calls] == ["f", "g", "h"]
 
 
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        (json.dumps({"x": 1}), {"x": 1}),
+        (json.dumps(json.dumps(json.dumps({"x": 1}))), {"x": 1}),
+        *((empty, {}) for empty in ("", " ", None, "null", '""', {})),
+        ({"x": "</tool_call> and <tool_call>"}, {"x": "</tool_call> and <tool_call>"}),
+        ("heron", {"input": "heron"}),
+    ],
+)
+@pytest.mark.parametrize("key", ["arguments", "parameters", "input"])
+def test_arguments_are_decoded_until_they_are_an_object(tmp_path, key, given, arguments):
+    """In calls as objects, and in marked ones."""
+    asked = {"name": "f", key: given}
+    marked = f"<tool_call>{json.dumps(asked)}</tool_call>"
+    for turn in (
+        {"role": "assistant", "tool_calls": [{"function": asked}], "content": f"See. {marked}"},
+        {"from": "function_call", "value": f"{marked}{marked}"},
+    ):
+        path = write(tmp_path / "a.jsonl", {"messages": [*said("U:q"), turn]})
+        [talk] = read_conversations(path)
+        _, answer = talk.messages or ()
+        assert answer["content"].strip() in ("See.", "")
+        for each in answer["tool_calls"]:
+            assert each["function"] == {"name": "f", "arguments": arguments}
+
+
 def test_values_of_other_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
     for beside, complaint in (
         ({"choices": 5}, ": expected values of other kinds, got"),

@@ -288,7 +288,7 @@ def test_data_that_teaches_nothing_is_refused(
 
 
 BY_FIT = ("medusa", "eagle3", "block")
-"""Kinds for which training makes most different things of a row; the contract has all."""
+"""Kinds to which training gives other rows; all learn one by heart in test_contract.py."""
 
 
 @pytest.mark.slow

@@ -119,8 +119,8 @@ def replay(
         except (TemplateError, ValueError) as error:  # other conversations may be fine
             conversation.end("skipped", f"turn {place + 1}: {error}")
             break
-        is_cut = written.end is None or answer.get(FINISHES[0]) == CUT[0]
-        end_ids = [] if is_cut else [written.end]
+        is_cut = answer.get(FINISHES[0]) == CUT[0]
+        end_ids = [] if is_cut or written.end is None else [written.end]
         text = written.text if answer.get("tool_calls") else ANSWER
         conversation.answer(ids + end_ids, answer, written.lead, lead_ids, text)
     return conversation.record()

@@ -44,9 +44,11 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from json import JSONDecoder
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, BinaryIO, Literal
@@ -62,7 +64,14 @@ from draftheads.arguments import (
     suggestion,
 )
 from draftheads.extras import extras
-from draftheads.infer.text import THOUGHT_KEY, THOUGHTS, assistant, tool_call
+from draftheads.infer.text import (
+    ARGUMENT_KEYS,
+    THOUGHT_KEY,
+    THOUGHTS,
+    assistant,
+    read_arguments,
+    tool_call,
+)
 from draftheads.recipes import FOLDER as RECIPES
 from draftheads.recipes import packaged
 
@@ -137,7 +146,6 @@ ENDED = re.compile(
     r"(<\|(im_end|eot_id|eom_id|end|return|end_of_turn)\|>|<end_of_turn>|\[/INST\].*</s>)\s*$"
 )
 """The end of a text that a chat template rendered, with an answer."""
-CALL_TEXT = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 PACKED = (".gz", ".bz2", ".zst")
 ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
 """What `datasets` writes beside a data set."""
@@ -359,7 +367,7 @@ def _dataset(place: str, **arguments: Any) -> Records:
         with extras():  # a file at a URL needs aiohttp
             rows = datasets.load_dataset(**arguments)
             if getattr(getattr(rows, "info", None), "builder_name", "") == "csv":
-                names = rows.column_names or next(iter(rows), {})
+                names: Iterable[str] = rows.column_names or next(iter(rows), {})
                 fields = dict.fromkeys(names, datasets.Value("string"))
                 features = datasets.Features(fields)
                 arguments |= {"features": features, "keep_default_na": False}
@@ -846,7 +854,7 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
     parts.left_out.update(["empty answers"] if not (calls or text.strip()) else [])
     parts.left_out.update(f"{key} of a turn" for key in UNREAD if turn.get(key))
     if calls or not parts.tools:
-        text = CALL_TEXT.sub("", text)
+        text, _ = _without_calls(text)
     if not (parts.tools or text.strip()):  # it was a call
         return None
     message = assistant(text)
@@ -865,7 +873,7 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
 
 def _calls(where: str, value: Any) -> list[Message]:
     """Tool calls, given as JSON text or as objects, in OpenAI's layout."""
-    marked = CALL_TEXT.findall(value) if isinstance(value, str) else []
+    marked = _without_calls(value)[1] if isinstance(value, str) else []
     try:
         return [_call(call) for call in _objects(marked or value)]
     except (KeyError, AttributeError, RecursionError) as error:
@@ -875,19 +883,29 @@ def _calls(where: str, value: Any) -> list[Message]:
         ) from error
 
 
+def _without_calls(text: str) -> tuple[str, list[str]]:
+    """A text without its marked calls, and these. JSON may have the marks in its strings."""
+    calls = []
+    rest, mark, call = text.partition("<tool_call>")
+    while mark:
+        end = 0
+        with suppress(ValueError, RecursionError):
+            _, end = JSONDecoder(strict=False).raw_decode(call, len(call) - len(call.lstrip()))
+        closing, _, after = call[end:].partition("</tool_call>")
+        calls.append(call[:end] + closing)
+        before, mark, call = after.partition("<tool_call>")
+        rest += before
+    return rest, calls
+
+
 def _call(call: Message) -> Message:
     function = call.get("function") or _loaded(call.get("value")) or call
-    arguments = _arguments(function.get("arguments", function.get("input")))
+    try:
+        arguments = read_arguments(function)
+    except ValueError:  # of a tool that takes plain text; templates require an object
+        [text, *_] = [function[key] for key in ARGUMENT_KEYS if function.get(key) is not None]
+        arguments = {"input": text}
     return tool_call(function["name"], arguments, call.get("id"))
-
-
-def _arguments(value: Any) -> Any:
-    """The arguments of a call, which may be a text of JSON, also one in another; plain text is the
-    input of a tool, as templates require an object.
-    """
-    while isinstance(value, str) and (inner := _loaded(value)) != value:
-        value = inner
-    return {"input": value} if isinstance(value, str) and value.strip() else value or {}
 
 
 def _text(where: str, value: Any, parts: _Parts) -> str:

@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftheads.heads.target.load import read_tokenizer
-from draftheads.heads.target.placement import end_ids, read_config, read_generation_config
+from draftheads.heads.target.placement import (
+    end_ids,
+    read_config,
+    read_generation_config,
+    read_tokenizer,
+)
 
 
 @dataclass(frozen=True)
