@@ -27,8 +27,8 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import PackedBits, can_pack, has_int8, pack_layers
 from draftheads.heads.drafting import DraftCache, Drafter
-from draftheads.heads.layers import Cached, Stateless
-from draftheads.heads.losses import RANKS, Objective, Teacher
+from draftheads.heads.layers import Cached
+from draftheads.heads.losses import RANKS, Teacher
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, Tree
 from draftheads.heads.tree_drafting import tree_builder
@@ -242,7 +242,6 @@ class DraftHead(nn.Module, ABC):
         features_BTD: Tensor,
         places_R: np.ndarray,
         target: Target,
-        objective: Objective = "ce",
         *,
         acceptance: bool = False,
     ) -> Teacher | None:
@@ -256,15 +255,13 @@ class DraftHead(nn.Module, ABC):
         def logits(places_U: Tensor) -> Tensor:
             return target.unembed(last_PD[places_U])
 
-        return Teacher(places_R, logits, self.token_map, objective, target.vocab_size, acceptance)
-
-    def compile_layers(self, **options: Any) -> None:
-        """Compile all `Stateless` layers in place with `torch.compile` options. Names in
-        `state_dict` stay the same.
-        """
-        for module in self.modules():
-            if isinstance(module, Stateless):
-                module.compile(dynamic=True, **options)
+        return Teacher(
+            places_R,
+            logits,
+            self.token_map,
+            vocab_size=target.vocab_size,
+            acceptance=acceptance,
+        )
 
     def pack(self, target: Target) -> Self:
         """Prepare for drafting on a CPU, if that is the device: large weights are multiplied in

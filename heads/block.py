@@ -126,10 +126,6 @@ class BlockChoices(HeadChoices, LayerSizes):
     lm_head: Literal["own", "shared"] = Field("shared", description="shared: of the target, frozen")
     embeddings: Literal["own", "shared"] = Field("shared", description="shared: of the target")
     labels: Literal["hard", "soft"] = Field("hard", description="soft: the target's distribution")
-    loss: Literal["ce", "dspark"] = Field(
-        "ce",
-        description="dspark: 0.1 cross-entropy with the true token + 0.9 |p - q|",
-    )
     decay_tokens: float = Field(4.0, gt=0, description="token k weighs exp(-k/decay_tokens)")
     anchors: int = Field(64, ge=1, description="random blocks per row and step")
     nodes: int = Field(NODES, ge=1, le=MOST_NODES, description="draft tokens in the tree")
@@ -146,8 +142,6 @@ class BlockChoices(HeadChoices, LayerSizes):
     def _check_together(self) -> BlockChoices:
         if self.top_k is not None:  # refuses too many nodes
             DynamicTree(self.nodes, self.block_size - (not self.sample_from_anchor), self.top_k)
-        if self.loss != "ce" and self.labels != "soft":
-            raise ValueError(f"loss: {self.loss} compares distributions; set labels to soft")
         return self
 
 
@@ -588,7 +582,6 @@ class BlockHead(Vocabulary, DraftHead):
             features_BTD,
             places_MK.ravel()[order_R],
             target,
-            self.choices.loss,
             acceptance=self.confidence_head is not None,
         )
         loss, ranks_R, accepted_R = linear_cross_entropy(

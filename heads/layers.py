@@ -91,11 +91,7 @@ def _checksums(tensors: Sequence[Tensor]) -> list[int]:
     return torch.stack(sums).tolist()
 
 
-class Stateless(nn.Module):
-    """A module whose output depends only on its inputs and weights, so it can be compiled."""
-
-
-class ResidualBlock(Stateless):
+class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), repeated with `layers` different W and b, which are zero at first: a new
     block is the identity.
 
@@ -290,7 +286,7 @@ def rotate(x_BHQW: Tensor, angles: Angles) -> Tensor:
     return torch.addcmul(x_BHQW * cos, swapped, signed_sin)
 
 
-class RMSNorm(nn.RMSNorm, Stateless):
+class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm with the weight cast to the input's dtype, for which it has fast kernels."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -343,7 +339,7 @@ class Attention(nn.Module):
         return rotate(normed, angles).to(x_BHQW.dtype)  # angles are float32
 
 
-class GatedMlp(Stateless):
+class GatedMlp(nn.Module):
     """SwiGLU: W_down (SiLU(W_gate x) * W_up x)."""
 
     def __init__(self, shape: LayerShape) -> None:

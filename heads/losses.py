@@ -35,10 +35,8 @@ LowRank = tuple[Tensor, Tensor]
 """Rows (R, r) and a matrix (v, r) whose product is added to the logits."""
 
 
-Objective = Literal["ce", "kl", "dspark"]
-"""ce: cross-entropy. kl: ce less the entropy of p, which has the same gradient. dspark: 0.1 of the
-cross-entropy with the true token and 0.9 of |p - q| = 2 (1 - sum min(p, q)).
-"""
+Objective = Literal["ce", "kl"]
+"""ce: cross-entropy. kl: ce less the entropy of p, which has the same gradient."""
 
 
 class Scored(NamedTuple):
@@ -66,7 +64,7 @@ class Teacher:
     vocab_size: int = 0
     """V, which limits the rows of a chunk; 0: only v does."""
     acceptance: bool = False
-    """Whether to compute the acceptance with objectives ce and kl, too; without, it is 0."""
+    """Whether to compute the acceptance; without, it is 0."""
 
 
 class TeacherChunk:
@@ -174,9 +172,7 @@ class _LinearLoss(torch.autograd.Function):
                 labels_P = labels_R[part][piece]
                 ranks.append(_ranks(logits_Pv, labels_P))
                 scored = (
-                    _hard(logits_Pv, labels_P)
-                    if chunk is None
-                    else _soft(logits_Pv, labels_P, chunk, piece)
+                    _hard(logits_Pv, labels_P) if chunk is None else _soft(logits_Pv, chunk, piece)
                 )
                 accepted.append(scored.accepted_P)
                 weights_P = weights_R[part][piece] * scored.known_P
@@ -271,26 +267,15 @@ def _hard(logits_Pv: Tensor, labels_P: Tensor) -> Scored:
     return Scored(loss_P, grad_Pv, known_P, torch.exp(-loss_P) * known_P)
 
 
-def _soft(logits_Pv: Tensor, labels_P: Tensor, chunk: TeacherChunk, piece: slice) -> Scored:
+def _soft(logits_Pv: Tensor, chunk: TeacherChunk, piece: slice) -> Scored:
     """The teacher's objective; overwrites the logits."""
     teacher, p_Pv, known_P = chunk.teacher, chunk.distribution(piece), chunk.known_C[piece]
     expected_P = _dot(p_Pv, logits_Pv)
-    index_P1 = labels_P.clamp(min=0)[:, None]
-    label_P = logits_Pv.gather(1, index_P1)[:, 0]
     q_Pv, normaliser_P1 = _softmax(logits_Pv)
     entropy_P = normaliser_P1[:, 0] - expected_P
     accepted_P = torch.zeros_like(entropy_P)
-    if teacher.acceptance or teacher.objective == "dspark":
+    if teacher.acceptance:
         accepted_P = torch.minimum(p_Pv, q_Pv).sum(1)
-    if teacher.objective == "dspark":
-        # the gradient of 2 (1 - sum min(p, q)), and of a tenth of the cross-entropy
-        short_Pv = (q_Pv < p_Pv).float()  # where more probability increases acceptance
-        grad_Pv = q_Pv * (_dot(q_Pv, short_Pv)[:, None] - short_Pv)
-        share_P = 0.1 * (labels_P >= 0)
-        loss_P = 1.8 * (1 - accepted_P) + share_P * (normaliser_P1[:, 0] - label_P)
-        grad_Pv = grad_Pv.mul_(1.8).addcmul_(share_P[:, None], q_Pv)
-        grad_Pv.scatter_add_(1, index_P1, -share_P[:, None])
-        return Scored(loss_P, grad_Pv, known_P, accepted_P)
     if teacher.objective == "kl":
         entropy_P = entropy_P - torch.special.entr(p_Pv).sum(1)
     return Scored(entropy_P, q_Pv.sub_(p_Pv), known_P, accepted_P)

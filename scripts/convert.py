@@ -55,7 +55,6 @@ def converted(
             origin.setdefault("layers", target_file.layers)
     facts = {
         "training": {},
-        "measured": [],
         **stored.facts.json,
         **tree_facts(head.tree),
         "format": FORMAT,

@@ -46,9 +46,8 @@ from draftheads.train.entry import say
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.infer.drafters.named import NamedDrafts
     from draftheads.infer.engine import DrafterSource
-    from draftheads.infer.measure.bench import BenchReport, Entry, Result
+    from draftheads.infer.measure.bench import Entry, Result
     from draftheads.infer.measure.served import ServedReport
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.turns import Turns
@@ -113,33 +112,7 @@ class BenchServers(ServerAccess):
     concurrency: Annotated[int, Option(min=1, help="requests at a time, to --server")] = 1
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What is written and printed."""
-
-    json_out: Json = None
-    card: Annotated[bool, Option("--card", help="write the figures into the model card")] = False
-    analysis: Annotated[
-        bool, Option("--analysis", help="acceptance by depth, beside the formula")
-    ] = False
-
-    def write(
-        self, report: BenchReport, drafts: Mapping[str, NamedDrafts], *, is_whole: bool
-    ) -> None:
-        """Write and print all of them. is_whole: else no card is written."""
-        from draftheads.heads.terminal import SafeConsole
-        from draftheads.infer.measure.analysis import analysed
-        from draftheads.infer.measure.report import print_report, write_cards
-
-        print_report(report)
-        for line in analysed(report) if self.analysis else ():
-            SafeConsole().print(line)
-        write_figures(self.json_out, asdict(report))
-        if self.card and is_whole:
-            write_cards(report, {name: each.folders[0] for name, each in drafts.items()})
-
-
-LOCAL = names(Contestants, Placement, Lossy, Outputs, Speed) - {"json_out"}
+LOCAL = names(Contestants, Placement, Lossy, Speed)
 """Parameters that mean nothing for a server."""
 
 
@@ -153,19 +126,19 @@ def bench(
     placement: Placement,
     speed: Speed,
     lossy: Lossy,
-    outputs: Outputs,
     target: Annotated[
         str | None,
         Option(callback=TARGET_CHECK, help="model; default: the one --server serves"),
     ] = None,
     revision: Revision = None,
+    json_out: Json = None,
 ) -> None:
     """Measure heads and other drafters against `generate` and this engine without drafts. With
     --server: a server with drafts against one without.
     """
     if check_places(context, names(BenchServers), LOCAL):
         measured = bench_server(target, revision, servers, texts, sampling, runs)
-        write_figures(outputs.json_out, asdict(measured))
+        write_figures(json_out, asdict(measured))
         return
     head = contestants.head
     if not (target and head):
@@ -174,7 +147,7 @@ def bench(
     from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
-    from draftheads.infer.measure.report import best
+    from draftheads.infer.measure.report import best, print_report
     from draftheads.scripts.openings import opening_ids
 
     options = benches.BenchOptions(
@@ -185,8 +158,6 @@ def bench(
     )
     if options.nodes and contestants.tree:
         raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
-    for source in head if outputs.card else ():  # before anything is measured
-        check_writable_head(source, "--card")
     drafts = open_drafts(head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(bits=speed.bits)
@@ -199,7 +170,7 @@ def bench(
     is_comparable = model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids)) + runs.max_new_tokens
     with ExitStack() as stack:
-        turns = stack.enter_context(turns_of(outputs.json_out, model, folders, options, ids))
+        turns = stack.enter_context(turns_of(json_out, model, folders, options, ids))
         if is_comparable and isinstance(options.sampling, Greedy):
             rival = stack.enter_context(rival_of(target, longest))
             options = replace(options, rival=rival)
@@ -209,7 +180,8 @@ def bench(
                 target, replace(place, dtype="float32", bits=None), revision, folders
             )
             report = replace(report, int8=benches.int8_cost(model, whole, ids))
-        outputs.write(report, drafts, is_whole=not turns.stop)
+        print_report(report)
+        write_figures(json_out, asdict(report))
     sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
 
@@ -313,15 +285,15 @@ def with_trees(drafts: Mapping[str, DrafterSource], texts: Sequence[str]) -> dic
     }
 
 
-def check_writable_head(source: str, option: str) -> None:
+def check_writable_head(source: str) -> None:
     """Raise ValueError for a head that is not on this machine or in another layout: nothing can be
-    written into its config and card. option: what asks for that.
+    written into its config and card.
     """
     from draftheads.heads.formats.hub import open_head
 
     if not (Path(source).is_dir() and open_head(source).facts.is_ours):
         raise ValueError(
-            f"{option}: expected a head folder on this machine in this project's own layout, got "
+            "--head: expected a head folder on this machine in this project's own layout, got "
             f"{source}; draftheads convert {source} DIR --to draftheads writes one"
         )
 
@@ -382,7 +354,7 @@ def tune(
 
     options = TuneOptions(sampling=sampling.rule(search.seed), **vars(search))
     if not dry_run:
-        check_writable_head(head, "--head")
+        check_writable_head(head)
     folder = open_head(head)
     name, commit = (target, revision) if target else folder.target
     place = placement.place(bits=bits)

@@ -16,7 +16,7 @@ from draftheads.recipes import packaged
 PLACE = re.compile(r"[a-zA-Z][\w+.-]*://|(?<![\w.])(?:~?/|\.\.?/|[A-Za-z]:\\)")
 """The beginning of a URL or of a local path."""
 FACTS = """
-format kind feature_layers target adapter tree tree_order tuned training measured
+format kind feature_layers target adapter tree tree_order tuned training
 name revision lora fingerprint architecture layers quantisation dtype eos_ids
 steps tokens seconds loss predicted_tokens_per_step heldout_top1 decoding recipe data
 rank alpha modules parameters drift
@@ -31,13 +31,12 @@ path sequence_length rows_per_batch pack cache_gb heldout mode
 lr betas weight_decay warmup schedule clip start heads_weight agreement
 every new_tokens best patience
 output epochs minutes save_every keep precision trackers log_every max_skipped
-gradient_checkpointing compile
+gradient_checkpointing
 """
 """Keys that leave, those of recipes last, besides those of the recipes' section `head`."""
 WHOLE = {
     "tree",
     "tuned",
-    "measured",
     "decoding",
     "drift",
     "versions",

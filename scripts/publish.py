@@ -156,8 +156,6 @@ def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
         yield f"the target's LoRA is not on the Hub ({lora}): others cannot load it"
     if not is_hub_id(target):
         yield f"the target is not on the Hub ({target}): others cannot load it"
-    if not folder.facts.measured:
-        yield "no measurements: draftheads bench --card adds them to the card"
     if "\nlicense:" not in card:
         yield "no licence: check the target's own, then pass --license"
 

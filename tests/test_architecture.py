@@ -121,7 +121,7 @@ NEIGHBOURS = {
     "infer.chat": {"infer.costs"},
     "infer.drafters": {"heads.formats"},
     "infer.generate": {"heads.formats", "infer.drafters"},
-    "infer.measure": {"heads.formats", "infer.costs"},
+    "infer.measure": {"infer.costs"},
     "infer.pipeline": {"heads.formats", "infer.drafters", "infer.grammar", "infer.measure"},
     "infer.serve": {"infer.grammar"},
     "train.advice": {"heads.formats", "infer.costs", "train.data"},

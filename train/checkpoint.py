@@ -43,7 +43,7 @@ from draftheads.train.recipe import Recipe, differences
 
 TRAINER, STATE, OPTIMIZER = "trainer", "state.json", "optimizer.safetensors"
 BEST, LOCK = "best", ".lock"
-FORMAT = 3
+FORMAT = 4
 """Version of state.json."""
 PATIENCE = 3
 """Evaluations without improvement after which training that continues a head ends."""
@@ -70,7 +70,6 @@ class RunState:
     versions: dict[str, str]  # of the packages that affect results
     measured: dict[str, Any] | None = None  # by decoding (`Measured.facts`)
     drift: dict[str, Any] | None = None  # of an adapted target (`Drift`)
-    heldout_loss: float | None = None  # per learned token, if the recipe measures it
     best: float | None = None  # the greatest worth so far
     best_step: int = 0
     waited: int = 0  # evaluations since then
@@ -89,8 +88,6 @@ class RunState:
         measure = self.recipe.measure
         if measure == "simulated":
             return self.tokens_per_step
-        if measure == "loss":
-            return None if self.heldout_loss is None else -self.heldout_loss
         return self.measured[measure] if self.measured else None
 
     def evaluated(self, figures: dict[str, Any]) -> RunState:
@@ -107,7 +104,6 @@ class RunState:
             tokens_per_step=simulated,
             measured=measured,
             drift=figures.get("drift"),
-            heldout_loss=figures.get("heldout_loss"),
             lacks_evaluation=False,
             origin=origin,
         )
@@ -456,7 +452,7 @@ def intact_state(folder: Path, *, contents: bool = True) -> RunState:
 def _is_intact(path: Path, expected: dict[str, int], *, contents: bool) -> bool:
     if not path.is_file():
         return False
-    if path.name == CARD:  # `bench --card` and `tune` edit it, and config.json
+    if path.name == CARD:  # `tune` edits it, and config.json
         return True
     if path.name == CONFIG:
         try:

@@ -85,23 +85,6 @@ def heldout_ranks(head: DraftHead, target: Target, share: Share, features: Featu
     return torch.cat(share.each(features, ranks))
 
 
-@torch.no_grad()
-def heldout_loss(head: DraftHead, target: Target, share: Share, features: FeatureSource) -> float:
-    """The training loss, per learned token of all held-out rows, the same on
-    every process.
-    """
-
-    def loss(number: int, batch: Batch, features_BTD: Tensor) -> float:
-        torch.manual_seed(number)  # of the anchors of block heads
-        return float(head(batch, features_BTD, target).loss)
-
-    is_training = head.training
-    head.eval()
-    losses = share.each(features, loss)
-    head.train(is_training)
-    return sum(losses) / sum(share.rows.learned[: heldout_rows(share.rows)])
-
-
 @dataclass(frozen=True)
 class Calibration:
     """Results from token ranks."""
@@ -192,14 +175,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on held-out documents. measured: None if not decoded. drift: None without adapter.
-    loss: None unless it picks the best checkpoint.
-    """
+    """Results on held-out documents. measured: None if not decoded. drift: None without adapter."""
 
     calibration: Calibration
     measured: Measured | None
     drift: Drift | None
-    loss: float | None = None
 
 
 @dataclass
@@ -229,9 +209,6 @@ class Evaluator:
         """
         with autocast(self.recipe.run.precision, self.accelerator.device):
             ranks_MK = heldout_ranks(head, self.target, self.share, self.features)
-            loss = None
-            if self.recipe.measure == "loss":
-                loss = heldout_loss(head, self.target, self.share, self.features)
         self.features.check(self.accelerator)
         calibration = calibrate(ranks_MK, self.recipe.head.nodes, head.tree)
         head.tree = calibration.tree
@@ -243,7 +220,7 @@ class Evaluator:
         measured = None
         if decode and self.prompts:
             measured = self.decode(head)
-        return Evaluation(calibration, measured, drift, loss)
+        return Evaluation(calibration, measured, drift)
 
     def seconds(self) -> float:
         """What an evaluation takes at most, by its first prompt without drafts."""
@@ -288,7 +265,7 @@ def heldout_prompts(recipe: Recipe, data: TrainingData, target: Target) -> list[
 
 
 def as_decoded(head: DraftHead, target: Target) -> DraftHead:
-    """A copy as `load_head` makes it: in the target's dtype, on its device, not compiled."""
+    """A copy as `load_head` makes it: in the target's dtype, on its device."""
     copy = type(head).from_config(head.config(), head.state_dict())
     copy.load_state_dict(head.state_dict())
     copy.tree = head.tree

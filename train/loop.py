@@ -242,7 +242,6 @@ def _save_without_evaluation(run: Run) -> None:
             tokens_per_step=1.0,
             measured=None,
             drift=None,
-            heldout_loss=None,
             lacks_evaluation=run.evaluator.features.is_broken,
         )
         _write(run, _finite_head(run), {})

@@ -153,8 +153,6 @@ class Progress:
             values["measured"] = asdict(evaluation.measured)
         if evaluation.drift:
             values["drift"] = asdict(evaluation.drift)
-        if evaluation.loss is not None:
-            values["heldout_loss"] = evaluation.loss
         self._write(step, values)
         return values
 
@@ -177,8 +175,6 @@ def evaluation_line(step: int, evaluation: Evaluation) -> str:
     parts = [f"step {step}: τ {evaluation.calibration.tokens_per_step:.2f} simulated"]
     if measured := evaluation.measured:
         parts.append(f"{measured.tokens_per_step:.2f} ± {measured.standard_error:.2f} decoded")
-    if evaluation.loss is not None:
-        parts.append(f"loss {evaluation.loss:.4f}")
     if evaluation.drift:
         parts.append(f"agreement {evaluation.drift.agreement:.2%}")
     parts.append(f"top-1 {top1[0]:.2f} to {top1[-1]:.2f}")

@@ -41,7 +41,7 @@ from draftheads.recipes import find_recipe, parse_yaml, read_recipe
 logger = logging.getLogger("draftheads")
 
 Precision = Literal["fp32", "bf16"]
-Measure = Literal["tokens_per_step", "simulated", "loss"]
+Measure = Literal["tokens_per_step", "simulated"]
 
 LENGTHS = ("epochs", "minutes", "steps")
 """Keys of `run` that give it its length, one at a time."""
@@ -137,7 +137,7 @@ class EvalChoices(Section):
     best: Measure | None = Field(
         None,
         description="measure that picks the best checkpoint; simulated: from held-out ranks; "
-        "loss: on held-out documents; null: tokens_per_step, or simulated if every: 0",
+        "null: tokens_per_step, or simulated if every: 0",
     )
     patience: int | None = Field(
         None,
@@ -169,7 +169,6 @@ class RunChoices(Section):
     log_every: int = Field(10, ge=1, description="steps between lines in metrics.jsonl")
     max_skipped: int = Field(3, ge=1, description="consecutive non-finite steps that end the run")
     gradient_checkpointing: bool = Field(False, description="save memory, slower")
-    compile: bool = Field(False, description="torch.compile the heads' layers")
 
     @property
     def epochs_of_size(self) -> float | None:
@@ -248,7 +247,7 @@ class Recipe(Section):
             )
         if self.eval.best == "tokens_per_step" and not self.decodes:
             raise ValueError(
-                f"eval.best: expected simulated or loss, got {self.eval.best}, which needs "
+                f"eval.best: expected simulated, got {self.eval.best}, which needs "
                 "decoding; eval.every=0, target_placement=sharded and features.server turn it off"
             )
         if self.adapter and not self.head.takes_adapter:

@@ -217,8 +217,6 @@ def create_head(
         if target.adapter:
             target.adapter.restore(saved / ADAPTER)
     head.recompute = recipe.run.gradient_checkpointing
-    if recipe.run.compile:
-        head.compile_layers()
     return head
 
 

@@ -37,7 +37,6 @@ accepted.
 """
 HERE = "THIS_FOLDER_OR_REPO"
 """Placeholder for the head in commands, until it is published."""
-MEASURED = ("nodes", "tokens_per_step", "speedup", "speedup_ci95", "lossless", "machine")
 DATA_FILES = (".json", ".jsonl", ".gz", ".parquet", ".txt", ".md")
 TEMPLATE = Path(__file__).with_name("card.jinja")
 ENVIRONMENT = Environment(trim_blocks=True, lstrip_blocks=True)
@@ -45,7 +44,7 @@ ENVIRONMENT.globals.update(here=HERE, merged=MERGED)
 
 
 def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
-    """The card: what the head is, how to use and serve it, how it was trained, what was measured.
+    """The card: what the head is, how to use and serve it, how it was trained.
 
     to: the program for which its folder was converted; config: always in our own layout. Raises
     KeyError for a config without our own metadata.
@@ -94,9 +93,6 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         tree=tree,
         training=markdown_table(("", ""), flat(training).items()),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
-        measured=markdown_table(
-            MEASURED, [[row.get(key, "") for key in MEASURED] for row in facts.measured]
-        ),
     )
 
 

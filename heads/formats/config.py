@@ -66,7 +66,6 @@ KEYS: list[tuple[Any, str]] = [
     (Annotated[list[Layer], Field(min_length=1)] | None, LAYER_IDS),
     (list[list[Rank]] | dict[str, Any] | None, "tree tree_order"),
     (dict[str, Any], "draftheads target training"),
-    (list[dict[str, Any]], "measured"),
 ]
 """Type -> keys that have this type wherever they occur in config.json; None: may be null."""
 TYPES = {key: TypeAdapter[Any](kind) for kind, keys in KEYS for key in keys.split()}

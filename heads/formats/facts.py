@@ -100,8 +100,3 @@ class HeadFacts:
     def training(self) -> dict[str, Any]:
         """How the head was trained; {} if that is not recorded."""
         return self.json.get("training") or {}
-
-    @property
-    def measured(self) -> list[dict[str, Any]]:
-        """Rows of `bench --json`."""
-        return self.json.get("measured") or []

@@ -94,7 +94,6 @@ def write_head(
         "adapter": target.adapter.facts() if target.adapter else None,
         **tree_facts(head.tree),
         "training": training or {},
-        "measured": [],
     }
     stored = stored_head(head, head.state_dict(), facts)
     as_ours(stored).save(folder)
@@ -148,13 +147,6 @@ def about_target(target: Target) -> dict[str, Any]:
         "dtype": target.saved_dtype,
         "eos_ids": list(target.eos_ids),
     }
-
-
-def record_measured(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the measurements in a head's config.json and card (rows of `bench --json`)."""
-    config = read_config(folder)
-    config["draftheads"]["measured"] = rows
-    _rewrite(folder, config)
 
 
 def record_tuned(folder: Path, tree: Tree, facts: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What can draft besides heads: n-grams, draft models, early exit, and combinations of drafters."""
+"""What can draft besides heads: n-grams, draft models, and combinations of drafters."""

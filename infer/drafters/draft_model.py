@@ -1,5 +1,4 @@
-"""Drafting with a whole causal LM: a smaller one of the same vocabulary (`DraftModel`), or the
-first layers of the target itself (`EarlyExit`).
+"""Drafting with a whole causal LM, a smaller one of the same vocabulary.
 
 Legend: B batch, C committed tokens of a step, F nodes of a level that are expanded, Q queries, P
 nodes expanded so far, V vocabulary.
@@ -7,10 +6,7 @@ nodes expanded so far, V vocabulary.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +16,6 @@ from draftheads.heads.cache import ROOM, SlotCache
 from draftheads.heads.drafting import Committed
 from draftheads.heads.target.masks import Masks
 from draftheads.heads.target.model import Target
-from draftheads.heads.target.pretrained import decoder_layers
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
 from draftheads.infer.engine import DrafterSource, NoDraft, check_is_target
@@ -60,53 +55,6 @@ class DraftModel(DrafterSource):
                 "use a smaller model of the same family"
             )
         return ModelDrafter(model, tree or self.tree, target.vocab_size)
-
-
-@dataclass(frozen=True)
-class EarlyExit(DrafterSource):
-    """Self-speculation: the target's first `layers` layers draft, its own norm and lm_head read
-    them. The weights are shared; keys and values of these layers are computed again.
-    """
-
-    layers: int
-    tree: Tree = DEFAULT_TREE
-    _cut: WeakKeyDictionary[Target, Target] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
-
-    def check_tree(self, tree: Tree) -> None:
-        """Any tree will do; `drafter` checks its width."""
-
-    def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
-        """A new drafter, for one generation. Raises ValueError for targets with no more layers."""
-        tree = tree or self.tree
-        check_fits(tree, target.vocab_size)
-        if target not in self._cut:
-            self._cut[target] = first_layers(target, self.layers)
-        return ModelDrafter(self._cut[target], tree, target.vocab_size)
-
-
-def first_layers(target: Target, count: int) -> Target:
-    """The first layers of a target, with its norm and lm_head, as a model that shares its weights.
-
-    Raises ValueError unless they are fewer than the target has, and for models that do not run
-    without the others.
-    """
-    if not 1 <= count < target.layers:
-        raise ValueError(
-            f"early exit: expected 1 to {target.layers - 1} of the {target.layers} layers of "
-            f"{target.name}, got {count}; choose fewer or more"
-        )
-    whole = target.model
-    shared = {id(tensor): tensor for tensor in chain(whole.parameters(), whole.buffers())}
-    model = copy.deepcopy(whole, shared)
-    del decoder_layers(model)[count:]
-    config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None)
-    config.num_hidden_layers = count
-    if types:
-        config.layer_types = types[:count]
-    return Target(model, target.tokenizer, name=f"{count} layers of {target.name}")
 
 
 class ModelDrafter:

@@ -12,7 +12,7 @@ from draftheads.heads.formats.hub import HeadFolder, open_head
 from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -43,7 +43,7 @@ class NamedDrafts:
 
 def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
     """Find what each --head option names, by the shortest names that differ. Raises as `open_head`,
-    and ValueError for an early exit without a number.
+    and ValueError for mtp: without a number.
     """
     drafts = list(map(named_drafts, sources))
     names = [each.name for each in drafts]
@@ -77,31 +77,21 @@ def _part(text: str) -> NamedDrafts:
         name = f"retrieve:{path.name}"
         return NamedDrafts(name, lambda target: NGram(memory=read_files(path, target)))
     if kind == "mtp":
-        tokens = _number(text, "tokens, as in mtp:32768") if colon else None
+        if colon and not (value.isdecimal() and int(value)):
+            raise ValueError(
+                f"head {text}: expected a number of tokens, as in mtp:32768, got {value!r}"
+            )
+        tokens = int(value) if colon else None
         return NamedDrafts(text, lambda target: native_head(target, tokens).pack(target))
     if kind == "model":
         return NamedDrafts(f"model:{Path(value).name}", lambda target: _draft_model(value, target))
-    if kind == "early-exit":
-        layers = _number(text, "layers, as in early-exit:4")
-        return NamedDrafts(text, lambda target: _checked(EarlyExit(layers), target))
     folder = open_head(text)
     return NamedDrafts(Path(text).name, lambda target: folder.load(target).pack(target), [folder])
-
-
-def _number(text: str, of_what: str) -> int:
-    value = text.partition(":")[2]
-    if not value.isdecimal() or not int(value):
-        raise ValueError(f"head {text}: expected a number of {of_what}, got {value!r}")
-    return int(value)
 
 
 def _draft_model(path: str, target: Target) -> DrafterSource:
     dtype = dtype_name(target.dtype)
     model = Target.load(path, dtype=dtype, device=str(target.device))
-    return _checked(DraftModel(model.pack(target.bits)), target)
-
-
-def _checked(drafts: DrafterSource, target: Target) -> DrafterSource:
-    """The same. Raises ValueError for a target that it cannot draft for."""
-    drafts.drafter(target)
+    drafts = DraftModel(model.pack(target.bits))
+    drafts.drafter(target)  # raises ValueError for a target that it cannot draft for
     return drafts

@@ -1,4 +1,4 @@
-"""What a bench measured: as tables on the terminal, and for model cards."""
+"""What a bench measured, as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -8,44 +8,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from draftheads.heads.formats.hub import HeadFolder, record_measured
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.costs import too_slow
 from draftheads.infer.measure.bench import BASELINES, COMPILED, RIVAL, BenchReport, Result
 from draftheads.infer.measure.grid import Grid
-from draftheads.infer.race import GENERATE, PLAIN, machine_line
-
-FACTS = (
-    "nodes",
-    "lossless",
-    "tokens_per_step",
-    "acceptance_by_depth",
-    "speedup",
-    "speedup_ci95",
-    "speedup_over_best",
-    "tokens_per_second",
-    "baseline_tokens_per_second",
-    "plain_tokens_per_second",
-)
-"""Of a result, in config.json and model card."""
-SETTINGS = ("sampling", "prompts", "max_new_tokens")
-"""Of the bench, there."""
-
-
-def measured_facts(report: BenchReport, name: str) -> dict[str, Any]:
-    """The entries of a head's config.json and model card for the result with this name."""
-    result = vars(report.result(name))
-    facts = {key: result[key] for key in FACTS}
-    settings = {key: report.settings[key] for key in SETTINGS}
-    return {**facts, **settings, "machine": machine_line(report.machine)}
-
-
-def write_cards(report: BenchReport, folders: Mapping[str, HeadFolder]) -> None:
-    """Write the results of each head into its config.json and model card."""
-    for name, folder in folders.items():
-        results = [each.name for each in report.heads if f"{each.name}@".startswith(f"{name}@")]
-        record_measured(folder.path, [measured_facts(report, each) for each in results])
-
+from draftheads.infer.race import GENERATE, PLAIN
 
 MARK = "*"
 """After the name of the fastest candidate with drafts."""

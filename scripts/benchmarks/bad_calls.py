@@ -47,7 +47,7 @@ STRANGE = (
     *("", " ", "-1", "0", "1e400", "nan", "-0.5", "1.5", "99999999999999999999", "1_000", "٣"),
     *("None", "true", "[]", "{}", "[[0],[0,0", "nowhere", "no/such/place", "user/none@main"),
     *("../..", "~nobody/x", "/dev/null", "/proc/self/mem", "a" * 5000, "\x1b]52;c;aGk=\x07"),
-    *("\u202ereversed", "a\nb", "%s%n", "'; --", "ngram+", "model:", "early-exit:-3", "4,2,"),
+    *("\u202ereversed", "a\nb", "%s%n", "'; --", "ngram+", "model:", "4,2,"),
     *("nodes=0", "9,9,9,9,9", "cuda:99", "http://127.0.0.1:9/v1", "http://", "1,2,3@x"),
 )
 """Values for any option."""

@@ -111,7 +111,7 @@ def test_texts_are_deleted_in_time_whatever_is_started(run, chat, head, tmp_path
     ("name", "options", "line"),
     [
         ("ngram", [], "--learn: expected --head with one head, got 0"),
-        ("early-exit:1", [], "expected --head with one head, got 0"),
+        ("lookahead", [], "expected --head with one head, got 0"),
         ("HEAD", ["--compile"], "--learn: expected no --compile"),
         ("HEAD", ["--learn-keep", 0], "--learn-keep"),
         ("HEAD", ["--learn-mb", 1], "--learn-mb"),

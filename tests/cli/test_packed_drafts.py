@@ -25,7 +25,7 @@ from draftheads.infer.serve.scheduler import Scheduler
 WIDTH = 512
 """Square matrices of this width are packed."""
 NEW = 6
-OTHERS = ["ngram", "mtp", "early-exit:1", "model:small", "early-exit:1+ngram", "my-eagle3+ngram"]
+OTHERS = ["ngram", "mtp", "model:small", "model:small+ngram", "my-eagle3+ngram"]
 NAMES = [*OTHERS, *(f"my-{kind}" for kind in HEADS)]
 FEW = ["--dtype", "float32", "--threads", 1, "--max-new-tokens", NEW]
 ONE = ["--prompts", "prompts.jsonl", "--limit", 2]
@@ -78,7 +78,7 @@ def test_every_drafter_drafts_for_a_packed_target(name):
     ("command", "head"),
     [
         ("distill", "my-eagle3"),
-        ("chat", "early-exit:1"),
+        ("chat", "model:small"),
         pytest.param("tune", "my-block", marks=pytest.mark.slow),
     ],
 )

@@ -129,8 +129,7 @@ def test_a_dry_run_prints_everything_and_sends_nothing(hub, folder, run):
     size = (folder / "model.safetensors").stat().st_size
     assert re.search(rf"^ *{size:,} bytes  model\.safetensors$", printed, re.MULTILINE)
     assert all(name in printed for name in FILES)
-    assert "license: mit" in printed and "## Measured" in printed
-    assert any("draftheads bench --card" in line for line in errors), "what a reader will miss"
+    assert "license: mit" in printed
     assert not any("--license" in line for line in errors)
 
 

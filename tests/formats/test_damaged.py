@@ -28,8 +28,9 @@ from torch import Tensor
 from trained_heads import FEW, trained
 
 from draftheads.heads import medusa
-from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_measured, save_head
+from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_tuned, save_head
 from draftheads.heads.target.model import Target
+from draftheads.infer.costs import NONE
 from draftheads.scripts.convert import converted
 from draftheads.scripts.measuring import check_writable_head
 from draftheads.scripts.publish import prepare
@@ -70,7 +71,7 @@ OURS = ["medusa-own", "sequential-prefix", "eagle3-reduced", "eagle-scaled", "bl
 
 def ours(name: str, path: Path) -> Path:
     save_head(trained(name), path, target=tiny_target(), training=RECORDED)
-    record_measured(path, [ROW])
+    record_tuned(path, load_head(path, target=tiny_target()).tree, ROW)
     return path
 
 
@@ -321,14 +322,14 @@ def test_no_home_of_that_name_is_no_head():
 
 
 def test_a_card_that_cannot_be_written_is_refused_before_the_race(folder):
-    line = outcome(lambda: check_writable_head(str(folder), "--card"), folder)
+    line = outcome(lambda: check_writable_head(str(folder)), folder)
     if (folder / "README.md").is_file():
         assert not line
         config = json.loads((folder / "config.json").read_text())
         del config["draftheads"]["training"]
         (folder / "config.json").write_text(json.dumps(config))
-        record_measured(folder, [ROW])
-        assert "| 4 | 2 | 1.5 |" in (folder / "README.md").read_text()
+        record_tuned(folder, NONE, ROW)
+        assert "0 draft nodes" in (folder / "README.md").read_text()
     else:
         assert "layout" in line and f"draftheads convert {folder} DIR --to draftheads" in line
 

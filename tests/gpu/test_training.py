@@ -69,14 +69,6 @@ def test_the_loss_falls(made, tmp_path, kind, how):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "mtp"])
-def test_compiled_layers_train_the_same(made, tmp_path, kind):
-    assert run(made, tmp_path / "run", kind=kind) == 0
-    shutil.move(tmp_path / "run", tmp_path / "plain")
-    assert run(made, tmp_path / "run", "run.compile=true", kind=kind) == 0
-    assert_close(weights(tmp_path / "plain", 6), weights(tmp_path / "run", 6))
-
-
 @pytest.mark.parametrize("kind", HEADS)
 def test_resume_equals_uninterrupted(made, tmp_path, kind):
     assert run(made, tmp_path / "run", "run.save_every=3", kind=kind) == 0

@@ -46,15 +46,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "rnn": {"conditioning": "rnn", "confidence": True, "decay_tokens": 2.0},
     "own lm_head": {"labels": "soft", "lm_head": "own"},
     "one group": {"labels": "soft", "kv_heads": 1, "conditioning": "rnn"},
-    "dspark": {"labels": "soft", "loss": "dspark", "conditioning": "markov", "confidence": True},
+    "soft markov": {"labels": "soft", "conditioning": "markov", "confidence": True},
     "soft": {"labels": "soft", "conditioning": "rnn", "embeddings": "own"},
     "reduced": {"vocabulary": ODD, "conditioning": "rnn", "confidence": True},
-    "reduced dspark": {
-        "vocabulary": ODD,
-        "labels": "soft",
-        "loss": "dspark",
-        "sample_from_anchor": False,
-    },
+    "reduced soft": {"vocabulary": ODD, "labels": "soft", "sample_from_anchor": False},
     "window": {"sliding_window": 4, "layers": 3, "confidence": True, "conditioning": "rnn"},
     "dflash window": {"sliding_window": 5, "sample_from_anchor": False, "block_size": 5, "mask": 7},
 }
@@ -108,7 +103,7 @@ class Judge:
             return -log_q_v[place], float(log_q_v[place].detach().exp())
         teacher_V = self.lm_head_VD @ last_D.double()
         p_v = F.softmax(teacher_V[self.vocabulary], dim=0)
-        loss = plain_row_loss(log_q_v, teacher_V, self.vocabulary, self.head.choices.loss, place)
+        loss = plain_row_loss(log_q_v, teacher_V, self.vocabulary, "ce")
         return loss, float(torch.minimum(p_v, log_q_v.detach().exp()).sum())
 
 
@@ -358,7 +353,7 @@ def test_a_short_row_counts_no_more_for_the_long_one_beside_it(target, batch):
 
 @pytest.mark.parametrize("conditioning", ["none", "rnn"])
 def test_gradient_checkpointing_changes_nothing(target, batch, conditioning):
-    head = new_head(target, conditioning=conditioning, anchors=3, labels="soft", loss="dspark")
+    head = new_head(target, conditioning=conditioning, anchors=3, labels="soft")
     features_BTX = target.features(batch, head.training_layers)
     results = []
     for head.recompute in (False, True):

@@ -16,10 +16,11 @@ from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from trained_heads import CHOICES, trained
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftheads.heads.formats.hub import HEADS, load_head, open_head, record_measured, save_head
+from draftheads.heads.formats.hub import HEADS, load_head, open_head, record_tuned, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
+from draftheads.heads.tree import StaticTree
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,17 +149,17 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
 
 
-def test_figures_are_written_into_a_card_without_what_people_wrote_being_lost(tmp_path):
+def test_a_tree_is_written_into_a_card_without_what_people_wrote_being_lost(tmp_path):
     folder = save_head(trained(), tmp_path / "head", target=tiny_target())
     card = folder / "README.md"
     mine = card.read_text().replace("## Tree", "## Thanks\n\nTo all.\n\n## Tree")
     card.write_text(mine.replace("## Training\n", "## Training\n\nOn my desk.\n"))
-    for speedup in (2.5, 3.5):
-        record_measured(folder, [{"nodes": 4, "speedup": speedup}])
+    for width in (3, 5):
+        record_tuned(folder, StaticTree.from_widths((width,)), {"machine": "this one"})
         text = card.read_text()
         assert "## Thanks\n\nTo all." in text and "On my desk." in text
-        assert f"| {speedup} |" in text and "Not measured yet" not in text
-    assert "2.5" not in text
+        assert f"{width} draft nodes, 1 deep" in text
+    assert "3 draft nodes" not in text
 
 
 @pytest.mark.parametrize("there", ["photo.png", "trainer/optimizer.pt", "config.json"])
@@ -190,11 +191,10 @@ def test_missing_heads_are_named(tmp_path):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_card_says_what_the_head_is(tmp_path, kind):
-    measured = [{"nodes": 16, "tokens_per_step": 2.7, "speedup": 2.1, "speedup_ci95": [2.0, 2.2],
-                 "lossless": True, "machine": "a | b"}]  # fmt: skip
     target = Target(random_model("llama"), name="user/model")
-    save_head(trained(kind), tmp_path / "head", target=target, training={"tokens": 9})
-    record_measured(tmp_path / "head", measured)
+    save_head(
+        trained(kind), tmp_path / "head", target=target, training={"tokens": 9, "hardware": "a | b"}
+    )
     card = ModelCard.load(tmp_path / "head" / "README.md")
     assert card.data.base_model == "user/model"
     assert card.data.library_name == "draftheads"
@@ -203,15 +203,14 @@ def test_the_card_says_what_the_head_is(tmp_path, kind):
     dynamic = "9 draft nodes, 3 deep, rebuilt at each step"
     assert f"## Tree\n\n{tree.get(kind, dynamic)}.\n" in card.text
     assert "| tokens | 9 |" in card.text
-    assert "| 16 | 2.7 | 2.1 | 2, 2.2 | True | a \\| b |" in card.text
+    assert "| hardware | a \\| b |" in card.text
 
 
-def test_measurements_are_added_without_touching_the_rest(tmp_path):
+def test_a_tree_is_added_without_touching_the_rest(tmp_path):
     folder = save_head(trained(), tmp_path / "head", target=tiny_target(), training={"a": 1})
     (folder / "trainer").mkdir()
-    row = {"nodes": 4, "tokens_per_step": 2.0, "speedup": 1.5, "speedup_ci95": [1.4, 1.6]}
-    record_measured(folder, [{**row, "lossless": True}])
-    assert "| 4 | 2 | 1.5 | 1.4, 1.6 |" in (folder / "README.md").read_text()
+    record_tuned(folder, StaticTree.from_widths((3,)), {"machine": "this one"})
+    assert "3 draft nodes, 1 deep" in (folder / "README.md").read_text()
     assert load_head(folder, target=tiny_target()).depth == 4
     assert {path.name for path in folder.iterdir()} == {
         "config.json", "model.safetensors", "README.md", "custom_generate", "trainer"

@@ -5,20 +5,13 @@ from __future__ import annotations
 import torch
 
 
-def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str, label: int = -1):
-    """One row, as the formulas stand in the papers, left to autograd. label: as of
-    `linear_cross_entropy`.
-    """
+def plain_row_loss(log_q_v, teacher_V, vocabulary: list[int], objective: str):
+    """One row, as the formulas stand in the papers, left to autograd."""
     if int(teacher_V.argmax()) not in vocabulary:
         return log_q_v.sum() * 0.0
     p_v = teacher_V[vocabulary].exp() / teacher_V[vocabulary].exp().sum()
     ce = -sum(p * log_q for p, log_q in zip(p_v, log_q_v, strict=True))
-    hard_ce = -log_q_v[label] if label >= 0 else 0.0
-    return {
-        "ce": ce,
-        "kl": ce + sum(p * torch.log(p) for p in p_v),
-        "dspark": 0.1 * hard_ce + 0.9 * (p_v - log_q_v.exp()).abs().sum(),
-    }[objective]
+    return ce if objective == "ce" else ce + sum(p * torch.log(p) for p in p_v)
 
 
 LLAMA3 = {

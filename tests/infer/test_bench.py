@@ -40,7 +40,6 @@ from draftheads.infer.measure.report import (
     LEGEND,
     best,
     cautions,
-    measured_facts,
     print_report,
     results_grid,
     verdict,
@@ -446,12 +445,6 @@ def test_the_winner_is_marked_in_green_and_nothing_else(report):
     assert marked and all("heads@8*" in line for line in marked)
     slow = ended(report, speedup_over_best=0.9)
     assert "heads@8*" not in printed(slow, 80)
-
-
-def test_measured_facts_are_plain_values(report):
-    facts = measured_facts(report, "medusa@8")
-    assert json.loads(json.dumps(facts)) == facts
-    assert (facts["nodes"], facts["lossless"], facts["prompts"]) == (8, True, 3)
 
 
 def test_the_table_and_its_footnotes_name_what_they_count(report):

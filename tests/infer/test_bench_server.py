@@ -375,7 +375,6 @@ def test_the_key_is_sent_and_never_shown(measured, engines, monkeypatch):
         ("--head ngram", "--head: omit these with --server"),
         ("--tree 1,1 --nodes 4", "--nodes, --tree: omit these with --server, the server decodes"),
         ("--compile --dtype float32", "--compile, --dtype: omit"),
-        ("--card", "--card: omit"),
         ("--typical", "--typical: omit"),
         ("--bits 8 --device cpu --threads 1", "--bits, --device, --threads: omit"),
         ("--concurrency 0", "--concurrency: expected greater than or equal to 1"),

@@ -39,7 +39,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.continuous import checked
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -224,7 +224,6 @@ def test_drafting_nothing_can_be_compiled(traced):
     [
         "ngram",
         pytest.param("model", marks=pytest.mark.thorough),
-        pytest.param("early-exit", marks=pytest.mark.thorough),
         "merged",
     ],
 )
@@ -233,7 +232,6 @@ def test_what_drafters_on_the_host_propose_is_verified_in_compiled_steps(traced,
     sources = {
         "ngram": NGram(shortest=1),
         "model": DraftModel(target),
-        "early-exit": EarlyExit(1),
         "merged": Merged([random_head("sequential", target), NGram(shortest=1)]),
     }
     speculator = Speculator(target, sources[drafts], compile=True)

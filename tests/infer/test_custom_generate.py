@@ -173,7 +173,7 @@ def named(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["ngram", "early-exit:2", "model:{}", "{}/medusa+ngram"])
+@pytest.mark.parametrize("name", ["ngram", "model:{}", "{}/medusa+ngram"])
 def test_other_drafters_have_the_names_of_chat_and_bench(name, named):
     model, asked = random_model("llama"), {**inputs(), **GREEDY, "eos_token_id": ENDS}
     decoding = speculative(name.format(named))
@@ -185,8 +185,7 @@ def test_other_drafters_have_the_names_of_chat_and_bench(name, named):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("early-exit:two", "expected a number of layers, .* got 'two'"),
-        ("early-exit:3", "1 to 2 of the 3 layers .* got 3"),
+        ("mtp:two", "expected a number of tokens, .* got 'two'"),
         ("model:{}", "expected the vocabulary of .*, got another; "),
         ("nothing+ngram", "head nothing: no such folder"),
         ("ngrams", "head ngrams: no such folder"),

@@ -32,7 +32,7 @@ from tiny_targets import (
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 from draftheads.infer.accept import Sampled
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, first_layers
+from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
@@ -60,9 +60,13 @@ DRAFTS = {
     "jacobi": lambda _: Lookahead(length=2),
     "model": lambda _: DraftModel(other_model()),
     "model-fixed": lambda target: DraftModel(target, WIDE),
-    "early-exit": lambda _: EarlyExit(2),
     "merged": lambda target: Merged(
-        [random_head("eagle3", target), SHORT, random_head("medusa", target), EarlyExit(1, CHAIN)]
+        [
+            random_head("eagle3", target),
+            SHORT,
+            random_head("medusa", target),
+            DraftModel(other_model(), CHAIN),
+        ]
     ),
 }
 
@@ -129,24 +133,6 @@ def test_a_draft_model_past_its_context_drafts_nothing():
     for before, step in zip(written, steps[1:], strict=False):
         drafted = 9 + before + 4 <= 30
         assert len(step.tokens) == (min(5, 60 - before) if drafted else 1)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2-window", "gpt2"])
-def test_early_exit_reads_the_targets_own_layers(name):
-    target = tiny_target(name)
-    early = first_layers(target, 2)
-    tokens = torch.tensor(some_prompts(12))
-    theirs, ours = target.model(tokens, output_hidden_states=True), early.model(tokens)
-    state = theirs.hidden_states[2]
-    norm = next(
-        m for n, m in target.model.named_modules() if n in ("model.norm", "transformer.ln_f")
-    )
-    logits = target.model.lm_head(norm(state))
-    cap = getattr(target.config, "final_logit_softcapping", None)
-    torch.testing.assert_close(ours.logits, torch.tanh(logits / cap) * cap if cap else logits)
-    assert early.layers == 2 and target.layers == 3
-    own = {parameter.data_ptr() for parameter in target.model.parameters()}
-    assert {parameter.data_ptr() for parameter in early.model.parameters()} < own
 
 
 def restated(text: list[int], source: NGram) -> Paths:
@@ -394,12 +380,7 @@ def with_tokenizer(swapped: bool = False) -> Target:
         (lambda: Speculator(tiny_target(), NGram(), tree=CHAIN), "got a fixed tree; use one like"),
         (lambda: Speculator(tiny_target(), Merged([SHORT]), tree=CHAIN), "got a fixed tree"),
         (
-            lambda: EarlyExit(3).drafter(tiny_target()),
-            "1 to 2 of the 3 layers of tiny-llama, got 3",
-        ),
-        (lambda: EarlyExit(0).drafter(tiny_target()), "got 0"),
-        (
-            lambda: EarlyExit(1, StaticTree.from_widths((VOCABULARY + 1,))).drafter(tiny_target()),
+            lambda: DraftModel(tiny_target()).check_tree(StaticTree.from_widths((VOCABULARY + 1,))),
             "knows only 19",
         ),
         (
@@ -440,6 +421,6 @@ def test_a_draft_model_may_have_fewer_rows_of_padding():
 
 def test_texts_that_fill_the_context_are_drafted_for_to_the_end():
     target, prompts = tiny_target(), some_prompts(CONTEXT - 40, CONTEXT - 50)
-    for drafts in (SHORT, EarlyExit(2)):
+    for drafts in (SHORT, DraftModel(other_model())):
         tokens, _ = decode(target, drafts, prompts)
         assert tokens == [greedy(target, prompt, CONTEXT - len(prompt)) for prompt in prompts]

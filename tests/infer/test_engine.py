@@ -14,7 +14,7 @@ from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -161,7 +161,7 @@ def test_mistakes_in_arguments_are_named_before_anything_runs():
                 wrong(model)
 
 
-@pytest.mark.parametrize("kind", [NGram, EarlyExit, MedusaHead])
+@pytest.mark.parametrize("kind", [NGram, DraftModel, MedusaHead])
 def test_the_class_of_a_drafter_is_not_one(kind):
     for wrong in (
         lambda: Speculator(tiny_target(), kind),

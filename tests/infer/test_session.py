@@ -23,7 +23,7 @@ from tiny_targets import (
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.infer.accept import Sampled
-from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit
+from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -117,7 +117,6 @@ def sources() -> dict[str, Any]:
         "ngram": NGram(longest=2, shortest=1),
         "merged": Merged([head, NGram(longest=2, shortest=1)]),
         "model": DraftModel(tiny_target("qwen3")),
-        "early exit": EarlyExit(1),
     }
 
 
@@ -319,13 +318,13 @@ def test_a_prompt_given_up_halfway_leaves_the_session_right():
     )
 
 
-@pytest.mark.parametrize("drafts", ["ngram", "early-exit", "eagle3"])
+@pytest.mark.parametrize("drafts", ["ngram", "model", "eagle3"])
 def test_a_target_that_was_moved_decodes_in_its_new_dtype(drafts):
     """Also with an engine and a session of before."""
     target, [prompt] = Target(random_model("llama")), some_prompts(9)
     sources = {
         "ngram": NGram(),
-        "early-exit": EarlyExit(1),
+        "model": DraftModel(target),
         "eagle3": random_head("eagle3", target),
     }
     engine, session = Speculator(target, sources[drafts]), Session()

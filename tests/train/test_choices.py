@@ -128,13 +128,6 @@ def test_a_tree_has_no_more_nodes_than_candidates(path, kind):
     assert load_recipe(path, single).head.depth == 1
 
 
-def test_a_loss_between_distributions_needs_the_targets(path):
-    head = ["head.kind=block", "head.loss=dspark"]
-    assert load_recipe(path, [*head, "head.labels=soft"]).head.loss == "dspark"
-    assert "loss: dspark compares distributions" in error(path, *head, "head.labels=hard")
-    load_recipe(path, [*head[:1], "head.labels=hard"])
-
-
 def test_switches_that_exclude_one_another(path):
     norms = ["head.fc_norm=true", "head.norm_before_fc=true"]
     assert "fc_norm and norm_before_fc exclude each other" in error(

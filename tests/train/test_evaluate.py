@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -39,13 +38,11 @@ from draftheads.train.evaluate import (
     Evaluation,
     Evaluator,
     Measured,
-    Share,
     as_decoded,
-    heldout_loss,
 )
 from draftheads.train.features.sources import OnlineFeatures, SharedFaults
 from draftheads.train.metrics import Progress, evaluation_line, read_metrics
-from draftheads.train.setup import create_head, load_data
+from draftheads.train.setup import load_data
 
 pytestmark = pytest.mark.slow
 
@@ -164,12 +161,7 @@ def test_cached_features_keep_the_target_where_it_is_decoded(made, tmp_path, cap
     assert len(judged(tmp_path / "run")) == 3
 
 
-def scripted(
-    monkeypatch,
-    simulated: list[float],
-    decoded: list[float],
-    losses: Sequence[float | None] = (None,) * 20,
-) -> None:
+def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
     """Verdicts of the judgements to come, by step, over all launches; nothing is decoded."""
     original = Evaluator.__call__
 
@@ -179,7 +171,7 @@ def scripted(
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         measured = Measured(1, tau, 0.0, [0.5]) if decode and self.prompts else None
-        return Evaluation(calibration, measured, None, losses[step - 1])
+        return Evaluation(calibration, measured, None)
 
     runs: list[loop.Run] = []
     monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
@@ -196,46 +188,15 @@ save = loop.save
         (["eval.every=1", "eval.best=tokens_per_step"], 3),
         (["eval.every=1", "eval.best=simulated"], 2),
         (["eval.every=0"], 2),
-        (["eval.best=loss", "eval.every=1"], 4),
     ],
     ids=str,
 )
 def test_best_is_what_the_measure_says(made, tmp_path, monkeypatch, measure, best):
-    losses = [5.0, 4.0, 3.0, 2.0, 2.5, 3.0]
-    scripted(monkeypatch, [1.0, 3.0, 2.0, 1.5, 1.2, 1.1], [1.0, 1.5, 4.0, 3.5, 2.0, 1.0], losses)
+    scripted(monkeypatch, [1.0, 3.0, 2.0, 1.5, 1.2, 1.1], [1.0, 1.5, 4.0, 3.5, 2.0, 1.0])
     output = tmp_path / "run"
     assert run(made, output, "run.save_every=1", "run.keep=1", "optim.lr=1e-2", *measure) == 0
     assert (output / "best").resolve().name == f"step-{best:06d}"
     assert {path.name for path in output.glob("step-*")} == {f"step-{best:06d}", "step-000006"}
-
-
-def test_the_loss_that_picks_the_best_is_of_held_out_documents(made, tmp_path, kind):
-    """Not of the last training step: the mean over all learned tokens, of all anchors."""
-    output = tmp_path / "run"
-    choices = ["eval.best=loss", "run.save_every=2", "run.keep=9"]
-    assert run(made, output, *choices, kind=kind) == 0
-    logged = {x["step"]: x["heldout_loss"] for x in read_metrics(output) if "heldout_loss" in x}
-    assert sorted(logged) == [2, 4, 6]
-    assert {step: read_state(output / f"step-{step:06d}").heldout_loss for step in logged} == logged
-    best = min(logged, key=lambda step: logged[step])
-    assert (output / "best").resolve().name == f"step-{best:06d}"
-    recipe = recipe_of(tiny_recipe(made, kind))
-    target = Target.load(made / "target")
-    data = load_data(recipe, target, print)
-    rows, head = data.heldout, create_head(recipe, target, data.documents)
-    head.load_state_dict(weights(output, 6))
-    every = list(range(len(rows)))
-    features = OnlineFeatures(target, head.training_layers)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        batch = rows.batch(every)
-        summed = head.eval()(batch, features(every, batch), target).loss
-    expected = float(summed) / sum(rows.learned)
-    for size in (1, len(rows)):
-        found = heldout_loss(head.train(), target, Share(rows, size, Accelerator()), features)
-        assert found == pytest.approx(expected, rel=1e-4)
-        assert head.training
-    assert logged[6] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_step_that_was_saved_and_not_judged_is_not_the_best(made, tmp_path):
@@ -315,7 +276,7 @@ def test_decoding_may_begin_in_a_later_launch(made, tmp_path, capsys):
 def test_a_measure_that_cannot_be_had_is_one_line(made, tmp_path, capsys):
     assert run(made, tmp_path / "run", "eval.best=tokens_per_step") == 2
     message = capsys.readouterr().err
-    assert "eval.best: expected simulated or loss, got tokens_per_step" in message
+    assert "eval.best: expected simulated, got tokens_per_step" in message
 
 
 def test_trackers_get_a_number_for_every_depth(made, tmp_path, monkeypatch):
@@ -343,7 +304,7 @@ def test_the_error_of_tau_is_that_of_a_ratio_of_sums():
 def test_a_sharded_target_is_judged_by_simulation(made):
     values = {**tiny_recipe(made), "target_placement": "sharded", "eval": {}}
     assert recipe_of(values).measure == "simulated"
-    with pytest.raises(ValueError, match=r"eval.best: expected simulated or loss, got tokens_per"):
+    with pytest.raises(ValueError, match=r"eval.best: expected simulated, got tokens_per"):
         recipe_of({**values, "eval": {"best": "tokens_per_step"}})
 
 

@@ -204,8 +204,8 @@ STATES = [
     holding(b"[" * 200_000),
     holding(bytes(200)),
     holding(b"\xff\xfe{}"),
-    holding(b'{"format": 3}'),
-    holding(b'{"format": 3, "files": []}'),
+    holding(b'{"format": 4}'),
+    holding(b'{"format": 4, "files": []}'),
     without("step"),
     without("recipe"),
 ]
@@ -253,17 +253,17 @@ def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
         with suppress(ValueError):
             if json.loads(flipped) == json.loads(text):  # the 17th digit of a float
                 continue
-        with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 4,)"):
+        with pytest.raises(ValueError, match=r"state\.json (is missing or damaged|has format 5,)"):
             checkpoint.read_state(step)
     path.write_text(text)
     assert checkpoint.read_state(step).step == 6
 
 
 def test_a_state_of_another_format_is_refused_in_one_line(made, half, capsys):
-    rewrite_state(half / "step-000003", lambda state: {**state, "format": 2})
+    rewrite_state(half / "step-000003", lambda state: {**state, "format": 3})
     assert run(made, half) == 2
     error = capsys.readouterr().err.strip()
-    assert "state.json has format 2, expected 3" in error
+    assert "state.json has format 3, expected 4" in error
     assert error.endswith("restore one, or delete them to start over") and "\n" not in error
 
 
@@ -561,7 +561,7 @@ def killed_while_deleting(made: Path, output: Path) -> None:
     run(made, output, *ONE_KEPT)
 
 
-ONE_KEPT = ["run.save_every=3", "run.keep=1", "eval.best=loss"]
+ONE_KEPT = ["run.save_every=3", "run.keep=1", "eval.best=simulated"]
 
 
 @pytest.mark.parametrize("killed", [killed_before_best, killed_while_deleting])
@@ -576,8 +576,9 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, cap
     assert run(made, output, *ONE_KEPT) == 0
     said = capsys.readouterr().out
     assert f"{output}/step-000006: this run is finished" in said
-    losses = {x["step"]: x["heldout_loss"] for x in read_metrics(output) if "heldout_loss" in x}
-    best = min(losses, key=lambda step: losses[step])
+    key = "heldout_tokens_per_step"
+    taus = {x["step"]: x[key] for x in read_metrics(output) if key in x}
+    best = max(taus, key=lambda step: (taus[step], step))
     assert (output / "best").resolve().name == f"step-{best:06d}"
     assert steps(output) == sorted({f"step-{best:06d}", "step-000006"})
     assert not list(output.glob(".step*"))

@@ -245,7 +245,7 @@ def test_a_wrong_type_says_key_expected_and_got(path):
 def test_true_is_no_number(path, key):
     said = error(path, f"{key}=true")
     assert said.endswith(f"{key.rpartition('.')[2]}: expected a number or a text, got true")
-    assert load_recipe(path, ["run.compile=true"]).run.compile
+    assert load_recipe(path, ["run.gradient_checkpointing=true"]).run.gradient_checkpointing
 
 
 def test_a_section_given_as_a_value_is_refused(path):
