@@ -104,8 +104,8 @@ class MergedDrafter:
                 part = NoDraft(part if part.feature_layers else None)
             tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
             # what a row drafts does not depend on the rows beside it
-            paths = zip(row_paths(tree), is_led, strict=True)
-            proposed.append([[] if led else own for own, led in paths])
+            pairs = zip(row_paths(tree), is_led, strict=True)
+            proposed.append([[] if led else own for own, led in pairs])
         self.rows = list(zip(*proposed, strict=True))
         rows = [
             union(paths, weights)[: self.nodes]

@@ -34,6 +34,7 @@ from draftheads.infer.accept import Greedy, Sampled, filtered_logits
 from draftheads.infer.draws import Draws
 from draftheads.infer.engine import Speculator
 from draftheads.infer.lossy import Lenient, Typical
+from draftheads.infer.paths import stacked
 
 RULES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 3), (0.9, 0.9, 4)]
 
@@ -183,6 +184,38 @@ def test_lenient_keeps_what_the_target_nearly_chose(rule, passes):
     chain = TokenTree(torch.tensor([[0, 0, 1, 0]]), Topology(torch.tensor([[-1, 0, 0, 2]])))
     deeper = rule(TABLE.expand(1, 4, 4), chain)
     assert deeper.count_B.tolist() == [3 if passes[1] else 2]
+
+
+@pytest.mark.parametrize("rule", [Lenient(top=3), Lenient(top=99), Lenient(gap=9.0)], ids=repr)
+def test_lenient_keeps_nothing_that_is_forbidden(rule):
+    """A constraint gives it no probability; the other words are compared as without it."""
+    words = [3, 1, 0, 2]
+    tree = TokenTree(torch.tensor([[0, *words]]), Topology(torch.tensor([[-1, 0, 0, 0, 0]])))
+    for allowed in ([0, 1, 2], [2]):
+        table = torch.full_like(TABLE, -torch.inf)
+        table[allowed] = TABLE[allowed]
+        for word in range(4):
+            alone = TokenTree(torch.tensor([[0, word]]), Topology(torch.tensor([[-1, 0]])))
+            accepted = rule(table.expand(1, 2, 4), alone)
+            assert accepted.count_B.tolist() == [1 + (word in allowed)]
+        together = rule(table.expand(1, 5, 4), tree)
+        assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(allowed[0])]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0)), Lenient(gap=1.0)],
+    ids=repr,
+)
+@pytest.mark.parametrize("word", range(4))
+def test_no_rule_keeps_a_node_that_pads_a_tree(rule, word):
+    """The target is sure of a word that no row drafted, or that one did."""
+    tree = stacked([0] * 3, [[(1,), (1, 1), (1, 1, 1)], [(2,)], []], torch.device("cpu"))
+    assert tree.drafted() == [3, 1, 0]
+    logits_BNV = torch.zeros(3, 4, 4)
+    logits_BNV[..., word] = 30.0
+    counts = [4 if word == 1 else 1, 2 if word == 2 else 1, 1]
+    assert rule(logits_BNV, tree).count_B.tolist() == counts
 
 
 def test_lenient_with_top_one_is_greedy():

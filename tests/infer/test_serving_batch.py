@@ -121,19 +121,19 @@ class Even(Constraint):
         return [*dict.fromkeys([*paths, *forced])]
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "ngram", "lookahead", None])
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "lookahead", None])
 def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, steps, name):
     """Whatever is drafted, unless the rule is lossy, beside rows with a constraint, too, and from
     what slots keep.
     """
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
-    others = {"ngram": NGram(shortest=1), "lookahead": Lookahead(shortest=1), None: None}
+    others = {"lookahead": Lookahead(shortest=1), None: None}
     engine = Speculator(target, others[name] if name in others else random_head(name, target))
 
     def alone(engine: Speculator, constraints: list[Even | None]) -> list[list[int]]:
         texts = []
         for number, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True)):
-            options = {"sampling": rule(number), "max_new_tokens": 20, "constraint": constraint}
+            options = {"sampling": rule(number), "max_new_tokens": 12, "constraint": constraint}
             each = engine.generate(prompt, **options)
             texts.append([token for step in each for token in step.tokens])
         return texts
@@ -149,7 +149,7 @@ def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedul
             if is_scored and steps == "recorded":  # scores are noted on the host
                 continue
             asked = [
-                Asked(p, ScoredRule(rule(n), 2) if is_scored else rule(n), 20, constraint=each)
+                Asked(p, ScoredRule(rule(n), 2) if is_scored else rule(n), 12, constraint=each)
                 for n, (p, each) in enumerate(zip(prompts, constraints, strict=True))
             ]
             scheduler.submit(*(each.job for each in asked))
@@ -397,6 +397,20 @@ class Broken(Greedy):
         if next(self.calls) >= 2:
             raise RuntimeError("broken")
         return super().__call__(logits, tree)
+
+
+def test_logits_that_are_not_finite_end_their_row_alone(schedulers, monkeypatch):
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
+    scores = Sampled.scores
+    monkeypatch.setattr(
+        Sampled, "scores", lambda rule, logits: scores(rule, logits) / (rule.top_k - 7)
+    )
+    asked = [Asked(ids, Sampled(top_k=k), 8) for k, ids in enumerate(some_prompts(4, 9), start=7)]
+    scheduler.submit(*(each.job for each in asked))
+    assert len(asked[1].answer()) == 8
+    with pytest.raises(RuntimeError, match="logits are not finite; load it with"):
+        asked[0].answer()
 
 
 @pytest.mark.parametrize("place", [0, 2])
