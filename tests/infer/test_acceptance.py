@@ -200,6 +200,9 @@ def test_lenient_keeps_nothing_that_is_forbidden(rule):
             assert accepted.count_B.tolist() == [1 + (word in allowed)]
         together = rule(table.expand(1, 5, 4), tree)
         assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(allowed[0])]
+        chain = TokenTree(torch.tensor([[0, 0, 2, 0]]), Topology(torch.tensor([[-1, 0, 0, 1]])))
+        deeper = rule(table.expand(1, 4, 4), chain)
+        assert deeper.count_B.tolist() == [3 if 0 in allowed else 2]
 
 
 @pytest.mark.parametrize(
