@@ -11,10 +11,6 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
 from draftheads.arguments import (
     FILE,
     JSON,
@@ -27,6 +23,7 @@ from draftheads.arguments import (
     head_folder,
     suggestion,
 )
+from draftheads.extras import extras
 
 FOLDER = Path(__file__).parent
 LAUNCH = "accelerate-"
@@ -122,19 +119,21 @@ def find_recipe(name: str | Path) -> Path:
     return path
 
 
-class _Constructor(SafeConstructor):
-    """Dates remain text."""
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
-
-
 def parse_yaml(text: str) -> Any:
     """A value in YAML 1.2 (1e-3 is a number, `yes` a text). Raises ValueError of one line, also for
     a key that occurs twice.
     """
+    with extras():
+        from ruamel.yaml import YAML
+        from ruamel.yaml.constructor import SafeConstructor
+        from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    class Constructor(SafeConstructor):
+        """Dates remain text."""
+
+    Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
     parser = YAML(typ="safe", pure=True)
-    parser.Constructor = _Constructor
+    parser.Constructor = Constructor
     try:
         return parser.load(text)
     except MarkedYAMLError as error:

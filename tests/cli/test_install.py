@@ -519,5 +519,6 @@ def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path):
 def test_names_of_drafters_are_no_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a+b").mkdir()
+    Path("a+b/config.json").write_text("{}")
     for name in ("ngram", "lookahead", "me/heads@v1", "a+b", "ngram+me/heads"):
         options.check_head(name)

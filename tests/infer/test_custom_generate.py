@@ -187,8 +187,8 @@ def test_other_drafters_have_the_names_of_chat_and_bench(name, named):
     [
         ("mtp:two", "expected a number of tokens, .* got 'two'"),
         ("model:{}", "expected the vocabulary of .*, got another; "),
-        ("nothing+ngram", "head nothing: no such folder"),
-        ("ngrams", "head ngrams: no such folder"),
+        ("nothing+ngram", "head nothing: expected a head, got nothing"),
+        ("ngrams", "head ngrams: expected a head, got nothing"),
     ],
 )
 def test_bad_names_are_refused_in_one_line(name, message, named):
