@@ -27,6 +27,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def path(tmp_path) -> Path:
+    """A recipe whose target and data, beside it, look like such and are empty."""
+    for name in ("t/config.json", "d/manifest.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
     path = tmp_path / "recipe.yaml"
     values = {"target": "t", "data": {"path": "d"}, "run": {"output": "out", "steps": 10}}
     path.write_text(yaml.safe_dump(values))

@@ -333,7 +333,7 @@ NEEDS = {
     "distill --target TARGET --prompts p.txt --out out": "train",
     "doctor --target TARGET --head HEAD": "train",
     "import-answers p.txt --target TARGET --out out": "train",
-    "keys": "train",
+    "keys": None,
     "merge HEAD out/merged": "no adapter",
     "plan RECIPE": "train",
     "publish HEAD a/b --dry-run": None,
