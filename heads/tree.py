@@ -100,7 +100,10 @@ class TokenTree:
 
     def drafted(self) -> list[int]:
         """How many nodes of each row were drafted."""
-        counts: list[int] = self.topology.is_drafted_BN.expand_as(self.tokens_BN).sum(1).tolist()
+        rows, nodes = self.tokens_BN.shape
+        if nodes == 1:  # the root: no device sync
+            return [0] * rows
+        counts: list[int] = self.topology.is_drafted_BN.sum(1).expand(rows).tolist()
         return counts
 
 
