@@ -67,7 +67,8 @@ class SlotTable:
         if bucket > 1:
             bucket = max(bucket, 1 << (span - 1).bit_length() >> 2)
             span = -(-span // bucket) * bucket
-        self._grow(span + 1)  # fewer than all: a compiled step would treat that case alone
+        if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
+            self._grow(span + 1)
         self.uniform = False
         self.fixed_S = self._slots_S[:span]
 

@@ -255,7 +255,9 @@ class Branches(TreePass, MixerCache):
         self._convolution = state_idx
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
         """`after` computes them."""
         return recurrent_states
 
