@@ -18,6 +18,7 @@ from operator import mul
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Path = tuple[int, ...]
@@ -44,15 +45,19 @@ class Topology:
     """The shape of a tree, without its tokens."""
 
     parents_BN: Tensor
-    """int64 (B, N), or (1, N) when all rows share it; the root's parent is -1."""
+    """int64 (B, N), or (1, N) when all rows share it. -1 for the root, and for nodes that nobody
+    drafted: they come last, and pad a row to the size of others.
+    """
     height: int | None = None
     """An upper bound on the depth, if known."""
     ancestors_BNN: Tensor = field(init=False)
     """The attention mask of the tree, bool (B|1, N, N): [b, i, j] is True if j is i or an ancestor
     of i.
     """
-    drafted_BNN: Tensor = field(init=False)
-    """bool (B|1, N, N): the ancestors without the root."""
+    below_root_BNN: Tensor = field(init=False)
+    """bool (B|1, N, N): the same without the root."""
+    is_drafted_BN: Tensor = field(init=False)
+    """bool (B|1, N): neither the root nor padding."""
     levels_BN: Tensor = field(init=False)
     """int64 (B|1, N): number of nodes from the root to each node, both included."""
     depths_BN: Tensor = field(init=False)
@@ -71,7 +76,8 @@ class Topology:
         for _ in range((self.height or max(nodes - 1, 1)).bit_length()):
             reach = (reach @ reach).clamp_(max=1.0)
         self.ancestors_BNN = reach > 0
-        self.drafted_BNN = self.ancestors_BNN & (self.parents_BN >= 0)[:, None, :]
+        self.below_root_BNN = F.pad(self.ancestors_BNN[..., 1:], (1, 0))
+        self.is_drafted_BN = self.parents_BN >= 0
         self.levels_BN = self.ancestors_BNN.sum(-1)
         self.depths_BN = self.levels_BN - 1
 
@@ -91,6 +97,14 @@ class TokenTree:
     def select(self, rows: Tensor) -> TokenTree:
         """The trees of these rows."""
         return TokenTree(self.tokens_BN[rows], self.topology.select(rows))
+
+    def drafted(self) -> list[int]:
+        """How many nodes of each row were drafted."""
+        rows, nodes = self.tokens_BN.shape
+        if nodes == 1:  # the root: no device sync
+            return [0] * rows
+        counts: list[int] = self.topology.is_drafted_BN.sum(1).expand(rows).tolist()
+        return counts
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -24,7 +24,7 @@ from transformers import (
 
 from draftheads.heads.target.model import Decoded
 from draftheads.heads.tree import TokenTree
-from draftheads.infer.draws import Draws, Places, RandomStream, Source
+from draftheads.infer.draws import Draws, Place
 
 LEAST_TEMPERATURE = 1e-5
 """Below it, sampling is practically greedy, and the divided logits can overflow."""
@@ -51,13 +51,14 @@ class Accepted(NamedTuple):
 
 @dataclass(frozen=True)
 class Acceptance(ABC):
-    """A rule that follows the target's own choices while they are in the tree.
+    """A rule that follows the target's own choices while they are in the tree. One call may choose
+    for all rows whose rules are equal.
 
     draws: its random numbers, which greedy rules never use.
     """
 
     lossless: ClassVar[bool] = True  # the output has exactly the target's own distribution
-    draws: Draws = field(default_factory=RandomStream, kw_only=True, repr=False, compare=False)
+    draws: Draws = field(default_factory=Draws, kw_only=True, repr=False, compare=False)
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Choose a path; logits_BNV[b, n] is the target's prediction after node n."""
@@ -73,16 +74,12 @@ class Acceptance(ABC):
     def choose(self, logits: Tensor) -> Tensor:
         """The target's own next token, (...), for logits (..., V)."""
 
-    def joins(self, other: Acceptance) -> bool:
-        """Whether one call may choose for the rows of both."""
-        return self is other or (self == other and self.draws.by_row)
-
     @property
     def sees_drafts(self) -> bool:
-        """Whether what is drafted changes the distribution of the output, or that of a seed."""
-        return not self.lossless or self.draws.needs_same_drafts
+        """Whether what is drafted changes the output."""
+        return not self.lossless
 
-    def prepare(self, rows: Places) -> None:
+    def prepare(self, rows: Sequence[Place]) -> None:
         """Called before each choice."""
         self.draws.prepare(rows)
 
@@ -92,25 +89,23 @@ class Acceptance(ABC):
         """
         if type(self).prepare is not Acceptance.prepare:
             raise TypeError("its choices depend on the row")
-        return (type(self), type(self.draws), *self._fields())
+        return (type(self), *self._fields())
 
-    def sources(self, rows: int, nodes: int) -> list[Source]:
-        """Where the random numbers for so large trees come from, and the shape of each one's draw
-        but for the vocabulary.
-        """
-        return [(self.draws, (rows, nodes))]
+    def all_draws(self) -> list[Draws]:
+        """Of each rule that this one is made of."""
+        return [self.draws]
 
     def _fields(self) -> Iterator[Any]:
         return ((name, value) for name, value in vars(self).items() if name != "draws")
 
     def seed(self, seed: int) -> None:
-        """Restart the random draws."""
+        """Decide what is drawn in all rows that come without a seed, in their order."""
         self.draws.seed(seed)
 
     def branch(self) -> Self:
         """The same rule for one generation, whose draws others that use the rule leave alone."""
         branch = copy(self)
-        object.__setattr__(branch, "draws", self.draws.branch())
+        object.__setattr__(branch, "draws", copy(self.draws))
         return branch
 
 
@@ -121,10 +116,6 @@ class Greedy(Acceptance):
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax, the first of equals."""
         return most_probable(logits)
-
-    def joins(self, other: Acceptance) -> bool:
-        """With any of the same kind, as nothing is drawn."""
-        return self == other
 
     def as_generate(self) -> dict[str, Any]:
         """Greedy search."""
@@ -153,7 +144,7 @@ class Sampled(Acceptance):
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow one draw at each node."""
-        return follow(tree, self.draws.draw(self.scores(logits_BNV), tree))
+        return follow(tree, self.draws.draw(self.scores(logits_BNV), tree.topology.depths_BN))
 
     def choose(self, logits: Tensor) -> Tensor:
         """One draw from the filtered distribution."""
@@ -195,12 +186,19 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
     if tree.tokens_BN.shape[1] == 1:  # nothing drafted
         root_B1 = torch.zeros_like(chosen_BN)
         return Accepted(root_B1, root_B1[:, 0] + 1, root_B1[:, 0], chosen_BN[:, 0])
-    # a node is right if the target chose its token at its parent, and kept if all nodes on its path
-    # are right; siblings are distinct, so the kept nodes form one path, and the deepest ends it
+    # a node is right if the target chose its token at its parent; siblings are distinct, so the
+    # kept nodes form one path, and the deepest ends it
     right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
-    kept_BN = ~(tree.topology.drafted_BNN & ~right_BN[:, None, :]).any(-1)
-    best_B = (kept_BN * tree.topology.levels_BN).argmax(1)
+    best_B = (kept(tree, right_BN) * tree.topology.levels_BN).argmax(1)
     return take(tree, best_B, chosen_BN.gather(1, best_B[:, None])[:, 0])
+
+
+def kept(tree: TokenTree, right_BN: Tensor) -> Tensor:
+    """bool (B, N): the root, and the drafted nodes that are right, as are all on their paths. A
+    node that pads the tree is never kept.
+    """
+    right_BN = right_BN & tree.topology.is_drafted_BN
+    return ~(tree.topology.below_root_BNN & ~right_BN[:, None, :]).any(-1)
 
 
 def take(tree: TokenTree, best_B: Tensor, bonus_B: Tensor) -> Accepted:

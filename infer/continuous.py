@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.draws import RowNumbers
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Decoding, Row
+from draftheads.infer.rows import NOT_FINITE, Decoding, Row
 
 REFILL = 8
 """Finished rows wait until they are one in so many, because reading prompts costs a forward pass.
@@ -26,7 +25,7 @@ RESERVED = 256
 
 @dataclass(eq=False)
 class Request:
-    """A prompt to continue. seed: of its own random numbers, for a rule that has such."""
+    """A prompt to continue. seed: of its own random numbers."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -47,13 +46,11 @@ class CheckedGreedy(Greedy):
         return torch.where(best.values.isfinite(), best.indices, -1)
 
 
-def seeded(temperature: float, top_p: float, top_k: int, limit: int) -> Acceptance:
-    """The rule of an answer that is the same in any batch and with any drafts; greedy at
-    temperature 0. limit: new tokens of a row at most. The token is -1 where logits are not finite.
-    """
+def checked(temperature: float, top_p: float, top_k: int) -> Acceptance:
+    """A rule whose token is -1 where logits are not finite; greedy at temperature 0."""
     if temperature == 0:
         return CheckedGreedy()
-    return Sampled(temperature, top_p, top_k, draws=RowNumbers(limit))
+    return Sampled(temperature, top_p, top_k)
 
 
 class ContinuousBatch:
@@ -121,7 +118,7 @@ class ContinuousBatch:
             self._limit = min(self._ceiling, self._limit + 1)
             fault = None
             if row.finish == "failed":
-                fault = RuntimeError("the target's logits are not finite")
+                fault = RuntimeError(NOT_FINITE)
             yield self._active.pop(row), row.answer, fault
         if self._decoding is not None and self._is_dry:  # else their places are taken
             free = len(self._decoding.rows) - len(self._active)

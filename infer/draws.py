@@ -1,4 +1,4 @@
-"""Random numbers of acceptance rules.
+"""Random numbers of acceptance rules: the n-th of a row is for its n-th new token.
 
 Legend: B batch, N tree nodes, V vocabulary.
 """
@@ -6,178 +6,110 @@ Legend: B batch, N tree nodes, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from functools import lru_cache
+from random import Random
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftheads.heads.tree import TokenTree
-
-Places = Sequence[tuple[str, int]]
-"""Where the rows of a batch are: the seed of each, and the number of its new tokens."""
+BLOCK = 256
+"""Numbers of a row that are made together."""
 
 
-@dataclass
-class RandomSource:
-    """Where random numbers come from."""
+class Place(Protocol):
+    """Where a row of a batch is: the seed of its numbers, "" until there is one, and how many new
+    tokens it has.
+    """
 
-    seed: int | None = None  # None: from torch's global stream
-    generator: torch.Generator | None = None
-
-    def on(self, device: torch.device) -> torch.Generator:
-        """The generator, begun on its first device."""
-        if self.generator is None:
-            self.generator = torch.Generator(device)
-            seed = int(torch.randint(1 << 62, ())) if self.seed is None else self.seed
-            self.generator.manual_seed(seed)
-        return self.generator
-
-
-class Draws(ABC):
-    """Where a rule's random choices come from."""
-
-    by_row: ClassVar[bool] = False  # those of a row do not depend on the rows beside it
-    numbers: Tensor | None = None
-    """Of the newest draw; in the context of `filled`, those of its only draw, made before."""
-    _is_filled = False
+    seed: str
 
     @property
-    def needs_same_drafts(self) -> bool:
-        """Whether a seed was given that repeats what is drawn if the drafts are the same, too."""
-        return False
+    def new_tokens(self) -> int: ...
 
-    @abstractmethod
-    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
-        """One token (...) for logits (..., V). tree: of logits_BNV; None: those of the next token
-        of each row.
-        """
 
-    def seed(self, seed: int) -> None:  # noqa: B027  # nothing, if rows have seeds of their own
-        """Begin again from a seed."""
+class Draws:
+    """Where a rule's random choices come from: a number from 0 to 1 for each place of a row. So
+    what is drawn depends on the seed and the text of a row alone, neither on the rows beside it nor
+    on what is drafted. Tokens are -1 where logits are not finite.
 
-    @abstractmethod
-    def branch(self) -> Self:
-        """The draws of another generation, which leave those here alone."""
+    Numbers of the same place may serve all nodes of a tree: one of them at most is on the path that
+    is kept, and which one it is does not depend on them.
+    """
 
-    def prepare(self, rows: Places) -> None:  # noqa: B027  # few need it
+    def __init__(self) -> None:
+        self.numbers: Tensor | None = None
+        """float64 (B, places) of the newest draw; in the context of `filled`, of its only one."""
+        self._is_filled = False
+        self._rows: Sequence[Place] = ()
+        self._seeds: Random | None = None  # None: torch's global stream
+
+    def seed(self, seed: int) -> None:
+        """Decide the seeds of all rows that come without one, in their order."""
+        self._seeds = Random(str(seed))
+
+    def new_seed(self) -> int:
+        """That of the next row without one."""
+        if self._seeds is None:
+            return int(torch.randint(1 << 62, ()))
+        return self._seeds.getrandbits(62)
+
+    def prepare(self, rows: Sequence[Place]) -> None:
         """As of `Acceptance`."""
+        self._rows = rows
+
+    def draw(self, logits: Tensor, depths_BN: Tensor | None = None) -> Tensor:
+        """The next token (B) of each row for logits (B, V); or with the depths (B|1, N) of a tree's
+        nodes, the tokens (B, N) after these for logits (B, N, V).
+        """
+        if depths_BN is None:
+            return self.draw(logits[:, None], logits.new_zeros(1, 1, dtype=torch.long))[:, 0]
+        rows, nodes = logits.shape[:2]
+        # the inverse of the distribution function
+        below_BNV = logits.float().softmax(-1).cumsum(-1, dtype=torch.float64)
+        total_BN1 = below_BNV[..., -1:]
+        if self.numbers is None or not self._is_filled:
+            self.numbers = self.next(nodes).to(logits.device)
+        uniform_BN1 = self.numbers.gather(1, depths_BN.expand(rows, -1))[..., None]
+        drawn_BN1 = torch.searchsorted(below_BNV, uniform_BN1 * total_BN1, right=True)
+        drawn_BN1 = drawn_BN1.clamp(max=logits.shape[-1] - 1)  # by rounding alone
+        return torch.where(total_BN1.isfinite(), drawn_BN1, -1)[..., 0]
+
+    def next(self, count: int, purpose: str = "token") -> Tensor:
+        """The numbers of each row's next `count` places, float64 (B, count); others for each
+        purpose.
+        """
+        numbers = []
+        for row in self._rows:
+            row.seed = row.seed or str(self.new_seed())
+            first, start = divmod(row.new_tokens, BLOCK)
+            blocks = range(first, first + (start + count - 1) // BLOCK + 1)
+            drawn = torch.cat([_block(row.seed, purpose, block) for block in blocks])
+            numbers.append(drawn[start : start + count])
+        return torch.stack(numbers)
 
     @contextmanager
-    def filled(self, shape: tuple[int, ...], levels: int) -> Iterator[None]:
-        """A context for one draw of this shape (but for the vocabulary) on trees of so many levels,
-        with numbers made now, as a compiled or recorded function cannot make them. They replace
-        those of the draw before, in the same memory if they are as many.
+    def filled(self, places: int) -> Iterator[None]:
+        """A context for one draw for so many places, with numbers made now, as a compiled or
+        recorded function cannot make them. They replace those of the draw before, in the same
+        memory if they are as many.
         """
-        self._fill(shape, levels)
+        if self.numbers is not None:  # else nothing is ever drawn
+            numbers_BN = self.next(places)
+            if self.numbers.shape != numbers_BN.shape:
+                self.numbers = self.numbers.new_empty(numbers_BN.shape)
+            self.numbers.copy_(numbers_BN)
         self._is_filled = True
         try:  # what cannot be compiled draws again
             yield
         finally:
             self._is_filled = False
 
-    @abstractmethod
-    def _fill(self, shape: tuple[int, ...], levels: int) -> None: ...
 
-
-Source = tuple[Draws, tuple[int, ...]]
-"""Of random numbers, and the shape of a draw but for the vocabulary."""
-
-
-class RandomStream(Draws):
-    """Random draws on the logits' device, seeded by `seed` or by torch's global stream."""
-
-    def __init__(self, source: RandomSource | None = None) -> None:
-        self._source = source or RandomSource()
-
-    @property
-    def needs_same_drafts(self) -> bool:
-        """If it has a seed of its own: each node draws."""
-        return self._source.seed is not None
-
-    def seed(self, seed: int) -> None:
-        """Restart the stream, and those of all its branches."""
-        self._source.seed = seed
-        self._source.generator = None
-
-    def branch(self) -> Self:
-        """Further draws from the same numbers, in turns, which leave the newest draw here alone."""
-        return type(self)(self._source)
-
-    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
-        """One token per row without a device sync: argmax p / e with e ~ Exp(1)."""
-        if self.numbers is None or not self._is_filled:
-            self.numbers = torch.empty_like(logits, dtype=torch.float32)
-            self.numbers.exponential_(generator=self._source.on(logits.device))
-        return (torch.softmax(logits.float(), dim=-1) / self.numbers).argmax(-1)
-
-    def _fill(self, shape: tuple[int, ...], levels: int) -> None:
-        if self.numbers is None:  # nothing is ever drawn
-            return
-        if self.numbers.shape[:-1] != shape:
-            self.numbers = self.numbers.new_empty(*shape, self.numbers.shape[-1])
-        self.numbers.exponential_(generator=self._source.on(self.numbers.device))
-
-
-class RowNumbers(Draws):
-    """Random numbers of each row's own, from 0 to 1: the n-th is for its n-th new token, so a draw
-    depends neither on other rows nor on the drafts. Tokens are -1 where logits are not finite.
-
-    limit: new tokens of a row at most.
-    """
-
-    by_row = True
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._rows: Places = ()
-        self._by_seed: dict[str, Tensor] = {}
-
-    def draw(self, logits: Tensor, tree: TokenTree | None = None) -> Tensor:
-        """By the inverse of the distribution function, in float64."""
-        if tree is None:
-            levels_BN = torch.zeros(len(logits), 1, dtype=torch.long, device=logits.device)
-            return self._draw(logits[:, None], levels_BN)[:, 0]
-        return self._draw(logits, (tree.topology.levels_BN - 1).expand(len(logits), -1))
-
-    def branch(self) -> Self:
-        return type(self)(self.limit)
-
-    def prepare(self, rows: Places) -> None:
-        self._rows = rows
-
-    def _draw(self, scores_BNV: Tensor, levels_BN: Tensor) -> Tensor:
-        below_BNV = scores_BNV.double().softmax(-1).cumsum(-1)
-        total_BN1 = below_BNV[..., -1:]
-        if self.numbers is None or not self._is_filled:
-            self.numbers = self._next(levels_BN.shape[1]).to(levels_BN.device)
-        uniform_BN1 = self.numbers.gather(1, levels_BN)[..., None]
-        drawn_BN1 = torch.searchsorted(below_BNV, uniform_BN1 * total_BN1, right=True)
-        drawn_BN1 = drawn_BN1.clamp(max=scores_BNV.shape[-1] - 1)  # by rounding alone
-        return torch.where(total_BN1.isfinite(), drawn_BN1, -1)[..., 0]
-
-    def _fill(self, shape: tuple[int, ...], levels: int) -> None:
-        numbers_BN = self._next(levels)
-        if self.numbers is None or self.numbers.shape != numbers_BN.shape:
-            device = numbers_BN.device if self.numbers is None else self.numbers.device
-            self.numbers = numbers_BN.to(device)
-        self.numbers.copy_(numbers_BN)
-
-    def _next(self, count: int) -> Tensor:
-        """The next `count` numbers of each row, (B, count) float64, or zeros after its last."""
-        seeds = {seed for seed, _ in self._rows}
-        self._by_seed = {seed: all for seed, all in self._by_seed.items() if seed in seeds}
-        rows = []
-        for seed, place in self._rows:
-            if seed not in self._by_seed:
-                number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7])
-                generator = torch.Generator().manual_seed(number)
-                drawn = torch.rand(self.limit, generator=generator, dtype=torch.float64)
-                self._by_seed[seed] = drawn
-            numbers = self._by_seed[seed][place : place + count]
-            rows.append(F.pad(numbers, (0, count - len(numbers))))
-        return torch.stack(rows)
+@lru_cache(4096)
+def _block(seed: str, purpose: str, number: int) -> Tensor:
+    digest = hashlib.sha256(repr((seed, purpose, number)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return torch.rand(BLOCK, generator=generator, dtype=torch.float64)

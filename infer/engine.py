@@ -21,6 +21,7 @@ from draftheads.infer.constraint import Constraint
 from draftheads.infer.fixed.maker import StepMaker
 from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.rows import (
+    NOT_FINITE,
     CacheKey,
     Caches,
     Decoding,
@@ -196,8 +197,8 @@ class Speculator:
         constraint: Constraint | None = None,
     ) -> Iterator[list[Step | None]]:
         """Continue prompts of any lengths as a batch; yields one Step per row, None for a finished
-        row. max_new_tokens: of all rows, or of each. seeds: of each row's own random numbers, for
-        rules that have such. constraint: of each answer. Raises ValueError as `generate`, and
+        row. max_new_tokens: of all rows, or of each. seeds: of each row's own random numbers;
+        default: those of the rule. constraint: of each answer. Raises ValueError as `generate`, and
         without prompts.
         """
         prompts = list(prompts)
@@ -217,7 +218,8 @@ class Speculator:
 
     def _decode(self, *arguments: Any) -> Generator[list[Step | None]]:
         """The steps of `_steps`. Inference mode ends before each is yielded: the caller has its
-        own, and a program may end, and torch with it, while a generation waits here.
+        own, and a program may end, and torch with it, while a generation waits here. Raises
+        RuntimeError for rows that fail.
         """
         steps = self._steps(*arguments)
         while True:
@@ -225,6 +227,8 @@ class Speculator:
                 step = next(steps, None)
             if step is None:
                 return
+            if any(each and each.finish == "failed" for each in step):
+                raise RuntimeError(NOT_FINITE)
             yield step
 
     def _steps(
@@ -293,7 +297,7 @@ class Speculator:
             seconds += self.clock() - start
             yield None
             start = self.clock()
-        accept.prepare([(row.seed, row.new_tokens) for row in rows])
+        accept.prepare(rows)
         logits_BNV = apply_constraints(rows, out.logits_BNV[:, -1:], [[()]] * len(rows))
         committed = unread.take(end, accept.choose(logits_BNV[:, 0]))
         seconds += self.clock() - start
@@ -315,12 +319,10 @@ class Speculator:
         length = len(decoding.rows[0].text)  # of the only row, if the session is for others
         start = self.clock()
         drafted = start
-        nodes = decoding.tree.nodes
         tree = None
         if decoding.fixed is None or decoding.fixed.on_host:
             tree = decoding.propose()
             drafted = self.clock()
-            nodes = tree.tokens_BN.shape[1]
         tokens = self.maker.step(decoding, tree)
         if tokens is None:
             tree = tree or decoding.propose()
@@ -329,9 +331,10 @@ class Speculator:
         decoding.session.length = length  # both caches have so many tokens
         seconds = drafted - start, self.clock() - drafted
         counts = decoding.committed.counts
+        nodes = tree.drafted() if tree else [decoding.tree.nodes - 1] * len(counts)
         steps = {
-            row: row.step(ids[:count], count - 1, nodes - 1, seconds)
-            for row, ids, count in zip(decoding.rows, tokens, counts, strict=True)
+            row: row.step(ids[:count], count - 1, drafts, seconds)
+            for row, ids, count, drafts in zip(decoding.rows, tokens, counts, nodes, strict=True)
             if not row.finish
         }
         decoding.replace_failed()

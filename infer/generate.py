@@ -39,8 +39,14 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.hub import WEIGHTS, open_head
 from draftheads.heads.hybrid.states import CACHE
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import Tree
-from draftheads.infer.accept import Acceptance, check_temperature, processed
+from draftheads.heads.tree import TokenTree, Tree
+from draftheads.infer.accept import (
+    Acceptance,
+    Accepted,
+    check_temperature,
+    follow,
+    processed,
+)
 from draftheads.infer.constraint import Constraint
 from draftheads.infer.drafters.named import named_drafts
 from draftheads.infer.engine import DrafterSource, Speculator, is_source
@@ -96,10 +102,14 @@ class Processed(Acceptance):
                 numbers = value.flatten().tolist() if isinstance(value, Tensor) else [value]
                 yield name, *numbers
 
-    def choose(self, logits: Tensor) -> Tensor:
-        """The argmax or one draw."""
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Follow the choice at each node."""
+        return follow(tree, self.choose(logits_BNV, tree.topology.depths_BN))
+
+    def choose(self, logits: Tensor, depths_BN: Tensor | None = None) -> Tensor:
+        """The argmax, or one draw as of `Draws`."""
         scores = processed(logits, self.processors)
-        return self.draws.draw(scores) if self.sample else scores.argmax(-1)
+        return self.draws.draw(scores, depths_BN) if self.sample else scores.argmax(-1)
 
 
 @dataclass

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from draftheads.heads.tree import TokenTree
-from draftheads.infer.accept import Acceptance, Accepted, Sampled, check_temperature, take
-from draftheads.infer.draws import Source
+from draftheads.infer.accept import Acceptance, Accepted, Sampled, check_temperature, kept, take
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,6 @@ class Typical(Acceptance):
         last = (at[0][:, 0], best_B)
         bonus_B = self.draws.draw(logp_BNV[last].masked_fill(~typical_BNV[last], -torch.inf))
         return take(tree, best_B, bonus_B)
-
-    def sources(self, rows: int, nodes: int) -> list[Source]:
-        """One draw for each row."""
-        return [(self.draws, (rows,))]
 
     def as_generate(self) -> dict[str, Any]:
         """Plain sampling at its temperature, which has no lossy rule."""
@@ -103,7 +98,8 @@ class Lenient(Acceptance):
             )
         at = _asked(tree)
         scores_BN = logp_BNV[at]
-        last_B = _longest(tree, scores_BN >= least_BN[at[:2]], scores_BN)
+        is_near_BN = (scores_BN >= least_BN[at[:2]]) & (scores_BN > -torch.inf)  # else forbidden
+        last_B = _longest(tree, is_near_BN, scores_BN)
         return take(tree, last_B, self.choose(logits_BNV[at[0][:, 0], last_B]))
 
     def choose(self, logits: Tensor) -> Tensor:
@@ -126,11 +122,9 @@ def _longest(tree: TokenTree, passed_BN: Tensor, scores_BN: Tensor) -> Tensor:
     """int64 (B,): the last node of the longest path whose nodes all passed, the likeliest of
     equals.
     """
-    passed_BN[:, 0] = True
-    scores_BN[:, 0] = 0.0
-    ancestors_BNN = tree.topology.ancestors_BNN
-    kept_BN = ~(ancestors_BNN & ~passed_BN[:, None, :]).any(-1)
-    path_scores_BN = (ancestors_BNN * scores_BN[:, None, :]).sum(-1)
+    kept_BN = kept(tree, passed_BN)
+    on_path_BNN = tree.topology.below_root_BNN
+    path_scores_BN = scores_BN[:, None, :].masked_fill(~on_path_BNN, 0.0).sum(-1)
     longest_B1 = (kept_BN * tree.topology.depths_BN).amax(1, keepdim=True)
     candidates_BN = kept_BN & (tree.topology.depths_BN == longest_B1)
     return path_scores_BN.masked_fill(~candidates_BN, -torch.inf).argmax(1)

@@ -14,37 +14,36 @@ TokenPath = tuple[int, ...]
 
 
 def node_paths(tree: TokenTree) -> list[list[TokenPath]]:
-    """The path to each node of each row; that to the root is empty."""
+    """The path to each node of each row, without padding; that to the root is empty."""
     parents_BN = tree.topology.parents_BN.expand_as(tree.tokens_BN)
     rows = []
-    for tokens, parents in zip(tree.tokens_BN.tolist(), parents_BN.tolist(), strict=True):
+    for tokens, parents, count in zip(
+        tree.tokens_BN.tolist(), parents_BN.tolist(), tree.drafted(), strict=True
+    ):
         paths: list[TokenPath] = [()]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            paths.append((*paths[parent], token))
+        for node in range(1, count + 1):
+            paths.append((*paths[parents[node]], tokens[node]))
         rows.append(paths)
     return rows
 
 
 def row_paths(tree: TokenTree) -> list[list[TokenPath]]:
-    """The paths of each row's draft nodes, equal ones once."""
-    return [list(dict.fromkeys(paths[1:])) for paths in node_paths(tree)]
+    """The paths of each row's draft nodes."""
+    return [paths[1:] for paths in node_paths(tree)]
 
 
 def stacked(
     roots: Sequence[int], rows: Sequence[Sequence[TokenPath]], device: torch.device
 ) -> TokenTree:
-    """The trees of a batch as one. Smaller ones are padded with further copies of their first
-    child: leaves after the original, so no acceptance rule prefers them.
-    """
+    """The trees of a batch as one. Smaller ones are padded."""
     nodes = max(map(len, rows))
     tokens = []
     parents = []
     for root, paths in zip(roots, rows, strict=True):
         padding = nodes - len(paths)
-        filler = paths[0][-1] if paths else root
         numbers = {path: number for number, path in enumerate([(), *paths])}
-        tokens.append([root, *(path[-1] for path in paths), *[filler] * padding])
-        parents.append([-1, *(numbers[path[:-1]] for path in paths), *[0] * padding])
+        tokens.append([root, *(path[-1] for path in paths), *[0] * padding])
+        parents.append([-1, *(numbers[path[:-1]] for path in paths), *[-1] * padding])
     height = max((len(path) for paths in rows for path in paths), default=0)
     topology = Topology(torch.tensor(parents, device=device), height)
     return TokenTree(torch.tensor(tokens, device=device), topology)

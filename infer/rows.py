@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
@@ -22,12 +21,14 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
 from draftheads.infer.accept import Acceptance, Accepted, Greedy
 from draftheads.infer.constraint import Constraint
-from draftheads.infer.draws import Source
+from draftheads.infer.draws import Draws, Place
 from draftheads.infer.fixed.recorded import Recordings
 from draftheads.infer.fixed.steps import FixedSteps
 from draftheads.infer.paths import TokenPath, node_paths, row_paths, stacked
 from draftheads.infer.text import StopStrings
 
+NOT_FINITE = "the target's logits are not finite; load it with dtype float32"
+"""Why a row has failed."""
 CacheKey = tuple[object, torch.device, torch.dtype]
 """What caches and compiled steps are for: an engine, and the device and dtype of its target."""
 
@@ -103,9 +104,9 @@ def is_whole(value: Any) -> bool:
 class Row:
     """The text of one row, prompt included, and the reason it finished.
 
-    limit: new tokens at most; None: the rest of the context. seed: of its own random numbers, for
-    rules that have such. Raises ValueError for ids outside the vocabulary, and for texts that
-    exceed the context.
+    limit: new tokens at most; None: the rest of the context. seed: of its own random numbers; "":
+    one of the rule's. Raises ValueError for ids outside the vocabulary, and for texts that exceed
+    the context.
     """
 
     rule: Acceptance
@@ -197,7 +198,7 @@ def apply_constraints(
         for node, path in enumerate(nodes):
             parent = numbers.get(path[:-1])
             is_reached = parent is not None and logits_NV[parent, path[-1]] > -torch.inf
-            if (is_reached or not path) and path not in numbers:  # copies pad the tree
+            if is_reached or not path:
                 numbers[path] = node
                 logits_NV[node] = row.constraint.after(row.answer, path, logits_NV[node])
     return logits_BNV
@@ -250,7 +251,7 @@ class RowRules(Acceptance):
         parts: list[tuple[Acceptance, list[int]]] = []
         for row, rule in enumerate(self.rules):
             for other, rows in parts:
-                if rule.joins(other):
+                if rule == other:
                     rows.append(row)
                     break
             else:
@@ -273,7 +274,7 @@ class RowRules(Acceptance):
             self._order
         ]
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+    def prepare(self, rows: Sequence[Place]) -> None:
         """Prepare each rule for its rows."""
         for rule, places, _ in self._parts:
             rule.prepare([rows[place] for place in places])
@@ -282,10 +283,9 @@ class RowRules(Acceptance):
         """Those of each rule, and its rows."""
         return tuple((*rule.constants(), *rows) for rule, rows, _ in self._parts)
 
-    def sources(self, rows: int, nodes: int) -> list[Source]:
+    def all_draws(self) -> list[Draws]:
         """Those of the distinct rules."""
-        parts = [rule.sources(len(places), nodes) for rule, places, _ in self._parts]
-        return list(chain(*parts))
+        return [rule.draws for rule, _, _ in self._parts]
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ class Decoding:
 
     def prepare(self) -> None:
         """Prepare the rule for the next choice."""
-        self.accept.prepare([(row.seed, row.new_tokens) for row in self.rows])
+        self.accept.prepare(self.rows)
 
     def propose(self) -> TokenTree:
         """A tree, of what the constraints of the rows let be drafted."""
@@ -490,7 +490,7 @@ class Decoding:
 
     def _join_rules(self) -> None:
         first, *others = [row.rule for row in self.rows]
-        is_one = all(rule.joins(first) for rule in others)
+        is_one = all(rule == first for rule in others)
         self.accept = (
             first if is_one else RowRules((first, *others), self.cache.table.lengths_B.device)
         )

@@ -55,7 +55,8 @@ class SpeculativeSampling(Sampled):
         last_B = torch.zeros_like(rows_B)
         left_BV = p_BNV[:, 0]  # of the target, after the rejections so far
         starts = [0, *accumulate([1, *accumulate(tree.widths[:-1], mul)])]  # of levels
-        for start, end, width in zip(starts, starts[1:], tree.widths, strict=False):
+        levels = zip(starts, starts[1:], tree.widths, strict=False)
+        for level, (start, end, width) in enumerate(levels):
             first_B = end + (last_B - start) * width
             q_BV = tree.q_BMV[rows_B, last_B]
             q_BV = F.pad(q_BV, (0, p_BNV.shape[2] - q_BV.shape[1]))
@@ -65,9 +66,8 @@ class SpeculativeSampling(Sampled):
                 drafts_B1 = tree.tokens_BN[rows_B, node_B][:, None]
                 p_B1, q_B1 = left_BV.gather(1, drafts_B1), q_BV.gather(1, drafts_B1)
                 is_tried_B = is_tried_B & (q_B1[:, 0] > 0)  # else q had no more tokens
-                # a draw between two outcomes, as the rule's stream draws tokens
-                odds_B2 = torch.cat([p_B1, (q_B1 - p_B1).clamp(min=0)], dim=1)
-                is_kept_B = is_tried_B & (self.draws.draw(odds_B2.log()) == 0)
+                uniform_B = self.draws.next(level + 1, f"child {child}")[:, level].to(p_BNV.device)
+                is_kept_B = is_tried_B & (uniform_B * q_B1[:, 0] < p_B1[:, 0])
                 is_tried_B = is_tried_B & ~is_kept_B
                 more_BV = (left_BV - q_BV).clamp(min=0)
                 sum_B1 = more_BV.sum(1, keepdim=True)
@@ -111,6 +111,7 @@ class TreeSampler:
     def __init__(self, widths: Sequence[int], rule: SpeculativeSampling) -> None:
         self.widths = widths
         self.rule = rule
+        self.generator: torch.Generator | None = None  # begun on its first device
         self.shape = StaticTree.from_widths(widths)
         self.start()
 
@@ -121,12 +122,13 @@ class TreeSampler:
     def add(self, logits_BFV: Tensor) -> bool:
         q_BFV = self.rule.probabilities(logits_BFV)
         width = self.widths[len(self.tokens)]
-        left_BFV = q_BFV.log()
-        children = []
-        for _ in range(width):
-            children.append(self.rule.draws.draw(left_BFV))
-            left_BFV = left_BFV.scatter(2, children[-1][:, :, None], -torch.inf)
-        self.tokens_BF = torch.stack(children, dim=2).flatten(1)
+        if self.generator is None:
+            self.generator = torch.Generator(q_BFV.device)
+            self.generator.manual_seed(self.rule.draws.new_seed())
+        # q / e with e ~ Exp(1) falls in the order in which tokens are drawn without replacement
+        race_BFV = q_BFV / torch.empty_like(q_BFV).exponential_(generator=self.generator)
+        children_BFk = race_BFV.topk(min(width, race_BFV.shape[2])).indices
+        self.tokens_BF = F.pad(children_BFk, (0, width - children_BFk.shape[2])).flatten(1)
         nodes = torch.arange(q_BFV.shape[1], device=q_BFV.device).repeat_interleave(width)
         self.parents_BF = nodes.expand_as(self.tokens_BF)
         self.q.append(q_BFV)

@@ -84,10 +84,11 @@ class GuessedText(Text):
         # where it has to be
         for level in self.levels:
             del level[: max(len(tokens) - 1, 0)]
-            level += self._random.choices(self.tokens, k=self.columns - len(level))
 
     def window(self) -> list[TokenPath]:
         """A path to the end of the branch of each column."""
+        for level in self.levels:  # here, so that a text that is read in parts has the same guesses
+            level += self._random.choices(self.tokens, k=self.columns - len(level))
         branches = zip(*self.levels, strict=True)
         return [(*self.levels[0][:column], *branch) for column, branch in enumerate(branches)]
 

@@ -65,7 +65,8 @@ class Merged(DrafterSource):
 class MergedDrafter:
     """Merges what its parts propose. In each row, parts that were right lately have more of the
     nodes. Where an earlier part that is no head was right most, and proposes again, models and
-    heads do not draft: what a text repeats is drafted for nothing.
+    heads do not draft for a row, and do not run if that holds for all: what a text repeats is
+    drafted for nothing.
 
     parts: heads, the only ones that read features, come last.
     """
@@ -94,14 +95,17 @@ class MergedDrafter:
         for part in self.parts:
             start = end
             end += width * len(part.feature_layers)
-            if self._are_led(proposed, committed.counts):
+            is_led = [False] * len(committed.counts)
+            if part.feature_layers or isinstance(part, ModelDrafter):
+                is_led = self._are_led(proposed, committed.counts)
+            if all(is_led):
                 if isinstance(part, ModelDrafter):
                     part.skip(committed)
-                    part = NoDraft()
-                elif part.feature_layers:
-                    part = NoDraft(part)
+                part = NoDraft(part if part.feature_layers else None)
             tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
-            proposed.append(row_paths(tree))
+            # what a row drafts does not depend on the rows beside it
+            pairs = zip(row_paths(tree), is_led, strict=True)
+            proposed.append([[] if led else own for own, led in pairs])
         self.rows = list(zip(*proposed, strict=True))
         rows = [
             union(paths, weights)[: self.nodes]
@@ -110,17 +114,16 @@ class MergedDrafter:
         roots_B = committed.last_tokens_B()
         return stacked(roots_B.tolist(), rows, roots_B.device)
 
-    def _are_led(self, proposed: Sequence[list[list[TokenPath]]], counts: list[int]) -> bool:
-        """Whether the part of most weight in each row, the first of equals, is no head and has
-        proposed already.
+    def _are_led(self, proposed: Sequence[list[list[TokenPath]]], counts: list[int]) -> list[bool]:
+        """Of each row, whether it has ended, or the part of most weight, the first of equals, is no
+        head and has proposed already.
         """
+        led = []
         for row, weights in enumerate(self.weights):
             leader = weights.index(max(weights))
-            is_head = self.parts[leader].feature_layers
-            is_late = is_head or leader >= len(proposed)
-            if counts[row] and (is_late or not proposed[leader][row]):
-                return False
-        return True
+            is_late = self.parts[leader].feature_layers or leader >= len(proposed)
+            led.append(not counts[row] or not is_late and bool(proposed[leader][row]))
+        return led
 
     def rewind(self, length: int) -> None:
         # as a new drafter, so that a seed repeats its text

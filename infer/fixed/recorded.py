@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftheads.infer.draws import Source
+from draftheads.infer.accept import Acceptance
 
 BUCKET = 256
 """Steps that are recorded see a multiple of so many slots, and of more in a longer text."""
@@ -62,8 +62,8 @@ class Recording:
     """One step in the same memory each time.
 
     committed: tokens, features and numbers before it. drafts: what it reads: a tree of the host, or
-    the same `committed`. told: columns of what it tells the host. running: the rows. sources: those
-    of the rule after such a step. keeps: objects whose tensors it uses.
+    the same `committed`. told: columns of what it tells the host. running: the rows. keeps: an
+    object whose tensors it uses, as it uses the rule's.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recording:
         drafts: Sequence[Tensor],
         told: int,
         running: list[bool],
-        sources: Sequence[Source],
+        accept: Acceptance,
         keeps: Any,
     ) -> None:
         self.leads = drafts is committed
@@ -83,8 +83,8 @@ class Recording:
         self.told_BC = self.committed[2].new_zeros(len(running), told)
         self.running = running
         self.running_B = torch.tensor(running, device=self.told_BC.device)
-        self.numbers = [draws.numbers for draws, _ in sources]
-        self.keeps = keeps
+        self.numbers = [draws.numbers for draws in accept.all_draws()]
+        self.keeps = accept, keeps
         try:
             self.replay = record(lambda: self._run(step))
         except RuntimeError as error:
@@ -95,9 +95,9 @@ class Recording:
             _copy(self.committed, self.drafts)
         _copy(step(*self.drafts, self.running_B), (*self.committed, self.told_BC))
 
-    def lend(self, sources: Sequence[Source]) -> None:
+    def lend(self, accept: Acceptance) -> None:
         """Let the next numbers be made where this step reads them."""
-        for (draws, _), mine in zip(sources, self.numbers, strict=True):
+        for draws, mine in zip(accept.all_draws(), self.numbers, strict=True):
             draws.numbers = mine
 
     def __call__(self, drafts: Sequence[Tensor], running: list[bool]) -> Outputs:

@@ -65,8 +65,8 @@ class FixedSteps:
     """Steps of the same rows after the first, which are run as they are, compiled or recorded.
 
     function: `advance`, or what `compiled` made of it. tree: of the drafter; pending: nodes in its
-    cache after a tree. accept: with its own random stream. on_host: whether the drafter works
-    outside of the function. recordings: those of these caches.
+    cache after a tree. on_host: whether the drafter works outside of the function. recordings:
+    those of these caches.
     """
 
     def __init__(
@@ -126,12 +126,9 @@ class FixedSteps:
 
     def launch_ahead(self, committed: Committed, running: list[bool]) -> None:
         """Start the step after this one, while the host tells the tokens. Only where it can be
-        undone: replays that draft, of targets without recurrent states, with no random numbers that
-        are a seed's next.
+        undone: replays that draft, of targets without recurrent states.
         """
-        sources = self.accept.sources(len(running), self.nodes)
-        is_free = not any(draws.needs_same_drafts for draws, _ in sources)
-        if self.recording and self.recording.leads and self.cache.states is None and is_free:
+        if self.recording and self.recording.leads and self.cache.states is None:
             self._launch(committed, None, running)
 
     def _launch(self, committed: Committed, tree: TokenTree | None, running: list[bool]) -> None:
@@ -140,19 +137,18 @@ class FixedSteps:
         before = self._padded(committed)
         drafts = self._padded_tree(tree) if tree else before
         nodes = drafts[0].shape[1] if tree else self.nodes
-        sources = self.accept.sources(len(running), nodes)
         told = self.width + 1 + (nodes if self.observer else 0)
         step = partial(self.function, self)
         key = (*self.key, len(running), *(_places(cache) for cache, _ in self.slots))
         recording = self.recordings.known(key)
         self.is_new = recording is None
         if recording:
-            recording.lend(sources)
+            recording.lend(self.accept)
         with ExitStack() as numbers:
-            for draws, shape in sources:
-                numbers.enter_context(draws.filled(shape, self.width))
+            for draws in self.accept.all_draws():
+                numbers.enter_context(draws.filled(self.width))
             recording = recording or self.recordings.next(
-                key, step, before, drafts, told, running, sources, (self.drafter, self.accept)
+                key, step, before, drafts, told, running, self.accept, self.drafter
             )
             if recording:
                 outputs = recording(drafts, running)
@@ -169,8 +165,8 @@ class FixedSteps:
         return tokens_BC, features_BCD, committed.count_B
 
     def _padded_tree(self, tree: TokenTree) -> tuple[Tensor, ...]:
-        """Its tokens and parents, padded with copies of its first node, leaves after it
-        that no rule prefers: to a power of two, as each size is compiled, or that of a recording.
+        """Its tokens and parents, padded to a power of two, as each size is compiled, or to that of
+        a recording.
         """
         tokens_BN = tree.tokens_BN
         nodes = tokens_BN.shape[1]
@@ -179,8 +175,7 @@ class FixedSteps:
             size = min(1 << (nodes - 1).bit_length(), size)
         padding = size - nodes
         parents_BN = tree.topology.parents_BN.expand_as(tokens_BN)
-        filler_BP = tokens_BN[:, :2][:, -1:].expand(-1, padding)
-        return torch.cat([tokens_BN, filler_BP], dim=1), F.pad(parents_BN, (0, padding))
+        return F.pad(tokens_BN, (0, padding)), F.pad(parents_BN, (0, padding), value=-1)
 
     def end(self, committed: Committed) -> Committed:
         """Let the generation continue with other steps. Returns what was committed: a step that was

@@ -20,13 +20,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, overload
 
-import torch
-
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance, Greedy
-from draftheads.infer.continuous import seeded
+from draftheads.infer.continuous import checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
 from draftheads.infer.pipeline.loading import Place, load_parts
@@ -129,9 +127,7 @@ class Growth:
     start: float = field(default_factory=perf_counter)
 
     def add(self, step: Step) -> str:
-        """Take a step; returns the text that it settles. Raises RuntimeError for a failed one."""
-        if step.finish == "failed":
-            raise RuntimeError("the target's logits are not finite; load it with dtype='float32'")
+        """Take a step; returns the text that it settles."""
         completion = self.completion
         completion.steps.append(step)
         completion.token_ids += step.tokens
@@ -200,9 +196,9 @@ class TextGenerator:
         """Answer a prompt, or each of a list of prompts, in order. options: `GenerateOptions`.
 
         With a seed, an answer depends neither on the prompts beside it nor on the drafts, and equal
-        prompts of a list have different answers. With a rule of your own, a seed repeats the whole
-        call. Raises ValueError, before any computation, for prompts that do not
-        fit the context or that template or tokenizer reject.
+        prompts of a list have different answers. A lossy rule's answers depend on the drafts.
+        Raises ValueError, before any computation, for prompts that do not fit the context or that
+        template or tokenizer reject.
         """
         is_batch = _is_batch(prompt)
         completions = []
@@ -246,11 +242,11 @@ class TextGenerator:
         ids = [Row(self.target, prompt, limit, stop).text for prompt, _ in encoded]
         room = self.target.context
         limits = [min(NEW_TOKENS, room - len(prompt)) if limit is None else limit for prompt in ids]
-        rule = self._rule(options, max(limits, default=0))
+        rule = self._rule(options)
         schema = options.get("schema")
         constraint = None if schema is None else Grammar(self.target, "json_schema", schema)
         marks = PromptRenderer(self.target, self.target.template_args).marks
-        seeds = _row_seeds(options.get("seed"), ids)
+        seeds = _row_seeds(rule.draws.new_seed(), ids)
         for start in range(0, len(ids), self.batch_size):
             part = slice(start, start + self.batch_size)
             growing = []
@@ -281,16 +277,14 @@ class TextGenerator:
         ids = encode_prompt(self.target, prompt, options.get("template_args"))  # type: ignore[arg-type]
         return ids, () if is_chat else ids
 
-    def _rule(self, options: GenerateOptions, limit: int) -> Acceptance:
+    def _rule(self, options: GenerateOptions) -> Acceptance:
         rule = options.get("sampling")
+        numbers = [name for name in RULE if name in options]
         if rule is None:
-            return seeded(
-                options.get("temperature", 0.0),
-                options.get("top_p", 1.0),
-                options.get("top_k", 0),
-                limit,
+            rule = checked(
+                options.get("temperature", 0.0), options.get("top_p", 1.0), options.get("top_k", 0)
             )
-        if numbers := [name for name in RULE if name in options]:
+        elif numbers:
             raise ValueError(
                 f"expected sampling or {', '.join(numbers)}, got both; set the rule's own numbers"
             )
@@ -348,10 +342,8 @@ def _is_batch(prompt: Any) -> bool:
     )
 
 
-def _row_seeds(seed: int | None, prompts: Sequence[Sequence[int]]) -> list[str]:
+def _row_seeds(seed: int, prompts: Sequence[Sequence[int]]) -> list[str]:
     """The seed of each prompt's own random numbers; equal prompts are counted."""
-    if seed is None:
-        seed = int(torch.randint(1 << 62, ()))
     earlier: Counter[str] = Counter()
     seeds = []
     for prompt in prompts:

@@ -22,6 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted
+from draftheads.infer.draws import Place
 from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT, Marks, TextStream
 
@@ -38,7 +39,7 @@ class TokenScore:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScoredRule(Acceptance):
     """A rule for one row that notes the scores of its choices. top: likeliest tokens to note."""
 
@@ -46,6 +47,10 @@ class ScoredRule(Acceptance):
     top: int
     newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
     """Of the newest step, before it is cut at the end of the answer."""
+
+    def __eq__(self, other: object) -> bool:
+        """Two rows cannot share one."""
+        return self is other
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """Follow the rule."""
@@ -66,7 +71,7 @@ class ScoredRule(Acceptance):
         """As the rule."""
         return self.rule.sees_drafts
 
-    def prepare(self, rows: Sequence[tuple[str, int]]) -> None:
+    def prepare(self, rows: Sequence[Place]) -> None:
         """Prepare the rule."""
         self.rule.prepare(rows)
 

@@ -23,7 +23,7 @@ from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import COMPLETE, LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Row, Session, Step
+from draftheads.infer.rows import NOT_FINITE, Row, Session, Step
 from draftheads.infer.serve.jobs import Job, JobBatch
 from draftheads.infer.serve.protocol import ApiError
 
@@ -289,6 +289,8 @@ class Scheduler:
 
     def _tell(self, job: Job, event: Step | Exception) -> None:
         """Deliver a step or an error; its job may end with it."""
+        if isinstance(event, Step) and event.finish == "failed":
+            event = RuntimeError(NOT_FINITE)
         finish = event.finish if isinstance(event, Step) else "error"
         if finish == "error":
             job.session = job.session and Session()

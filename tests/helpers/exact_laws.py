@@ -12,8 +12,9 @@ from tiny_targets import random_model
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import Tree
-from draftheads.infer.accept import Sampled, filtered_logits
+from draftheads.heads.tree import TokenTree, Tree
+from draftheads.infer.accept import Acceptance, Sampled, filtered_logits
+from draftheads.infer.draws import Draws
 
 WORDS = 6
 RUNS = 6000
@@ -37,6 +38,20 @@ def surely_below(freedom: int) -> float:
     4.75).
     """
     return freedom * (1 - 2 / (9 * freedom) + 4.75 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+class FreshDraws(Draws):
+    """Independent numbers for so many rows, which are quicker to make than those of their seeds."""
+
+    def __init__(self, rows: int, seed: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.generator = torch.Generator().manual_seed(seed)
+        self.seed(seed)
+
+    def next(self, count: int, purpose: str = "token") -> torch.Tensor:
+        shape = self.rows, count
+        return torch.rand(*shape, generator=self.generator, dtype=torch.float64)
 
 
 class MarkovTarget:
@@ -67,6 +82,17 @@ def whole_law(target: Target, prompt: list[int], new: int, rule: Sampled) -> dic
     filtered = filtered_logits(logits, rule.temperature, rule.top_p, rule.top_k)
     p_MA = torch.softmax(filtered, -1).gather(2, texts_MA[:, :, None])[..., 0]
     return {tuple(text): float(p) for text, p in zip(texts_MA.tolist(), p_MA.prod(1), strict=True)}
+
+
+def two_tokens(target: MarkovTarget, tree: TokenTree, rule: Acceptance) -> Counter:
+    """How often a step on the trees of these rows, with a draw onwards, writes each two tokens."""
+    accepted = rule(target.logits_VV[tree.tokens_BN], tree)
+    after_B = rule.draws.draw(rule.scores(target.logits_VV[accepted.bonus_B]))
+    observed: Counter = Counter()
+    for row, count in enumerate(accepted.count_B.tolist()):
+        written = tree.tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
+        observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
+    return observed
 
 
 def small_head(kind: str, target: Target, vocabulary: list[int] | None = None) -> DraftHead:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from exact_laws import (
     RUNS,
+    FreshDraws,
     MarkovTarget,
     chi_square,
     small_head,
     surely_below,
+    two_tokens,
     whole_engine_statistic,
 )
 from tiny_heads import BLOCKS, random_head
@@ -28,10 +30,11 @@ from transformers import (
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
-from draftheads.heads.tree_drafting import DynamicTreeBuilder
 from draftheads.infer.accept import Greedy, Sampled, filtered_logits
+from draftheads.infer.draws import Draws
 from draftheads.infer.engine import Speculator
 from draftheads.infer.lossy import Lenient, Typical
+from draftheads.infer.paths import stacked
 
 RULES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 3), (0.9, 0.9, 4)]
 
@@ -50,15 +53,8 @@ def test_sampled_distribution_is_exact(rule, widths):
         parent = tokens[0] if len(path) == 1 else tokens[1 + shape.paths.index(path[:-1])]
         tokens.append(int(guesses[parent, path[-1]]))
     tokens_BN = torch.tensor([tokens]).expand(RUNS, -1)
-    accept = Sampled(*rule)
-    accept.seed(1)
-    accepted = accept(target.logits_VV[tokens_BN], TokenTree(tokens_BN, shape.topology()))
-    after_B = accept.choose(target.logits_VV[accepted.bonus_B])  # where a step gave one token only
-    observed: Counter = Counter()
-    for row, count in enumerate(accepted.count_B.tolist()):
-        written = tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
-        written += [int(accepted.bonus_B[row]), int(after_B[row])]
-        observed[tuple(written[:2])] += 1
+    accept = Sampled(*rule, draws=FreshDraws(RUNS, 1))
+    observed = two_tokens(target, TokenTree(tokens_BN, shape.topology()), accept)
     statistic, freedom = chi_square(observed, target.two_token_law(root, *rule))
     assert statistic < surely_below(freedom)
 
@@ -82,19 +78,15 @@ def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, ki
         assert statistic < surely_below(freedom)
 
 
-def test_the_test_of_the_whole_engine_notices_siblings_that_are_not_distinct(
-    small_target, monkeypatch
-):
-    """Children with one token are several draws, of which the luckiest would be kept."""
+def test_the_test_of_the_whole_engine_notices_places_that_share_a_number(small_target, monkeypatch):
     head = small_head("eagle3", small_target)
-    right = DynamicTreeBuilder.tree
+    right = Draws.next
 
-    def twins(growth, roots_B) -> TokenTree:
-        tree = right(growth, roots_B)
-        tree.tokens_BN[:, 2:] = tree.tokens_BN[:, 1:2]
-        return tree
+    def shared(draws: Draws, count: int) -> torch.Tensor:
+        numbers_BK = right(draws, count)
+        return numbers_BK[:, :1].expand_as(numbers_BK)
 
-    monkeypatch.setattr(DynamicTreeBuilder, "tree", twins)
+    monkeypatch.setattr(Draws, "next", shared)
     statistic, freedom = whole_engine_statistic(small_target, head, head.tree)
     assert statistic > surely_below(freedom)
 
@@ -132,7 +124,7 @@ def test_typical_equals_the_formula_on_a_drawn_table():
             [0.25, 0.25, 0.25, 0.25],
         ]
     )
-    rule = Typical(epsilon=0.09, delta=0.3, temperature=1.0)
+    rule = Typical(epsilon=0.09, delta=0.3, temperature=1.0, draws=FreshDraws(1, 0))
     accepted = rule(p_NV.log()[None], tree)
     # root-1-0 (.25 * .97) and root-2-1 (.10 * .25) are both two long: the likelier wins
     assert accepted.path_BN[:, :3].tolist() == [[0, 1, 3]]
@@ -151,8 +143,7 @@ def test_typical_equals_the_formula_on_a_drawn_table():
 )
 def test_typical_threshold(epsilon, delta, passes):
     p = torch.tensor([[0.60, 0.25, 0.10, 0.05]])
-    rule = Typical(epsilon=epsilon, delta=delta, temperature=1.0)
-    rule.seed(0)
+    rule = Typical(epsilon, delta, temperature=1.0, draws=FreshDraws(1, 0))
     drawn = Counter(int(rule.choose(p.log())) for _ in range(2000))
     assert [drawn[word] > 0 for word in range(4)] == passes
 
@@ -193,6 +184,41 @@ def test_lenient_keeps_what_the_target_nearly_chose(rule, passes):
     chain = TokenTree(torch.tensor([[0, 0, 1, 0]]), Topology(torch.tensor([[-1, 0, 0, 2]])))
     deeper = rule(TABLE.expand(1, 4, 4), chain)
     assert deeper.count_B.tolist() == [3 if passes[1] else 2]
+
+
+@pytest.mark.parametrize("rule", [Lenient(top=3), Lenient(top=99), Lenient(gap=9.0)], ids=repr)
+def test_lenient_keeps_nothing_that_is_forbidden(rule):
+    """A constraint gives it no probability; the other words are compared as without it."""
+    words = [3, 1, 0, 2]
+    tree = TokenTree(torch.tensor([[0, *words]]), Topology(torch.tensor([[-1, 0, 0, 0, 0]])))
+    for allowed in ([0, 1, 2], [2]):
+        table = torch.full_like(TABLE, -torch.inf)
+        table[allowed] = TABLE[allowed]
+        for word in range(4):
+            alone = TokenTree(torch.tensor([[0, word]]), Topology(torch.tensor([[-1, 0]])))
+            accepted = rule(table.expand(1, 2, 4), alone)
+            assert accepted.count_B.tolist() == [1 + (word in allowed)]
+        together = rule(table.expand(1, 5, 4), tree)
+        assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(allowed[0])]
+        chain = TokenTree(torch.tensor([[0, 0, 2, 0]]), Topology(torch.tensor([[-1, 0, 0, 1]])))
+        deeper = rule(table.expand(1, 4, 4), chain)
+        assert deeper.count_B.tolist() == [3 if 0 in allowed else 2]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0)), Lenient(gap=1.0)],
+    ids=repr,
+)
+@pytest.mark.parametrize("word", range(4))
+def test_no_rule_keeps_a_node_that_pads_a_tree(rule, word):
+    """The target is sure of a word that no row drafted, or that one did."""
+    tree = stacked([0] * 3, [[(1,), (1, 1), (1, 1, 1)], [(2,)], []], torch.device("cpu"))
+    assert tree.drafted() == [3, 1, 0]
+    logits_BNV = torch.zeros(3, 4, 4)
+    logits_BNV[..., word] = 30.0
+    counts = [4 if word == 1 else 1, 2 if word == 2 else 1, 1]
+    assert rule(logits_BNV, tree).count_B.tolist() == counts
 
 
 def test_lenient_with_top_one_is_greedy():

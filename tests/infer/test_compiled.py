@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -37,12 +38,11 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.continuous import seeded
+from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.draft_model import DraftModel, EarlyExit, drawing
 from draftheads.infer.drafters.draft_sampling import SpeculativeSampling
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.draws import RandomStream
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed, speculative
@@ -170,7 +170,7 @@ def test_processors_have_steps_of_their_own_by_value():
 def test_numbers_of_rows_are_drawn_as_they_are_without_compilation(traced):
     """Steps that were compiled drew one number for ever."""
     target, prompts = one_layer_target(), some_prompts(9, 6)
-    head, rule = random_head("medusa", target), seeded(1.5, 1.0, 0, NEW)
+    head, rule = random_head("medusa", target), checked(1.5, 1.0, 0)
     rows = [
         written(Speculator(target, head, compile=each), prompts, sampling=rule, seeds=["a", "b"])
         for each in (False, True)
@@ -351,77 +351,47 @@ def test_a_bench_measures_every_candidate_once_more(traced):
 
 
 @pytest.fixture
-def noise(monkeypatch) -> list[tuple[torch.Size, torch.Size]]:
-    """The shapes of the logits and of the noise, for each draw of fixed steps, run as they are."""
-    draws: list[tuple[torch.Size, torch.Size]] = []
-    draw = RandomStream.draw
-
-    def noted(stream, logits, tree=None):
-        chosen = draw(stream, logits, tree)
-        draws.append((logits.shape, stream.numbers.shape))
-        return chosen
-
-    monkeypatch.setattr(RandomStream, "draw", noted)
+def as_they_are(monkeypatch) -> None:
+    """Fixed steps run as they are."""
     monkeypatch.setattr("draftheads.infer.fixed.maker.compiled", lambda: compiled.advance)
-    return draws
-
-
-def test_trees_of_any_size_have_noise_for_each_node(noise):
-    """Nodes that shared a draw would bend the law of the output."""
-    target, prompts = tiny_target(), some_prompts(13, 4)
-    ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
-    written(Speculator(target, ngram, compile=True), prompts, sampling=Sampled(0.9, top_k=3))
-    assert all(logits == numbers for logits, numbers in noise)
-    assert len({logits for logits, _ in noise if len(logits) == 3}) > 1
 
 
 @pytest.mark.parametrize("rule", [Sampled(0.9), Typical()], ids=repr)
-def test_generations_that_share_a_rule_each_have_noise_of_their_own(noise, rule):
-    """One of them used what the other had drawn: a single vector for all nodes of its tree, which
-    is not the target's law.
-    """
+def test_generations_that_share_a_rule_draw_what_they_draw_one_by_one(as_they_are, rule):
+    """One of them used what the other had drawn."""
     target = tiny_target()
     engine = Speculator(target, random_head("sequential", target), tree=TREE, compile=True)
-    first, second = some_prompts(9, 6)
-    options = {"sampling": rule, "max_new_tokens": 30}
-    one, two = engine.generate(first, **options), engine.generate(second, **options)
-    next(one), next(one)  # the prompt and the step before the compiled ones
-    while next(two, None) and next(one, None):
-        pass
-    assert all(logits == numbers for logits, numbers in noise)
-    assert len(noise) > 12
+    texts = []
+    for together in (False, True):
+        rule.seed(3)
+        pair = [
+            engine.generate(prompt, sampling=rule, max_new_tokens=30)
+            for prompt in some_prompts(9, 6)
+        ]
+        steps = (
+            [list(one) for one in pair] if not together else zip(*zip_longest(*pair), strict=True)
+        )
+        texts.append([[t for step in own if step for t in step.tokens] for own in steps])
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("rule", [Sampled(0.9), Typical()], ids=repr)
-def test_rows_that_end_before_steps_are_compiled_take_their_noise_along(noise, rule):
+@pytest.mark.parametrize("drafts", ["sequential", "ngram"])
+def test_a_seed_gives_a_batch_the_same_samples(as_they_are, drafts, rule):
+    """In trees of any size, and when some of its rows have ended."""
     target = Target(random_model("llama"))
     target.eos_ids = tuple(range(3, 9))
-    head = random_head("sequential", target)
+    ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
+    source = ngram if drafts == "ngram" else random_head(drafts, target)
     for seed in range(8):
-        rule.seed(seed)
-        engine = Speculator(target, head, tree=TREE, compile=True)
-        rows = written(engine, some_prompts(9, 6, 4, seed=seed), sampling=rule)
-        assert all(row[-1] in target.eos_ids or len(row) == NEW for row in rows)
-    assert all(logits == numbers for logits, numbers in noise)
-
-
-def test_a_seed_gives_a_batch_the_same_samples_until_one_of_its_rows_ends(noise):
-    """After that, nothing is drawn for that row without compilation."""
-    target, taken = tiny_target(), []
-    head = random_head("sequential", target)
-    for compile in (False, True):
-        rule = Sampled(0.9)
-        rule.seed(3)
-        engine = Speculator(target, head, tree=TREE, compile=compile)
-        steps = engine.generate_batch(some_prompts(9, 5), sampling=rule, max_new_tokens=NEW)
-        rows: list[list[list[int]]] = []
-        for both in steps:
-            rows.append([step.tokens for step in both if step])
-            if any(step and step.finish for step in both):
-                break
-        taken.append(rows)
-    assert taken[0] == taken[1]
-    assert len(taken[0]) > 4
+        prompts, rows = some_prompts(9, 6, 4, seed=seed), []
+        for compile in (False, True):
+            rule.seed(seed)
+            rows.append(
+                written(Speculator(target, source, compile=compile), prompts, sampling=rule)
+            )
+        assert rows[0] == rows[1]
+        assert all(row[-1] in target.eos_ids or len(row) == NEW for row in rows[0])
 
 
 class HostTensors(TorchDispatchMode):

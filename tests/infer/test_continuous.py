@@ -14,7 +14,7 @@ from tiny_targets import random_model, some_prompts, tiny_target
 from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.continuous import ContinuousBatch, Request, seeded
+from draftheads.infer.continuous import ContinuousBatch, Request, checked
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Decoding, Row
@@ -39,7 +39,7 @@ def run(batch: ContinuousBatch, asked: Sequence[Request]) -> list[list[int]]:
 
 
 def rule(temperature: float = 1.0) -> Acceptance:
-    return seeded(temperature, 0.95, 0, 32)
+    return checked(temperature, 0.95, 0)
 
 
 def prefilled(engine: Speculator, accept: Acceptance, rows: list[Row]) -> Decoding:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_laws import WORDS, chi_square, surely_below
+from exact_laws import WORDS, FreshDraws, chi_square, surely_below
 from peft import (
     LoraConfig,
     PrefixTuningConfig,
@@ -362,9 +362,10 @@ def model_rows(model: Any, prompt: torch.Tensor, asked: dict, decoding: Any) -> 
 def test_processed_draws_as_sampled_does():
     logits = torch.randn(50, 9)
     list_of = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(4)])
-    rules = Processed(list_of, sample=True), Sampled(0.7, top_k=4)
-    for rule in rules:
-        rule.seed(3)
+    rules = [
+        Processed(list_of, sample=True, draws=FreshDraws(50, 3)),
+        Sampled(0.7, top_k=4, draws=FreshDraws(50, 3)),
+    ]
     assert torch.equal(*(rule.choose(logits) for rule in rules))
 
 

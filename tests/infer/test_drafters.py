@@ -11,10 +11,12 @@ import torch
 from exact_laws import (
     RUNS,
     WORDS,
+    FreshDraws,
     MarkovTarget,
     chi_square,
     six_words,
     surely_below,
+    two_tokens,
     whole_law,
 )
 from tiny_chat import byte_tokenizer
@@ -72,12 +74,13 @@ DRAFTS = {
 
 
 def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
-    """The token path of each draft node."""
+    """The token path of each draft node, without padding."""
     tokens, parents_BN = tree.tokens_BN[row].tolist(), tree.topology.parents_BN
     paths: list[tuple[int, ...]] = [()]
     parents = parents_BN[row % len(parents_BN)].tolist()
     for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        paths.append((*paths[parent], token))
+        if parent >= 0:
+            paths.append((*paths[parent], token))
     return paths[1:]
 
 
@@ -193,7 +196,7 @@ def test_a_row_without_a_repeat_and_a_finished_row_draft_nothing():
     assert drafter.propose(committed([[1, 2, 3], [4, 5, 6]])).tokens_BN.tolist() == [[3], [6]]
     tree = drafter.propose(committed([[1, 2], []]))
     assert tree.tokens_BN[0].tolist() == [2] + [3, 1, 2] * 5
-    assert set(all_paths(tree, 1)) == {(6,)}, "padding alone"
+    assert tree.drafted() == [15, 0], "the rest is padding"
     tree = drafter.propose(committed([[], []]))
     assert tree.tokens_BN.tolist() == [[2], [6]]
 
@@ -257,8 +260,7 @@ def test_merged_trees_are_the_union_of_their_paths(seed, nodes):
         assert set(paths) == expected
         union = {path for part in parts for path in all_paths(part.proposed, row)}
         assert nodes != 24 or expected == union
-        extra = len(paths) - len(expected)
-        assert paths[len(expected) :] == paths[:1] * extra, "padding repeats the first child"
+        assert len(paths) == len(expected), "padding is no path"
 
 
 def test_parts_that_were_right_have_more_of_the_nodes():
@@ -359,14 +361,8 @@ def test_padding_leaves_the_law_of_sampling_as_it_is():
     rows = [*[small] * RUNS, large]
     tree = stacked([root] * len(rows), rows, torch.device("cpu"))
     assert tree.tokens_BN.shape[1] == 13
-    rule = Sampled(temperature=2.0)
-    rule.seed(1)
-    accepted = rule(target.logits_VV[tree.tokens_BN], tree)
-    after_B = rule.choose(target.logits_VV[accepted.bonus_B])
-    observed: Counter = Counter()
-    for row, count in enumerate(accepted.count_B.tolist()[:RUNS]):
-        written = tree.tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
-        observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
+    rule = Sampled(temperature=2.0, draws=FreshDraws(len(rows), 1))
+    observed = two_tokens(target, tree, rule)
     statistic, freedom = chi_square(observed, target.two_token_law(root, 2.0, 1.0, 0))
     assert statistic < surely_below(freedom)
 
@@ -376,23 +372,15 @@ def sampled_step(
 ) -> Counter:
     """How often a step from one root writes each first two tokens; the draft's law is another."""
     target, drafter, root = MarkovTarget(0), MarkovTarget(1), 2
-    rule.seed(3)
     sampler = TreeSampler(widths, rule)
     tokens_BF, is_open = torch.full((4 * RUNS, 1), root), True
     while is_open:
         is_open = sampler.add(drafter.logits_VV[tokens_BF][:, :, :vocabulary])
         tokens_BF = sampler.tokens_BF
     tree = sampler.tree(torch.full((4 * RUNS,), root))
-    accepted = rule(target.logits_VV[tree.tokens_BN], tree)
-    counts = accepted.count_B.tolist()
-    kept = sum(count > 1 for count in counts) / len(counts)
+    kept = (rule(target.logits_VV[tree.tokens_BN], tree).count_B > 1).float().mean()
     assert 0.1 < kept < 1 or widths[0] >= vocabulary, "all words are drawn"
-    after_B = rule.draws.draw(rule.scores(target.logits_VV[accepted.bonus_B]))
-    observed: Counter = Counter()
-    for row, count in enumerate(counts):
-        written = tree.tokens_BN[row, accepted.path_BN[row, 1:count]].tolist()
-        observed[tuple([*written, int(accepted.bonus_B[row]), int(after_B[row])][:2])] += 1
-    return observed
+    return two_tokens(target, tree, rule)
 
 
 @pytest.mark.parametrize("vocabulary", [WORDS, WORDS - 1])
@@ -400,7 +388,7 @@ def sampled_step(
 @pytest.mark.parametrize("widths", [(1,), (1, 1), (3,), (2, 1), (2, 3), (7, 2), (2, 1, 1, 5)])
 def test_speculative_sampling_has_the_targets_law(filters, vocabulary, widths):
     """Of chains, and of several draws after each node, also where these are more than the words."""
-    rule = SpeculativeSampling(*filters)
+    rule = SpeculativeSampling(*filters, draws=FreshDraws(4 * RUNS, 3))
     law = MarkovTarget(0).two_token_law(2, *filters)
     statistic, freedom = chi_square(sampled_step(rule, vocabulary, widths), law)
     assert rule.lossless and statistic < surely_below(freedom)
@@ -409,8 +397,7 @@ def test_speculative_sampling_has_the_targets_law(filters, vocabulary, widths):
 def test_more_draws_are_kept_more_often():
     kept = []
     for width in (1, 2, 4):
-        rule = SpeculativeSampling()
-        rule.seed(1)
+        rule = SpeculativeSampling(draws=FreshDraws(RUNS, 1))
         target, drafts_VV = MarkovTarget(0).logits_VV, MarkovTarget(1).logits_VV
         sampler = TreeSampler((width,), rule)
         roots_B = torch.full((RUNS,), 2)

@@ -32,7 +32,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
-from draftheads.infer.continuous import seeded
+from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -121,7 +121,7 @@ def followed(target: Target, seed: int) -> tuple[int, bool]:
         )  # fmt: skip
         assert row == expected, (seed, drafts)
         saved = max(saved, counts.tokens - counts.steps)
-    for rule in (Sampled(1.3), Sampled(1.0, 0.9, 8), seeded(0.8, 1.0, 0, NEW)):
+    for rule in (Sampled(1.3), Sampled(1.0, 0.9, 8), checked(0.8, 1.0, 0)):
         [row], _ = decode(
             target, head(target), [prompt], sampling=rule, seeds=["s"],
             max_new_tokens=NEW, constraint=grammar,
@@ -191,7 +191,7 @@ def test_a_seed_draws_the_same_with_any_drafts(demo):
     prompts = [question(demo, f"Question {number}") for number in range(3)]
     grammar = Grammar(demo, "json_schema", PERSON)
     choices = {"max_new_tokens": NEW, "constraint": grammar, "seeds": ["a", "b", "c"]}
-    rule = seeded(1.0, 1.0, 0, NEW)
+    rule = checked(1.0, 1.0, 0)
     rows, _ = decode(demo, None, prompts, sampling=rule, **choices)
     for drafts in (head(demo), NGram()):
         assert decode(demo, drafts, prompts, sampling=rule, **choices)[0] == rows

@@ -154,18 +154,12 @@ def test_a_stop_string_ends_the_text_before_it(model):
 
 
 def test_a_rule_of_ones_own(model, target):
-    """Its seed repeats the call, which is the engine's own with it."""
-    rule, other = Sampled(temperature=0.8), Sampled(temperature=0.8)
-    other.seed(5)
-    texts = {
-        model.generate("Why?", sampling=rule, seed=5, max_new_tokens=NEW_TOKENS).text
-        for _ in range(2)
-    }
-    prompt = encode_prompt(target, chat("Why?"))
-    steps = model.engine.generate(prompt, sampling=other, max_new_tokens=NEW_TOKENS)
-    tokens = [token for step in steps for token in step.tokens]
-    answer = model.generate("Why?", sampling=rule, seed=5, max_new_tokens=NEW_TOKENS)
-    assert answer.token_ids == tokens and texts == {answer.text}
+    """Its seed repeats an answer, as that of its numbers does; also beside another prompt."""
+    rule, options = Sampled(temperature=0.8), {"seed": 5, "max_new_tokens": NEW_TOKENS}
+    texts = {model.generate("Why?", sampling=rule, **options).text for _ in range(2)}
+    other, answer = model.generate(["When?", "Why?"], sampling=rule, **options)
+    assert texts == {answer.text} != {other.text}
+    assert texts == {model.generate("Why?", temperature=0.8, **options).text}
 
 
 @pytest.fixture

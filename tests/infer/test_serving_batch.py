@@ -18,11 +18,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.constraint import Constraint
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed
-from draftheads.infer.lossy import Typical
+from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.rows import Decoding, Row
 from draftheads.infer.serve.logprobs import ScoredRule
 
@@ -97,32 +99,61 @@ def rule(number: int) -> Acceptance:
         Sampled(1.3, top_k=7),
         Typical(temperature=0.9),
         Processed(warm, sample=True),
+        Lenient(gap=2.0),
     ]
     chosen = rules[number % len(rules)]
     chosen.seed(number)
     return chosen
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3", None])
+class Even(Constraint):
+    """Answers of even tokens, which drafts more than others do."""
+
+    def row(self, number: int) -> Even:
+        return self
+
+    def after(self, answer: list[int], path: Any, logits_V: torch.Tensor) -> torch.Tensor:
+        assert not any(token % 2 for token in (*answer, *path))
+        return logits_V.masked_fill(torch.arange(len(logits_V)) % 2 == 1, -torch.inf)
+
+    def drafts(self, answer: list[int], paths: Any) -> list[Any]:
+        forced = [(2,) * length for length in range(1, 12)]
+        return [*dict.fromkeys([*paths, *forced])]
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "lookahead", None])
 def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, steps, name):
-    target = tiny_target()
-    engine = Speculator(target, name and random_head(name, target))
-    alone, scored = [], []
-    for number, prompt in enumerate(some_prompts(*LENGTHS)):
-        each = engine.generate(prompt, sampling=rule(number), max_new_tokens=20)
-        alone.append([token for step in each for token in step.tokens])
-    for slots in (3, 12):
+    """Whatever is drafted, unless the rule is lossy, beside rows with a constraint, too, and from
+    what slots keep.
+    """
+    target, prompts = tiny_target(), some_prompts(*LENGTHS)
+    others = {"lookahead": Lookahead(shortest=1), None: None}
+    engine = Speculator(target, others[name] if name in others else random_head(name, target))
+
+    def alone(engine: Speculator, constraints: list[Even | None]) -> list[list[int]]:
+        texts = []
+        for number, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True)):
+            options = {"sampling": rule(number), "max_new_tokens": 12, "constraint": constraint}
+            each = engine.generate(prompt, **options)
+            texts.append([token for step in each for token in step.tokens])
+        return texts
+
+    for slots, some in ((3, None), (12, Even())):
+        constraints = [some if number % 3 == 1 else None for number in range(len(prompts))]
+        expected = alone(engine, constraints)
+        plain = alone(Speculator(target), constraints)
+        for number, texts in enumerate(zip(expected, plain, strict=True)):
+            assert rule(number).sees_drafts or texts[0] == texts[1]
         scheduler = schedulers(engine, slots=slots)
-        asked = [Asked(p, rule(n), 20) for n, p in enumerate(some_prompts(*LENGTHS))]
-        scheduler.submit(*(each.job for each in asked))
-        assert [each.answer() for each in asked] == alone
-        if steps == "recorded":  # scores are noted on the host
-            continue
-        scored = [
-            Asked(p, ScoredRule(rule(n), 2), 20) for n, p in enumerate(some_prompts(*LENGTHS))
-        ]
-        scheduler.submit(*(each.job for each in scored))
-        assert [each.answer() for each in scored] == alone
+        for is_scored in (False, False, True):
+            if is_scored and steps == "recorded":  # scores are noted on the host
+                continue
+            asked = [
+                Asked(p, ScoredRule(rule(n), 2) if is_scored else rule(n), 12, constraint=each)
+                for n, (p, each) in enumerate(zip(prompts, constraints, strict=True))
+            ]
+            scheduler.submit(*(each.job for each in asked))
+            assert [each.answer() for each in asked] == expected
 
 
 @pytest.mark.parametrize("length", [9, 90])
@@ -367,8 +398,19 @@ class Broken(Greedy):
             raise RuntimeError("broken")
         return super().__call__(logits, tree)
 
-    def joins(self, other: Acceptance) -> bool:
-        return self is other
+
+def test_logits_that_are_not_finite_end_their_row_alone(schedulers, monkeypatch):
+    target = tiny_target()
+    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
+    scores = Sampled.scores
+    monkeypatch.setattr(
+        Sampled, "scores", lambda rule, logits: scores(rule, logits) / (rule.top_k - 7)
+    )
+    asked = [Asked(ids, Sampled(top_k=k), 8) for k, ids in enumerate(some_prompts(4, 9), start=7)]
+    scheduler.submit(*(each.job for each in asked))
+    assert len(asked[1].answer()) == 8
+    with pytest.raises(RuntimeError, match="logits are not finite; load it with"):
+        asked[0].answer()
 
 
 @pytest.mark.parametrize("place", [0, 2])

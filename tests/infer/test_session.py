@@ -133,7 +133,6 @@ def test_other_drafters_continue_as_well(name, seed):
 
 @pytest.mark.parametrize("name", sources())
 def test_a_seed_repeats_a_text_whatever_a_session_decoded_before(name):
-    """Drafts, on which a sampled text depends, do not depend on earlier generations."""
     engine, session = Speculator(tiny_target(), sources()[name]), Session()
     rule, texts = Sampled(1.0), []
     for prompt, stop in turns():

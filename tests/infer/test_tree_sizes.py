@@ -104,19 +104,17 @@ def test_answers_are_the_same_whatever_is_drafted(schedulers, changing, name):
 
 
 @pytest.mark.parametrize("is_scored", [False, True])
-def test_what_depends_on_drafts_keeps_the_whole_tree(schedulers, changing, is_scored):
-    """A seeded stream repeats a text with the same drafts alone, and lossy rules see them."""
+def test_lossy_rules_keep_the_whole_tree(schedulers, changing, is_scored):
     target = tiny_target()
     head = random_head("medusa", target)
     scheduler = schedulers(Speculator(target, head), slots=4)
-    seeded = Sampled(0.9)
-    seeded.seed(1)
-    for rule in (seeded, Typical()):
-        rule = ScoredRule(rule, 2) if is_scored else rule
-        asked = [Asked(prompt, rule, 20) for prompt in some_prompts(3, 5)]
-        scheduler.submit(*(each.job for each in asked))
-        for each in asked:
-            each.answer()
+    asked = []
+    for prompt in some_prompts(3, 5):
+        rule = ScoredRule(Typical(), 2) if is_scored else Typical()
+        asked.append(Asked(prompt, rule, 20))
+    scheduler.submit(*(each.job for each in asked))
+    for each in asked:
+        each.answer()
     assert set(changing) == {head.tree}
 
 

@@ -25,9 +25,10 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from draftheads.heads.target.model import Decoded, Target
 from draftheads.heads.terminal import progress_bar
 from draftheads.infer.accept import filtered_logits
-from draftheads.infer.continuous import ContinuousBatch, Request, seeded
+from draftheads.infer.continuous import ContinuousBatch, Request, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.rows import NOT_FINITE
 from draftheads.train.data import distill as distill_module
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import TOO_LONG, Conversation
@@ -58,7 +59,7 @@ def drawn(
     target: Target, prompts: Sequence[list[int]], limit: int = 1, **sampling: Any
 ) -> list[list[int]]:
     """Answers to prompts, decoded together."""
-    accept = seeded(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling, limit=limit)
+    accept = checked(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling)
     requests = iter([Request(ids, limit, f"{n}") for n, ids in enumerate(prompts)])
     batch = ContinuousBatch(Speculator(target), accept, rows=64)
     found = {request.seed: ids for request, ids, _ in batch.run(lambda: next(requests, None))}
@@ -120,7 +121,7 @@ def test_logits_that_are_no_numbers_fail_their_prompt_alone(
     finally:
         for hook in hooks:
             hook.remove()
-    assert report.counts.reasons == {"failed: RuntimeError: the target's logits are not finite": 1}
+    assert report.counts.reasons == {f"failed: RuntimeError: {NOT_FINITE}": 1}
     whole, found = records(tmp_path / "whole"), records(tmp_path / "o")
     assert [a["id"] for a, b in zip(whole, found, strict=True) if a != b] == [5]
 

@@ -29,7 +29,7 @@ from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable, progress_bar
 from draftheads.infer.accept import LEAST_TEMPERATURE
-from draftheads.infer.continuous import ContinuousBatch, Request, seeded
+from draftheads.infer.continuous import ContinuousBatch, Request, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (
@@ -214,8 +214,7 @@ class LocalAnswerer(Answerer):
         note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
-        limit = min(sampling.max_new_tokens, self.context)  # each prompt has so many random numbers
-        accept = seeded(sampling.temperature, sampling.top_p, sampling.top_k, limit)
+        accept = checked(sampling.temperature, sampling.top_p, sampling.top_k)
         batch = ContinuousBatch(self._engine, accept, self._rows)
         asking: dict[Request, Conversation] = {}
         asked = deque[Conversation]()  # with their next question
@@ -232,8 +231,8 @@ class LocalAnswerer(Answerer):
                 else:
                     ended.append((row, None))
             row = asked.popleft()
-            room = self.context - len(row.tokens)
-            request = Request(row.tokens, min(limit, room), sampling.seed_of(row))
+            limit = min(sampling.max_new_tokens, self.context - len(row.tokens))
+            request = Request(row.tokens, limit, sampling.seed_of(row))
             asking[request] = row
             return request
 

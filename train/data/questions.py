@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.terminal import progress_bar
-from draftheads.infer.continuous import ContinuousBatch, Request, seeded
+from draftheads.infer.continuous import ContinuousBatch, Request, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 
@@ -58,7 +58,7 @@ def questions(engine: Speculator, count: int, rows: int, seed: int = 0) -> Itera
         number = next(asked, None) if len(found) < count else None
         return None if number is None else Request(start, LONGEST, f"{seed}/{number}")
 
-    batch = ContinuousBatch(engine, seeded(1.0, TOP_P, 0, LONGEST), rows)
+    batch = ContinuousBatch(engine, checked(1.0, TOP_P, 0), rows)
     with bar:
         for _, ids, error in batch.run(take):
             text = renderer.answer_text(ids).strip()
