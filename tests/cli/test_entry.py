@@ -268,7 +268,7 @@ def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["pyarrow", "filelock"])
 def test_a_command_without_its_extra_is_one_line(module: str) -> None:
-    words = ["draftheads", "distill", "--target", "t", "--prompts", "demo-prompts"]
+    words = ["draftheads", "distill", "--target", "demo-target", "--prompts", "demo-prompts"]
     words += ["--out", "o"]
     code = f"import sys; sys.modules[{module!r}] = None; sys.argv = {words}; "
     code += "from draftheads.scripts.cli import main; main()"

@@ -317,9 +317,7 @@ def test_the_newest_step_is_that_of_the_greatest_number(tmp_path):
 
 
 def test_no_home_of_that_name_is_no_head():
-    with pytest.raises(
-        FileNotFoundError, match="head ~nobody-here/x: expected a head"
-    ):
+    with pytest.raises(FileNotFoundError, match="head ~nobody-here/x: expected a head"):
         open_head("~nobody-here/x")
 
 
