@@ -96,6 +96,19 @@ def disks_are_not_waited_for():
     os.fsync = fsync
 
 
+@pytest.fixture(scope="session", autouse=True)
+def caches_are_their_own(tmp_path_factory):
+    """What tests keep of GGUF files is not in the user's cache; what DeepSpeed compiles stays
+    there.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    with pytest.MonkeyPatch.context() as patch:
+        if "TORCH_EXTENSIONS_DIR" not in os.environ:
+            patch.setenv("TORCH_EXTENSIONS_DIR", str(cache / "torch_extensions" / "tests"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerate():
     """Accelerate keeps its state for the life of a process; each test is a run of its own."""

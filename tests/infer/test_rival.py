@@ -109,7 +109,7 @@ def test_the_program_is_found_by_environment_path_and_wheel(tmp_path, monkeypatc
 def test_a_program_that_does_not_start_is_left_out(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv(PLACE, str(program(tmp_path / "own").parent))
     file = tmp_path / "target.gguf"
-    file.touch()
+    file.write_bytes(b"GGUF")
     with rival_of(str(file), 9) as rival:
         assert rival is None
     assert "without llama.cpp" in caplog.text
