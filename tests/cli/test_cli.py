@@ -60,7 +60,7 @@ def test_the_whole_journey(run, target, tmp_path, kind):
     """distill, train, bench, then chat, as a user types them."""
     source = questions(tmp_path)
     made = run("distill", "--target", target, "--prompts", source, "--out", tmp_path / "data",
-               "--max-new-tokens", 40, "--temperature", 1.0, "--seed", 2)  # fmt: skip
+               "--max-new-tokens", 40, "--temperature", 1.0, "--seed", 4)  # fmt: skip
     assert made[0] == 0
     assert "12 prompts = 12 done + 0 skipped + 0 failed" in made[1]
     assert run("train", recipe(tmp_path, target, kind=kind))[0] == 0

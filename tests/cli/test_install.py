@@ -75,8 +75,8 @@ def test_a_module_runs_the_command(tmp_path):
 
 
 def test_what_stands_beside_the_folders_stays_small():
-    """No part of the budgets counts it."""
-    assert sum(len(code_tokens(path.read_text())) for path in PACKAGE) <= 1_200
+    """No part of the budgets counts it: it sees what a person typed before torch is loaded."""
+    assert sum(len(code_tokens(path.read_text())) for path in PACKAGE) <= 2_250
 
 
 def copy_of_the_clone(folder: Path, *, links: bool) -> Path:

@@ -4,6 +4,7 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count, pairwise
 from typing import Any
 
@@ -109,7 +110,7 @@ def rule(number: int) -> Acceptance:
 class Even(Constraint):
     """Answers of even tokens, which drafts more than others do."""
 
-    def row(self, number: int) -> Even:
+    def row(self, number: int, prompt: Sequence[int]) -> Even:
         return self
 
     def after(self, answer: list[int], path: Any, logits_V: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,7 @@ def test_more_processes_than_rows_are_refused():
 
 def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():
     assert share(range(16), 2, 7, 8) == [(7, [14, 15])]
-    with pytest.raises(ValueError, match="that 4 processes .* divide evenly, got 12"):
+    with pytest.raises(ValueError, match=r"that processes \(4\) .* divide evenly, got 12"):
         share(range(12), 2, 0, 4)
 
 

@@ -120,7 +120,7 @@ APART = {
     ),
     "other weights": ((), ("target={0}/target",), "process 1 differs from process 0: target "),
     "no data": ((), ("data.path={0}/none",), "process 1: {0}/none: expected a distillation folder"),
-    "no target": ((), ("target={0}/none",), "process 1: target {0}/none: expected a folder"),
+    "no target": ((), ("target={0}/none",), "process 1: target {0}/none: expected a model"),
     "no target on the first": (("target={0}/none",), (), "process 0: target {0}/none: expected a"),
 }
 """What either process is told beside the recipe, and the line that follows."""
