@@ -49,9 +49,10 @@ from draftheads.infer.accept import (
 )
 from draftheads.infer.constraint import Constraint
 from draftheads.infer.drafters.named import named_drafts
-from draftheads.infer.engine import DrafterSource, Speculator, is_source
+from draftheads.infer.engine import Speculator
 from draftheads.infer.paths import TokenPath
 from draftheads.infer.rows import Step
+from draftheads.infer.sources import DrafterSource, is_source
 
 SAMPLING = ("Temperature", "TopH", "TopK", "TopP", "MinP", "Typical", "Epsilon", "Eta")
 WARPERS: tuple[type, ...] = tuple(getattr(processing, f"{name}LogitsWarper") for name in SAMPLING)

@@ -46,10 +46,10 @@ from draftheads.train.entry import say
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.infer.engine import DrafterSource
     from draftheads.infer.measure.bench import Entry, Result
     from draftheads.infer.measure.served import ServedReport
     from draftheads.infer.race import RaceOptions
+    from draftheads.infer.sources import DrafterSource
     from draftheads.infer.turns import Turns
 
 MINUTES = "end after about so long: fewer runs and prompts, the same for all rows"

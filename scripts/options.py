@@ -35,7 +35,7 @@ from draftheads.train.entry import say
 if TYPE_CHECKING:
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
-    from draftheads.infer.engine import DrafterSource
+    from draftheads.infer.sources import DrafterSource
     from draftheads.train.data.server import ServerOptions
 
 

@@ -19,7 +19,8 @@ from draftheads.heads.formats.config import read_config
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.formats.stored import read_files
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import DrafterSource, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.sources import DrafterSource
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()

@@ -18,7 +18,7 @@ from draftheads.heads.target.masks import Masks
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree, check_fits
 from draftheads.heads.tree_drafting import gather_nodes, grow, tree_builder
-from draftheads.infer.engine import DrafterSource, NoDraft, check_is_target
+from draftheads.infer.sources import DrafterSource, NoDraft, check_is_target
 
 DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 

@@ -12,8 +12,8 @@ from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.draft_model import ModelDrafter
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import DrafterSource, NoDraft
 from draftheads.infer.paths import TokenPath, refuse_fixed, row_paths, stacked
+from draftheads.infer.sources import DrafterSource, NoDraft
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.retrieve import read_files
-from draftheads.infer.engine import DrafterSource
+from draftheads.infer.sources import DrafterSource
 
 PLAIN = {"ngram": NGram, "lookahead": Lookahead}
 """Drafters that need nothing."""

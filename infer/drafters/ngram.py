@@ -17,8 +17,8 @@ import numpy as np
 from draftheads.heads.drafting import Committed
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
-from draftheads.infer.engine import DrafterSource
 from draftheads.infer.paths import TokenPath, refuse_fixed, stacked
+from draftheads.infer.sources import DrafterSource
 
 KEY = 2
 """Tokens by which a memory finds places."""

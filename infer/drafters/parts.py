@@ -8,7 +8,7 @@ from dataclasses import replace
 from draftheads.heads.base import DraftHead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram, NGramIndex
-from draftheads.infer.engine import DrafterSource
+from draftheads.infer.sources import DrafterSource
 
 
 def head_of(source: DrafterSource | None) -> DraftHead:

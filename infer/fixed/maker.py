@@ -7,12 +7,16 @@ from typing import Any
 
 from torch._dynamo.exc import TorchDynamoException
 
+from draftheads.heads.drafting import Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.fixed.recorded import CannotRecord, recorder
+from draftheads.infer.fixed.recorded import CannotRecord, Recordings, recorder
 from draftheads.infer.fixed.steps import Advance, FixedSteps, advance, compiled, why_not
-from draftheads.infer.rows import Decoding
+from draftheads.infer.slots import Runner, Slots
+
+RECORDED = 8
+"""So many finished rows stay in steps that are recorded."""
 
 
 class StepMaker:
@@ -33,59 +37,9 @@ class StepMaker:
         if fault and self.recorder:
             self.stop_recording(fault)
 
-    def fix(self, decoding: Decoding) -> None:
-        """Compile or record the following steps; not the first of a text, which reads the prompt,
-        and of a drafter, which tells what it caches.
-        """
-        if not (self.compiles or self.recorder) or decoding.fixed is not None:
-            return
-        if decoding.is_constrained:  # by the host, at every node
-            return
-        drafter = decoding.drafter
-        known = decoding.caches.pending.get(id(drafter))
-        width = decoding.committed.tokens_BC.shape[1]
-        if known is None or width > decoding.tree.depth + 1:
-            return
-        # each tree would be compiled
-        compiles = self.compiles and drafter is decoding.caches.drafter
-        function = self.function(len(decoding.rows), decoding.accept, compiles)
-        if function is not None:
-            decoding.fixed = FixedSteps(
-                function,
-                self.target,
-                drafter,
-                decoding.tree,
-                decoding.cache,
-                decoding.accept,
-                pending=known[1],
-                on_host=self.on_host,
-                recordings=decoding.caches.recordings if self.recorder else None,
-            )
-
-    def step(self, decoding: Decoding, tree: TokenTree | None) -> list[list[int]] | None:
-        """The tokens of a fixed step; None if there is none. tree: what was drafted before it."""
-        if decoding.fixed is None:
-            return None
-        decoding.prepare()
-        try:
-            decoding.committed, tokens = decoding.fixed(
-                decoding.committed, tree, decoding.running()
-            )
-        except (TorchDynamoException, CannotRecord) as error:  # before anything is computed
-            self._give_up(decoding, error)
-            return None
-        return tokens
-
-    def launch_ahead(self, decoding: Decoding) -> None:
-        """Let a GPU work while the host tells the tokens of this step."""
-        running = decoding.running()
-        if decoding.fixed is None or not any(running):
-            return
-        decoding.prepare()
-        try:
-            decoding.fixed.launch_ahead(decoding.committed, running)
-        except CannotRecord as error:
-            self._give_up(decoding, error)
+    def runner(self) -> Runner:
+        """How steps of new caches are taken."""
+        return Fixed(self) if self.compiles or self.recorder else Runner()
 
     def function(self, batch: int, accept: Acceptance, compiles: bool = True) -> Advance | None:
         """The step of this batch size and rule; None if it can be neither compiled nor recorded."""
@@ -116,10 +70,108 @@ class StepMaker:
         warnings.warn(f"decoding without CUDA graphs: {fault}", stacklevel=3)
         self.recorder = None
 
-    def _give_up(self, decoding: Decoding, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
+        """Do not try again what has failed so."""
         fault = str(error).strip().partition("\n")[0]
         if isinstance(error, CannotRecord):
             self.stop_recording(fault)
         else:
             self.stop_compiling(fault)
-        decoding.end_fixed()
+
+
+class Fixed(Runner):
+    """Compiles or records the steps of some slots, where that is possible: not the first of a text,
+    which reads the prompt, and of a drafter, which tells what it caches.
+    """
+
+    def __init__(self, maker: StepMaker) -> None:
+        self.maker = maker
+        self.steps: FixedSteps | None = None  # None: they are taken as they are
+        self._recordings = Recordings(maker.recorder)
+        # drafters by their id, which is theirs as long as they are here, and the nodes in their
+        # cache after a tree
+        self._pending: dict[int, tuple[Drafter, int]] = {}
+
+    @property
+    def was_recorded(self) -> bool:
+        """Whether there are recordings."""
+        return bool(self._recordings.made)
+
+    def propose(self, slots: Slots) -> TokenTree | None:
+        """That of a drafter on the host, and of one whose first tree this is."""
+        if self.steps is None:
+            self.steps = self._fixed(slots)
+        if self.steps is None or self.steps.on_host:
+            return slots.propose()
+        return None
+
+    def advance(self, slots: Slots, tree: TokenTree | None) -> list[list[int]]:
+        """A compiled step, a replay, or a step as it is."""
+        if self.steps is not None:
+            slots.rule.prepare(slots.rows)
+            try:
+                slots.committed, tokens = self.steps(slots.committed, tree, slots.running())
+                return tokens
+            except (TorchDynamoException, CannotRecord) as error:  # before anything is computed
+                self.maker.give_up(error)
+                self.end(slots)
+        tree = tree or slots.propose()
+        drafts = slots.drafter.cache
+        pending = 0 if drafts is None else drafts.cache.table.pending
+        self._pending[id(slots.drafter)] = slots.drafter, pending
+        return slots.verify(tree)
+
+    def start_next(self, slots: Slots) -> None:
+        """Let a GPU work while the host tells the tokens of this step."""
+        running = slots.running()
+        if self.steps is None or not any(running):
+            return
+        slots.rule.prepare(slots.rows)
+        try:
+            self.steps.launch_ahead(slots.committed, running)
+        except CannotRecord as error:
+            self.maker.give_up(error)
+            self.end(slots)
+
+    def end(self, slots: Slots) -> None:
+        """Continue with steps of any shapes."""
+        if self.steps is not None:
+            slots.committed = self.steps.end(slots.committed)
+            self.steps = None
+
+    def may_shrink(self, running: int, finished: int) -> bool:
+        """Fewer rows are recorded anew, and a GPU computes hardly longer for a few more. What is
+        compiled has its number of rows.
+        """
+        if self.steps is not None and self.steps.is_compiled:
+            return False
+        if self.maker.recorder is None:
+            return super().may_shrink(running, finished)
+        return finished > max(RECORDED, running)
+
+    def is_timed(self) -> bool:
+        """Not one that was recorded, or whose like will be."""
+        return self.maker.recorder is None or self.steps is not None and not self.steps.is_new
+
+    def _fixed(self, slots: Slots) -> FixedSteps | None:
+        maker = self.maker
+        known = self._pending.get(id(slots.drafter))
+        width = slots.committed.tokens_BC.shape[1]
+        if known is None or width > slots.tree.depth + 1 or slots.is_constrained:
+            return None
+        # each tree and each number of rows would be compiled
+        compiles = maker.compiles and slots.is_settled
+        function = maker.function(len(slots.rows), slots.rule, compiles)
+        if function is None:
+            return None
+        return FixedSteps(
+            function,
+            slots.target,
+            slots.drafter,
+            slots.tree,
+            slots.cache,
+            slots.rule,
+            pending=known[1],
+            on_host=maker.on_host,
+            recordings=self._recordings if maker.recorder else None,
+        )

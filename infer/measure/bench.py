@@ -23,7 +23,7 @@ from torch import Tensor
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.engine import DrafterSource, Speculator
+from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.llamacpp import LlamaServer
 from draftheads.infer.race import (
@@ -43,6 +43,7 @@ from draftheads.infer.race import (
     steps_of,
 )
 from draftheads.infer.rows import Statistics
+from draftheads.infer.sources import DrafterSource
 from draftheads.infer.threads import fair_clock
 from draftheads.infer.turns import TimedRun, Turns
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import Bits, PlacementName
-    from draftheads.infer.engine import DrafterSource
+    from draftheads.infer.sources import DrafterSource
 
 logger = logging.getLogger("draftheads")
 

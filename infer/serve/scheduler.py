@@ -2,7 +2,7 @@
 
 One thread decodes. A request has one job or several, its answers, and up to `slots` jobs are
 active. Prompts are read one part at a time, the next of the job that has used the least time, and
-after each part the `JobBatch` of all jobs whose prompts were read makes a step. Jobs with drafts
+after each part the `Batch` of all jobs whose prompts were read makes a step. Jobs with drafts
 that cannot be batched have a batch each. Each slot keeps its keys and values, for a job that
 continues the same text. While nothing is asked, a `Background` works.
 """
@@ -22,10 +22,12 @@ import torch
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import COMPLETE, LONGEST_PAUSE, QUIET, Background
+from draftheads.infer.batch import Batch
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Row, Session, Step
-from draftheads.infer.serve.jobs import Job, JobBatch
+from draftheads.infer.rows import Row, Step
+from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.protocol import ApiError
+from draftheads.infer.slots import Session
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
@@ -62,7 +64,7 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
         self._use(speculator)
-        self._plain = JobBatch(Speculator(speculator.target, compile=speculator.compile), slots)
+        self._plain = Batch(Speculator(speculator.target, compile=speculator.compile), slots)
         self._changed = Condition()
         self._end: float | None = None  # when the jobs that are left fail
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -72,7 +74,7 @@ class Scheduler:
         """Draft with this engine from now on. Batch and sessions are new, as old caches are of
         other drafts.
         """
-        self._drafting = JobBatch(speculator, self.slots)
+        self._drafting = Batch(speculator, self.slots)
         self.speculator = speculator
         self._idle = [Session() for _ in range(self.slots)]  # the least recently used first
 
@@ -143,11 +145,13 @@ class Scheduler:
     def _run(self) -> None:
         """A part of one prompt, and a step of each batch, again and again."""
         while self._fill():
-            unread = [job for job in self.active if job.decoding is None and job.batch.has_room]
+            unread = [
+                job for job in self.active if job.batch.room > 0 and job.row not in job.batch.rows
+            ]
             if unread:
                 self._advance(min(unread, key=lambda job: job.seconds))
             for batch in dict.fromkeys(job.batch for job in self.active):
-                if batch.jobs:
+                if batch.rows:
                     self._step(batch)
 
     def _fill(self) -> bool:
@@ -214,36 +218,30 @@ class Scheduler:
             job.session = session
         job.batch = self._drafting if job.draft else self._plain
         if not job.batch.engine.rows_may_leave:
-            job.batch = JobBatch(job.batch.engine, 1)
-        self._read(job)
+            job.batch = Batch(job.batch.engine, 1)
         self.active.append(job)
-
-    def _read(self, job: Job) -> None:
-        """Let a job read its text."""
-        reserved = min(job.max_new_tokens, ROOM)
-        engine = job.batch.engine
-        job.decoding = None
-        job.prefill = engine.prefill([job.row], job.sampling, reserved, job.session, TURN)
 
     def _leave(self, job: Job) -> None:
         self.active.remove(job)
-        if job in job.batch.jobs:
+        if job.row in job.batch.rows:
             try:
-                job.batch.leave(job)
+                job.batch.leave(job.row, job.session and job.session.slots)
             except Exception:  # such as out of memory for its caches, which are only a saving
                 logger.exception("the caches of a request are lost")
                 job.session = job.session and Session()
-        # frees its caches, here and now
-        job.prefill = iter(())
-        job.decoding = None
+        job.reading = None  # frees its caches, here and now
         if job.session is not None:
             self._idle.append(job.session)
 
     def _advance(self, job: Job) -> None:
-        """Read one part of a job's prompt; after the last, let it join its batch."""
+        """Read one part of a job's prompt; after the last, let it enter its batch."""
         start = perf_counter()
         try:
-            job.decoding = next(job.prefill)
+            if job.reading is None:
+                reserved = min(job.max_new_tokens, ROOM)
+                engine = job.batch.engine
+                job.reading = engine.read([job.row], job.sampling, job.session, reserved, TURN)
+            is_read = job.reading.advance()
         except Exception as error:  # the other jobs do not fail with it
             logger.exception("a request failed")
             self._tell(job, error)
@@ -251,19 +249,21 @@ class Scheduler:
         job.seconds += perf_counter() - start
         if job.session is not None:
             job.reused = job.session.reused
-        if job.decoding is None:
+        if not is_read:
             return
-        job.prefill = iter(())  # frees what the parts computed
-        [step] = job.decoding.first
+        reading = job.reading
+        job.reading = None  # frees what the parts computed
+        [step] = reading.steps
         if not step.finish:
             try:
-                job.batch.join(job)
+                job.batch.enter(reading.slots)
             except Exception as error:
                 self._read_again(job.batch, error)
         self._tell(job, step)
 
-    def _step(self, batch: JobBatch) -> None:
+    def _step(self, batch: Batch) -> None:
         """One step of a batch, whose jobs share its time."""
+        jobs = self._jobs(batch)
         start = perf_counter()
         try:
             steps = batch.step()
@@ -271,21 +271,26 @@ class Scheduler:
             self._read_again(batch, error)
             return
         seconds = (perf_counter() - start) / len(steps)
-        for job, step in steps:
+        for job in jobs:
             job.seconds += seconds
-            self._tell(job, step)
+            self._tell(job, steps[job.row])
 
-    def _read_again(self, batch: JobBatch, error: Exception) -> None:
+    def _read_again(self, batch: Batch, error: Exception) -> None:
         """After an error, read the texts of all jobs of a batch again, in smaller batches; the one
         that fails alone ends.
         """
         logger.error("a batch failed", exc_info=error)
-        jobs = batch.fail(error)
+        jobs = self._jobs(batch)
+        batch.give_up()
+        batch.shrink(len(jobs), error)
         for job in jobs:
             job.session = job.session and Session()  # nobody knows what the old one holds
-            self._read(job)
         if len(jobs) == 1:
             self._tell(jobs[0], error)
+
+    def _jobs(self, batch: Batch) -> list[Job]:
+        """Those that are decoded there."""
+        return [job for job in self.active if job.row in batch.rows]
 
     def _tell(self, job: Job, event: Step | Exception) -> None:
         """Deliver a step or an error; its job may end with it."""

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from draftheads.heads.files import write_text
 from draftheads.heads.tables import markdown_table
-from draftheads.infer.continuous import ContinuousBatch, Request, checked
+from draftheads.infer.batch import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.race import machine_line
 from draftheads.scripts.benchmarks.random_models import SHAPES, Shape, create_target
@@ -138,8 +138,8 @@ def distil(
             engine.maker.recorder = None
         waiting = iter([Request(text, new - number % 32) for number, text in enumerate(texts)])
         began = time.perf_counter()
-        batch = ContinuousBatch(engine, checked(0.0, 1.0, 0), rows)
-        answers = [ids for _, ids, _ in batch.run(lambda: next(waiting, None))]  # noqa: B023
+        outcomes = answer_all(engine, checked(0.0, 1.0, 0), rows, lambda: next(waiting, None))  # noqa: B023
+        answers = [ids for _, ids, _ in outcomes]
         yield {"name": mode, **rate(answers, began)}
     config = target.model.generation_config
     config.update(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)

@@ -19,13 +19,13 @@ from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.batch import Request, answer_all
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.lossy import Typical
-from draftheads.infer.rows import Session
+from draftheads.infer.slots import Session
 
 NEW = 40
 RAGGED = (13, 4, 8)
@@ -200,8 +200,8 @@ def test_rows_join_and_leave_a_continuous_batch(target, recordings):
     prompts = some_prompts(9, 5, 12, 7)
     asked = [Request(prompt, NEW) for prompt in prompts]
     waiting, texts = iter(asked), {}
-    batch = ContinuousBatch(engine("sequential", target), Greedy(), rows=2)
-    for request, ids, error in batch.run(lambda: next(waiting, None)):
+    decode = engine("sequential", target)
+    for request, ids, error in answer_all(decode, Greedy(), 2, lambda: next(waiting, None)):
         assert error is None
         texts[request] = ids
     assert [texts[request] for request in asked] == expected(target, prompts)

@@ -26,14 +26,14 @@ from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 from draftheads.infer import NGram
 from draftheads.infer.accept import Greedy
-from draftheads.infer.continuous import ContinuousBatch, Request
+from draftheads.infer.batch import Request, answer_all
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.rows import Session
+from draftheads.infer.slots import Session
 
 NEW = 16
 TREES: dict[str, Tree] = {
@@ -176,8 +176,8 @@ def test_rows_leave_a_batch_and_others_join(name):
     decode = engine(name)
     requests = [Request(prompt, 4 + 5 * n) for n, prompt in enumerate(some_prompts(*range(4, 13)))]
     waiting = list(requests)
-    batch = ContinuousBatch(decode, Greedy(), rows=3)
-    for request, ids, error in batch.run(lambda: waiting.pop(0) if waiting else None):
+    outcomes = answer_all(decode, Greedy(), 3, lambda: waiting.pop(0) if waiting else None)
+    for request, ids, error in outcomes:
         assert error is None
         assert ids == generated(decode.target, list(request.prompt), request.max_new_tokens)
 

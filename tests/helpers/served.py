@@ -14,9 +14,10 @@ from tiny_chat import END, llama
 
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Decoding, Row, Step
+from draftheads.infer.rows import Row, Step
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions, Service
+from draftheads.infer.slots import Runner, Slots
 
 
 class Complaints(logging.Handler):
@@ -59,26 +60,28 @@ class Scripted(Speculator):
 
     rows_may_leave = property(lambda self: False, lambda self, value: None)
 
-    def prefill(self, rows: Any, *more: Any) -> Iterator[Any]:
-        yield Script(rows[0], self.generate(rows[0].text))
-
-    def use(self, decoding: Any, tree: Any) -> None: ...
-
-    def step(self, decoding: Any) -> dict[Row, Step]:
-        return {decoding.rows[0]: decoding.next()}
+    def read(self, rows: Any, rule: Any, *more: Any) -> Any:
+        rows[0].rule = rule
+        return Script(rows[0], self.generate(rows[0].text))
 
 
-class Script(Decoding):
-    """The steps of one row."""
+class Script(Slots):
+    """The reading of one row, and its steps."""
 
-    def __init__(self, row: Row, steps: Iterator[Step]) -> None:
-        self.rows, self.steps = [row], steps
-        self.first = [self.next()]
+    def __init__(self, row: Row, script: Iterator[Step]) -> None:
+        self.slots, self.runner = self, Runner()
+        self.rows, self.script = [row], script
 
-    def next(self) -> Step:
-        step = next(self.steps)
+    def advance(self) -> bool:
+        self.steps = [*self.step().values()]
+        return True
+
+    def use(self, tree: Any) -> None: ...
+
+    def step(self) -> dict[Row, Step]:
+        step = next(self.script)
         self.rows[0].text += step.tokens
-        return step
+        return {self.rows[0]: step}
 
 
 class Says(Scripted):

@@ -20,8 +20,10 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 from draftheads.infer.accept import Greedy
-from draftheads.infer.engine import DrafterSource, Speculator
-from draftheads.infer.rows import Row, Session, Statistics, Step
+from draftheads.infer.engine import Speculator
+from draftheads.infer.rows import Row, Statistics, Step
+from draftheads.infer.slots import Session
+from draftheads.infer.sources import DrafterSource
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, {}) for kind in HEADS},
@@ -247,9 +249,9 @@ def in_turns(
 ) -> Iterator[Step | None]:
     """As `generate`, with None after each part of the prompt but the last."""
     row = Row(engine.target, prompt, new)
-    for decoding in engine.prefill([row], Greedy(), new, session, chunk):
-        if decoding is None:
-            yield None
-    yield decoding.first[0]
+    reading = engine.read([row], Greedy(), session, new, chunk)
+    while not reading.advance():
+        yield None
+    yield reading.steps[0]
     while not row.finish:
-        yield engine.step(decoding)[row]
+        yield reading.slots.step()[row]

@@ -15,10 +15,11 @@ from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.continuous import ContinuousBatch, Request, checked
+from draftheads.infer.batch import Request, answer_all, checked
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
-from draftheads.infer.rows import Decoding, Row
+from draftheads.infer.rows import Row
+from draftheads.infer.slots import Slots
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
 
@@ -29,11 +30,13 @@ def requests(copies: int = 1) -> list[Request]:
     return [Request(ids, 3 + n * 7 % 20, f"seed {n}") for n, ids in enumerate(prompts)]
 
 
-def run(batch: ContinuousBatch, asked: Sequence[Request]) -> list[list[int]]:
+def run(
+    engine: Speculator, rule: Acceptance, most: int, asked: Sequence[Request]
+) -> list[list[int]]:
     """The answers, in the order of the requests."""
     waiting = iter(asked)
     found = {}
-    for request, ids, error in batch.run(lambda: next(waiting, None)):
+    for request, ids, error in answer_all(engine, rule, most, lambda: next(waiting, None)):
         assert error is None
         found[request] = ids
     return [found[request] for request in asked]
@@ -43,19 +46,19 @@ def rule(temperature: float = 1.0) -> Acceptance:
     return checked(temperature, 0.95, 0)
 
 
-def prefilled(engine: Speculator, accept: Acceptance, rows: list[Row]) -> Decoding:
-    *_, decoding = engine.prefill(rows, accept, 32)
-    assert decoding is not None
-    return decoding
+def read(engine: Speculator, accept: Acceptance, rows: list[Row]) -> Slots:
+    reading = engine.read(rows, accept, reserved=32)
+    reading.finish()
+    return reading.slots
 
 
 def alone(engine: Speculator, accept: Acceptance, request: Request) -> tuple[list[int], int]:
     """The answer to a request, decoded by itself, and the number of forwards after its prompt."""
     row = Row(engine.target, request.prompt, request.max_new_tokens, seed=request.seed)
     with torch.inference_mode():
-        decoding, steps = prefilled(engine, accept, [row]), 0
+        slots, steps = read(engine, accept, [row]), 0
         while not row.finish:
-            engine.step(decoding)
+            slots.step()
             steps += 1
     return row.text[row.prompt :], steps
 
@@ -65,8 +68,8 @@ def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
     target = tiny_target()
     with torch.inference_mode():
         rows = [Row(target, prompt, 32) for prompt in some_prompts(9, 12, 4)]
-        first = prefilled(Speculator(target), rule(), rows[:2])
-        new = prefilled(Speculator(target), rule(), rows[2:])
+        first = read(Speculator(target), rule(), rows[:2])
+        new = read(Speculator(target), rule(), rows[2:])
         for layer in first.cache.layers:
             layer.keys[0] = layer.values[0] = torch.nan
         first.rows[0].finish = "failed"
@@ -96,14 +99,17 @@ HEADS_AND_RULES = [
     ],
     indirect=["steps"],
 )
-def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature, steps):
+def test_heads_write_what_the_target_writes_and_accept_as_alone(
+    name, temperature, steps, monkeypatch
+):
     target, asked = tiny_target(), requests()
-    plain = run(ContinuousBatch(Speculator(target), rule(temperature), 1), asked)
+    plain = run(Speculator(target), rule(temperature), 1, asked)
     engine = Speculator(target, random_head(name, target))
     rows: list[int] = []
-    noted(engine, rows)
-    assert run(ContinuousBatch(engine, rule(temperature), 4), asked) == plain
+    noted(monkeypatch, rows)
+    assert run(engine, rule(temperature), 4, asked) == plain
     taken = sum(rows)
+    monkeypatch.undo()
     each = [alone(engine, rule(temperature), request) for request in asked]
     assert [ids for ids, _ in each] == plain
     assert taken == sum(steps for _, steps in each)
@@ -122,40 +128,40 @@ def test_rows_that_end_at_their_first_token_leave_before_anything_is_drafted(nam
     asked = [asked[place] for place in places]
     expected = [alone(Speculator(target), rule(0.0), request)[0] for request in asked]
     engine = Speculator(target, random_head(name, target))
-    assert run(ContinuousBatch(engine, rule(0.0), len(asked)), asked) == expected
+    assert run(engine, rule(0.0), len(asked), asked) == expected
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt-oss"])
 def test_other_targets_write_the_same_in_any_batch(name):
     target, asked = tiny_target(name), requests()
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
-    assert run(ContinuousBatch(Speculator(target), rule(), 5), asked) == plain
+    plain = run(Speculator(target), rule(), 1, asked)
+    assert run(Speculator(target), rule(), 5, asked) == plain
 
 
 def test_compiled_rows_are_left_alone():
     """Rows join between steps; nothing is compiled for a batch that changes."""
     target, asked = tiny_target(), requests()
     engine = Speculator(target, random_head("eagle3", target), compile=True)
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
-    assert run(ContinuousBatch(engine, rule(), 4), asked) == plain
+    plain = run(Speculator(target), rule(), 1, asked)
+    assert run(engine, rule(), 4, asked) == plain
 
 
-def noted(engine: Speculator, rows: list[int]) -> None:
+def noted(monkeypatch: Any, rows: list[int]) -> None:
     """Note how many rows are decoded in each step."""
-    step = engine.step
+    step = Slots.step
 
-    def note(decoding: Any) -> Any:
-        steps = step(decoding)
+    def note(slots: Slots) -> Any:
+        steps = step(slots)
         rows.append(len(steps))
         return steps
 
-    engine.__dict__["step"] = note
+    monkeypatch.setattr(Slots, "step", note)
 
 
-def test_most_places_decode_a_token():
+def test_most_places_decode_a_token(monkeypatch):
     engine, rows = Speculator(tiny_target()), list[int]()
-    noted(engine, rows)
-    run(ContinuousBatch(engine, rule(), 8), requests(copies=12))
+    noted(monkeypatch, rows)
+    run(engine, rule(), 8, requests(copies=12))
     assert sum(rows) >= 0.9 * 8 * len(rows)
 
 
@@ -169,8 +175,8 @@ def test_places_are_kept_for_the_prompts_that_wait(monkeypatch):
         select(cache, rows)
 
     monkeypatch.setattr(SlotCache, "select", noted_select)
-    batch = ContinuousBatch(Speculator(tiny_target()), rule(), 8)
-    answered = list(batch.run(lambda: waiting.pop() if waiting else None))
+    engine = Speculator(tiny_target())
+    answered = list(answer_all(engine, rule(), 8, lambda: waiting.pop() if waiting else None))
     assert len(answered) == len(requests(copies=12))
     assert left and not any(left), "rows are dropped at the end alone"
 
@@ -195,10 +201,10 @@ def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 @pytest.mark.parametrize("name", [None, "eagle3"])
 def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, small_memory):
     target, asked = tiny_target(), requests()
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    plain = run(Speculator(target), rule(), 1, asked)
     small_memory.clear()
     drafts = random_head(name, target) if name else None
-    assert run(ContinuousBatch(Speculator(target, drafts), rule(), 12), asked) == plain
+    assert run(Speculator(target, drafts), rule(), 12, asked) == plain
     assert sum(rows > 3 for rows in small_memory) <= 2  # 12, 6, and then it is known
 
 
@@ -206,7 +212,7 @@ def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, small_mem
 def test_rows_that_cannot_join_are_decoded_again_with_all_others(failing, monkeypatch):
     """Memory may end when some caches have grown and others have not."""
     target, asked = tiny_target(), requests()
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    plain = run(Speculator(target), rule(), 1, asked)
     join, calls = SlotLayer.join, count()
 
     def growing(self: SlotLayer, *given: Any) -> None:
@@ -217,15 +223,15 @@ def test_rows_that_cannot_join_are_decoded_again_with_all_others(failing, monkey
     monkeypatch.setattr(SlotLayer, "join", growing)
     engine = Speculator(target, random_head("eagle3", target))
     waiting = iter([*asked[:2], None, *asked[2:]])  # the batch grows from two rows to four
-    batch = ContinuousBatch(engine, rule(), 4)
-    found = {request: ids for request, ids, _ in batch.run(lambda: next(waiting, None))}
+    outcomes = answer_all(engine, rule(), 4, lambda: next(waiting, None))
+    found = {request: ids for request, ids, _ in outcomes}
     assert [found[request] for request in asked] == plain
     assert next(calls) > failing
 
 
 def test_a_request_that_fails_alone_ends_with_its_error(monkeypatch):
     target, asked = tiny_target(), requests()
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
+    plain = run(Speculator(target), rule(), 1, asked)
     bad = asked[3]
     prefill = Target.prefill_chunks
 
@@ -236,8 +242,8 @@ def test_a_request_that_fails_alone_ends_with_its_error(monkeypatch):
 
     monkeypatch.setattr(Target, "prefill_chunks", failing)
     waiting, found = iter(asked), {}
-    batch = ContinuousBatch(Speculator(target), rule(), 4)
-    for request, ids, error in batch.run(lambda: next(waiting, None)):
+    outcomes = answer_all(Speculator(target), rule(), 4, lambda: next(waiting, None))
+    for request, ids, error in outcomes:
         found[request] = ids
         assert (error is not None) == (request is bad)
     assert [found[request] for request in asked] == [
@@ -250,8 +256,9 @@ def test_a_request_may_follow_from_an_answer():
     target = tiny_target()
     waiting = [Request(some_prompts(5)[0], 4, "first")]
     answers = []
-    batch = ContinuousBatch(Speculator(target), rule(), 4)
-    for request, ids, _ in batch.run(lambda: waiting.pop() if waiting else None):
+    for request, ids, _ in answer_all(
+        Speculator(target), rule(), 4, lambda: waiting.pop() if waiting else None
+    ):
         answers.append(ids)
         if len(answers) < 3:
             waiting.append(Request([*request.prompt, *ids], 4, f"{len(answers)}"))
@@ -260,4 +267,4 @@ def test_a_request_may_follow_from_an_answer():
 
 def test_drafts_that_are_no_heads_are_refused():
     with pytest.raises(ValueError, match="expected draft heads or none, got other drafts"):
-        ContinuousBatch(Speculator(tiny_target(), NGram()), rule(), 4)
+        run(Speculator(tiny_target(), NGram()), rule(), 4, requests())

@@ -36,8 +36,9 @@ from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
-from draftheads.infer.engine import DrafterSource, Speculator
+from draftheads.infer.engine import Speculator
 from draftheads.infer.paths import stacked
+from draftheads.infer.sources import DrafterSource
 
 NEW = 31  # one token from the prefill and six steps of a chain of 4
 LENGTHS = (19, 11, 5)

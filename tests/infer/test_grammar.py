@@ -33,17 +33,17 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
+from draftheads.infer.batch import checked
 from draftheads.infer.chat.repl import ChatOptions, chat
-from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import SPACING, Grammar
 from draftheads.infer.pipeline.generator import TextGenerator
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.rows import Session
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
+from draftheads.infer.slots import Session
 
 NEW = 60
 PERSON = {

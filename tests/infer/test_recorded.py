@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.continuous import ContinuousBatch, Request, checked
+from draftheads.infer.batch import Request, answer_all, checked
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -28,8 +28,9 @@ from draftheads.infer.fixed import recorded as recording
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.lossy import Lenient, Typical
-from draftheads.infer.rows import RowRules, Session
-from draftheads.infer.serve.tree_sizes import TreeSizes
+from draftheads.infer.rules import RowRules
+from draftheads.infer.slots import Session
+from draftheads.infer.tree_sizes import TreeSizes
 
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
@@ -260,7 +261,7 @@ def test_a_given_up_answer_leaves_a_session_its_text(recordings):
 @pytest.mark.parametrize("rule", [Greedy(), checked(0.9, 1.0, 0)], ids=["greedy", "seeded"])
 def test_rows_that_join_and_leave_go_on_in_the_same_recordings(recordings, kind, rule, monkeypatch):
     monkeypatch.setattr(compiled, "BUCKET", 128)
-    monkeypatch.setattr("draftheads.infer.continuous.RESERVED", 128)
+    monkeypatch.setattr("draftheads.infer.batch.RESERVED", 128)
     target, prompts = tiny_target(), some_prompts(9, 5, 12, 7, 11, 6, 3, 8)
     head = kind and random_head(kind, target)
     texts: dict[str, list[list[int]]] = {}
@@ -268,9 +269,9 @@ def test_rows_that_join_and_leave_go_on_in_the_same_recordings(recordings, kind,
         monkeypatch.setenv("DRAFTHEADS_GRAPHS", graphs)
         asked = [Request(each, NEW - place, str(place)) for place, each in enumerate(prompts)]
         waiting = iter(asked)
-        batch = ContinuousBatch(Speculator(target, head), rule, rows=3)
+        engine = Speculator(target, head)
         answers = {}
-        for request, ids, error in batch.run(lambda waiting=waiting: next(waiting, None)):
+        for request, ids, error in answer_all(engine, rule, 3, lambda w=waiting: next(w, None)):
             assert error is None
             answers[request] = ids
         texts[graphs] = [answers[each] for each in asked]
@@ -287,7 +288,7 @@ def test_few_recordings_are_kept(recordings, monkeypatch):
     for _ in range(2):
         steps = engine.generate(prompt, max_new_tokens=100, session=session)
         assert [t for step in steps for t in step.tokens] == generated(target, prompt, 100)
-        kept = session.caches.recordings
+        kept = session.slots.runner._recordings
         assert 0 < len(kept.made) <= 3
     assert len(recordings) > 6
 
@@ -317,7 +318,7 @@ def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monk
         assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
         assert len(recordings) == 1
         assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
-        assert [ended.reused for ended in engine._ended] == [0], "a bench reads each prompt"
+        assert [ended.length for ended in engine._ended] == [0], "a bench reads each prompt"
     first, second = (engine.generate(some_prompts(9)[0], max_new_tokens=NEW) for _ in range(2))
     both = [[token for step in steps for token in step.tokens] for steps in (first, second)]
     assert both[0] == both[1] == greedy(target, some_prompts(9)[0], NEW)

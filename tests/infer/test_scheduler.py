@@ -58,13 +58,13 @@ def test_many_requests_at_a_time_are_answered_as_alone(schedulers):
 def test_a_request_is_checked_and_started_once(schedulers, monkeypatch):
     engine = Speculator(tiny_target())
     starts: list[list[int]] = []
-    prefill = Speculator.prefill
+    read = Speculator.read
 
     def note(engine, rows, *more):
         starts.extend(list(row.text) for row in rows)
-        return prefill(engine, rows, *more)
+        return read(engine, rows, *more)
 
-    monkeypatch.setattr(Speculator, "prefill", note)
+    monkeypatch.setattr(Speculator, "read", note)
     scheduler = schedulers(engine)
     [prompt] = some_prompts(6)
     asked = Asked(prompt)
@@ -229,13 +229,13 @@ def test_a_constraint_that_fails_ends_its_answer_alone(schedulers, monkeypatch, 
     """And no text beside it is read again."""
     target = tiny_target()
     starts: list[list[int]] = []
-    prefill = Speculator.prefill
+    read = Speculator.read
 
     def note(engine, rows, *more):
         starts.extend(list(row.text) for row in rows)
-        return prefill(engine, rows, *more)
+        return read(engine, rows, *more)
 
-    monkeypatch.setattr(Speculator, "prefill", note)
+    monkeypatch.setattr(Speculator, "read", note)
     scheduler = schedulers(Speculator(target, random_head(kind, target) if kind else None), slots=3)
     asked = [Asked(prompt) for prompt in some_prompts(6, 7, 8, 9)]
     asked[1].job.constraint = FailsAfter(tokens)

@@ -26,8 +26,9 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed
 from draftheads.infer.lossy import Lenient, Typical
-from draftheads.infer.rows import Decoding, Row
+from draftheads.infer.rows import Row
 from draftheads.infer.serve.logprobs import ScoredRule
+from draftheads.infer.slots import Slots
 
 LENGTHS = (1, 9, 3, 30, 2, 14, 5, 1, 40, 7, 21, 4)
 SCHEDULER = "draftheads.infer.serve.scheduler"
@@ -251,8 +252,8 @@ def test_rows_that_leave_give_back_memory_and_keep_their_text(schedulers, monkey
     rows, longest, slots = held[-1]
     assert rows == 1, "rows that ended are removed"
     assert longest < 40 and slots < 80, "slots of the long text are given back"
-    assert scheduler._drafting._decoding is None
-    texts = sorted(session.caches.cache.table.capacity for session in scheduler._idle)
+    assert scheduler._drafting.slots is None
+    texts = sorted(session.slots.cache.table.capacity for session in scheduler._idle)
     lengths = sorted(session.length for session in scheduler._idle)
     assert lengths[-1] > 90
     assert texts[-1] < 100 + engine.tree.nodes
@@ -262,16 +263,17 @@ def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedu
     target = tiny_target()
     scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
     twice: list[int] = []
-    step = Speculator.step
+    step = Slots.step
 
-    def note(self: Speculator, decoding: Decoding) -> Any:
-        own = [job.decoding for job in scheduler._drafting.jobs if job.decoding is not decoding]
+    def note(self: Slots) -> Any:
+        own = [job.session.slots for job in scheduler._jobs(scheduler._drafting)]
         for each in own:
-            caches = each.cache.layers + each.drafter.cache.cache.layers
-            twice.append(sum(layer.is_initialized for layer in caches))
-        return step(self, decoding)
+            if each is not self:
+                caches = each.cache.layers + each.drafter.cache.cache.layers
+                twice.append(sum(layer.is_initialized for layer in caches))
+        return step(self)
 
-    monkeypatch.setattr(Speculator, "step", note)
+    monkeypatch.setattr(Slots, "step", note)
     asked = several()
     scheduler.submit(*(each.job for each in asked))
     check_greedy(target, asked)
@@ -284,13 +286,15 @@ def test_the_others_do_not_attend_over_the_slots_of_a_row_that_left():
     target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target))
     rows = [Row(target, prompt, 40) for prompt in some_prompts(40, 7, 5)]
-    *_, decoding = engine.prefill(rows, Greedy(), 64, None, None)
-    engine.step(decoding)
-    decoding.leave(rows[0], None)
-    drafts = decoding.drafter.cache.table
-    assert decoding.cache.table.longest < 20 and drafts.longest < 20
+    reading = engine.read(rows, Greedy(), reserved=64)
+    reading.finish()
+    slots = reading.slots
+    slots.step()
+    slots.leave(rows[0], None)
+    drafts = slots.drafter.cache.table
+    assert slots.cache.table.longest < 20 and drafts.longest < 20
     for _ in range(8):
-        engine.step(decoding)
+        slots.step()
     for row, length in ((rows[1], 7), (rows[2], 5)):
         prompt, answer = row.text[:length], row.text[length:]
         assert len(answer) > 8 and answer == greedy(target, prompt, len(answer))

@@ -29,7 +29,8 @@ from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.rows import Session, Step
+from draftheads.infer.rows import Step
+from draftheads.infer.slots import Session
 
 NEW = 12
 COMPILED = ("eagle3", "block", "sequential")
@@ -178,7 +179,7 @@ def test_a_step_that_is_interrupted_spoils_nothing(place, monkeypatch):
     next(steps), next(steps)
     with monkeypatch.context() as patch:
         owner, name = (
-            (session.caches.drafter, "propose") if place == "drafting" else (target, "verify")
+            (session.slots.drafter, "propose") if place == "drafting" else (target, "verify")
         )
         done = getattr(owner, name)
 
@@ -262,12 +263,12 @@ def test_caches_grow_with_their_text_and_shrink_when_it_is_cut(name, steps, monk
     for _ in range(2):  # the second time from slots that were given back
         answer = engine.generate(prompt, max_new_tokens=90, session=session)
         tokens = list(next(answer).tokens)
-        capacities.append(session.caches.cache.table.capacity)
+        capacities.append(session.slots.cache.table.capacity)
         tokens += [token for step in answer for token in step.tokens]
         assert tokens == greedy(target, prompt, 90)[: len(tokens)]
         assert len(tokens) == 90 or tokens[-1] in target.eos_ids
         if len(tokens) > 60:
-            assert session.caches.cache.table.capacity > 60
+            assert session.slots.cache.table.capacity > 60
         prompt = [*prompt[:5], 9]
     nodes = engine.tree.nodes
     assert max(capacities) <= (len(prompt) + 2 + nodes) * 4, "not 90"

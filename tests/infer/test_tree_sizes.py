@@ -18,9 +18,10 @@ from draftheads.heads.tree import DynamicTree, StaticTree, Tree
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator
 from draftheads.infer.lossy import Typical
-from draftheads.infer.rows import Decoding, Row
+from draftheads.infer.rows import Row
 from draftheads.infer.serve.logprobs import ScoredRule
-from draftheads.infer.serve.tree_sizes import TRIAL, TreeSizes
+from draftheads.infer.slots import Slots
+from draftheads.infer.tree_sizes import TRIAL, TreeSizes
 
 TREE = StaticTree.unfitted(4).resized(8)
 BROUGHT = {8: 3.2, 4: 2.8, 2: 2.0, 0: 1.0}
@@ -71,18 +72,18 @@ def changing(monkeypatch) -> list[Tree]:
     """Lets every step of a batch have another tree; returns those that were used."""
     used: list[Tree] = []
     steps = count()
-    original = Speculator.use
+    original = Slots.use
 
     def choose(self: TreeSizes, rows: int) -> Tree:
         return self.trees[next(steps) % len(self.trees) if rows > 1 else 0]
 
-    def use(self: Speculator, decoding: Decoding, tree: Tree) -> None:
+    def use(self: Slots, tree: Tree) -> None:
         used.append(tree)
-        original(self, decoding, tree)
+        original(self, tree)
 
     monkeypatch.setattr(TreeSizes, "choose", choose)
     monkeypatch.setattr(TreeSizes, "learn", lambda *_: None)
-    monkeypatch.setattr(Speculator, "use", use)
+    monkeypatch.setattr(Slots, "use", use)
     return used
 
 
@@ -126,22 +127,23 @@ def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
     engine = Speculator(target, random_head(name, target))
     [prompt] = some_prompts(9)
 
-    def begin(text: list[int]) -> Decoding:
-        (decoding,) = engine.prefill([Row(target, text, None)], Greedy(), reserved=40)
-        return decoding
+    def begin(text: list[int]) -> Slots:
+        reading = engine.read([Row(target, text, None)], Greedy(), reserved=40)
+        reading.finish()
+        return reading.slots
 
-    decoding, compared = begin(prompt), 0
+    slots, compared = begin(prompt), 0
     for tree in islice(cycle([*TreeSizes(engine.tree).trees[1:], engine.tree]), 20):
-        engine.use(decoding, tree)
-        drafted = decoding.drafter.propose(decoding.committed)
-        [row] = decoding.rows
+        slots.use(tree)
+        drafted = slots.drafter.propose(slots.committed)
+        [row] = slots.rows
         if tree == engine.tree:
             anew = begin(row.text[:-1])
             expected = anew.drafter.propose(anew.committed)
             assert torch.equal(drafted.tokens_BN, expected.tokens_BN)
             compared += 1
-        [tokens] = engine._verify(decoding, drafted)
-        row.step(tokens[: decoding.committed.counts[0]], 0, 0, (0.0, 0.0))
+        [tokens] = slots.verify(drafted)
+        row.step(tokens[: slots.committed.counts[0]], 0, 0, (0.0, 0.0))
     assert compared > 3
 
 
@@ -153,11 +155,12 @@ def test_the_law_of_samples_is_kept_by_trees_that_change(small_target, kind):
     prompt, rule = [3, 1, 4, 1, 5], Sampled(temperature=4.0, top_k=4)
     rule.seed(2)
     rows = [Row(small_target, prompt, 5) for _ in range(RUNS // 2)]
-    (decoding,) = engine.prefill(rows, rule, reserved=5)
+    reading = engine.read(rows, rule, reserved=5)
+    reading.finish()
     trees = cycle(TreeSizes(engine.tree).trees[::-1])
     while not all(row.finish for row in rows):
-        engine.use(decoding, next(trees))
-        engine.step(decoding)
+        reading.slots.use(next(trees))
+        reading.slots.step()
     texts = Counter(tuple(row.text[5:]) for row in rows)
     statistic, freedom = chi_square(texts, whole_law(small_target, prompt, 5, rule))
     assert statistic < surely_below(freedom)

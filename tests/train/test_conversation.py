@@ -17,8 +17,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from draftheads.heads.target.model import Target
+from draftheads.infer.batch import Request
 from draftheads.infer.chat.repl import History
-from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.scripts.data import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest
@@ -260,11 +260,9 @@ class Thinking:
     asked = 0
     interrupted_at: int | None = None
 
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def run(
-        self, take: Callable[[], Request | None], note: Any
+    @staticmethod
+    def answer_all(
+        engine: Any, rule: Any, most: int, take: Callable[[], Request | None], note: Any
     ) -> Iterator[tuple[Request, list[int], None]]:
         while (request := take()) is not None:
             if Thinking.asked == Thinking.interrupted_at:
@@ -276,7 +274,7 @@ class Thinking:
 @pytest.fixture
 def thinking(monkeypatch: pytest.MonkeyPatch) -> Target:
     """It thinks, and its template forgets the thoughts of earlier turns."""
-    monkeypatch.setattr("draftheads.train.data.distill.ContinuousBatch", Thinking)
+    monkeypatch.setattr("draftheads.train.data.distill.answer_all", Thinking.answer_all)
     monkeypatch.setattr(Thinking, "asked", 0)
     monkeypatch.setattr(Thinking, "interrupted_at", None)
     return llama(eos=(END,), template=FORGETFUL)

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from draftheads.heads.target.model import Decoded, Target
 from draftheads.heads.terminal import progress_bar
 from draftheads.infer.accept import filtered_logits
-from draftheads.infer.continuous import ContinuousBatch, Request, checked
+from draftheads.infer.batch import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import NOT_FINITE
@@ -61,8 +61,8 @@ def drawn(
     """Answers to prompts, decoded together."""
     accept = checked(**{"temperature": 1.0, "top_p": 1.0, "top_k": 0} | sampling)
     requests = iter([Request(ids, limit, f"{n}") for n, ids in enumerate(prompts)])
-    batch = ContinuousBatch(Speculator(target), accept, rows=64)
-    found = {request.seed: ids for request, ids, _ in batch.run(lambda: next(requests, None))}
+    outcomes = answer_all(Speculator(target), accept, 64, lambda: next(requests, None))
+    found = {request.seed: ids for request, ids, _ in outcomes}
     return [found[f"{n}"] for n in range(len(prompts))]
 
 

@@ -29,7 +29,7 @@ from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable, progress_bar
 from draftheads.infer.accept import LEAST_TEMPERATURE
-from draftheads.infer.continuous import ContinuousBatch, Request, checked
+from draftheads.infer.batch import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (
@@ -215,7 +215,6 @@ class LocalAnswerer(Answerer):
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         accept = checked(sampling.temperature, sampling.top_p, sampling.top_k)
-        batch = ContinuousBatch(self._engine, accept, self._rows)
         asking: dict[Request, Conversation] = {}
         asked = deque[Conversation]()  # with their next question
         ended: list[Answered] = []  # without an answer
@@ -236,7 +235,7 @@ class LocalAnswerer(Answerer):
             asking[request] = row
             return request
 
-        for request, ids, error in batch.run(take, note):
+        for request, ids, error in answer_all(self._engine, accept, self._rows, take, note):
             row = asking.pop(request)
             if error is None:
                 row.answer(ids)

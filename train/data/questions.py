@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.terminal import progress_bar
-from draftheads.infer.continuous import ContinuousBatch, Request, checked
+from draftheads.infer.batch import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 
@@ -58,9 +58,8 @@ def questions(engine: Speculator, count: int, rows: int, seed: int = 0) -> Itera
         number = next(asked, None) if len(found) < count else None
         return None if number is None else Request(start, LONGEST, f"{seed}/{number}")
 
-    batch = ContinuousBatch(engine, checked(1.0, TOP_P, 0), rows)
     with bar:
-        for _, ids, error in batch.run(take):
+        for _, ids, error in answer_all(engine, checked(1.0, TOP_P, 0), rows, take):
             text = renderer.answer_text(ids).strip()
             has_ended = error is None and ids[-1] in renderer.eos_ids
             if has_ended and text and text not in found and len(found) < count:

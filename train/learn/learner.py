@@ -27,7 +27,8 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
 from draftheads.infer.drafters.ngram import NGramIndex
 from draftheads.infer.drafters.parts import replace_head
-from draftheads.infer.engine import DrafterSource, Speculator
+from draftheads.infer.engine import Speculator
+from draftheads.infer.sources import DrafterSource
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.engines import Learner, learning_rate
