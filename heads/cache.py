@@ -11,6 +11,7 @@ head width, T tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ SPARE = 4
 #   SlotCache.keep        advance(counts)     a path is accepted: it was moved to the front before
 #   prefill               advance(counts)     all tokens of a chunk, fewer in rows that ended
 #   a compiled step       fix, note           before: shapes of the step; after: counts, on the host
-#   a session             free([length])      back to a prefix; slots of a much longer text go
+#                         free                after the last one: any shapes again
+#   a session             rewind([length])    back to a prefix; slots of a much longer text go
 #   rows that come or go  join, select        with their lengths; `empty`: a place without a text
 class SlotTable:
     """The slots in use, shared by all layers of a cache.
@@ -59,27 +61,34 @@ class SlotTable:
         self.fixed_S: Tensor | None = None  # after `fix`: the slots that a pass can see
 
     def fix(self, room: int, bucket: int = 1) -> None:
-        """Let the following passes see all committed slots and the next `room`, with `bucket` above
-        1 rounded up to a multiple of it, or of a quarter of the next power of two; to be called
-        before each step, as the slots are those of now.
+        """Let the following passes see all committed slots and the next `room`; to be called before
+        each step, as the slots are those of now. With a bucket above 1, passes see a multiple of
+        it, and in long texts of more: so that a text of any length has few different spans.
         """
         span = self.longest + room
         if bucket > 1:
-            bucket = max(bucket, 1 << (span - 1).bit_length() >> 2)
-            span = -(-span // bucket) * bucket
-        if span >= self.capacity:  # fewer than all: a compiled step would treat that case alone
+            # spans above a power of two are at most a quarter of the next one apart
+            next_power = 1 << (span - 1).bit_length()
+            bucket = max(bucket, next_power // 4)
+            span = math.ceil(span / bucket) * bucket
+        if span >= self.capacity:
+            # a compiled step would treat a cache that is full as a case of its own
             self._grow(span + 1)
         self.uniform = False
         self.fixed_S = self._slots_S[:span]
 
-    def free(self, lengths: list[int] | None = None) -> None:
-        """Undo `fix`. lengths: those of prefixes to keep; default: all. Slots of a much longer text
-        are given back.
+    def free(self) -> None:
+        """Undo `fix`."""
+        self.fixed_S = None
+        self.set_lengths(self.lengths)
+
+    def rewind(self, lengths: list[int]) -> None:
+        """Keep a prefix of each row, of so many tokens. Slots of much longer texts are given
+        back.
         """
         self.fixed_S = None
-        self.set_lengths(lengths or self.lengths)
-        if lengths:
-            self._shrink()
+        self.set_lengths(lengths)
+        self._shrink()
 
     def reserve(self, tokens: int, *, after: int = 0) -> None:
         """Prepare for a forward pass that writes `tokens` tokens after each row's length and the
@@ -368,7 +377,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         """
         if self.states is not None:
             length = self.states.rewind(length)
-        self.table.free([length])
+        self.table.rewind([length])
         return length
 
     def select(self, rows: Sequence[int]) -> None:

@@ -159,7 +159,7 @@ class DraftCache:
 
     def rewind(self, length: int) -> None:
         """Keep the pairs of the only row's first `length` tokens alone."""
-        self.table.free([length - 1])
+        self.table.rewind([length - 1])
 
     def angles(self, count: int) -> Angles:
         """RoPE angles of the `count` positions after the newest pair of each row."""

@@ -61,8 +61,8 @@ if TYPE_CHECKING:
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load
     from draftheads.infer.prompt import encode_prompt
+    from draftheads.infer.reading import Session
     from draftheads.infer.rows import Statistics, Step
-    from draftheads.infer.slots import Session
     from draftheads.infer.text import TextStream
 else:
     __getattr__, __dir__ = lazy(__name__, __file__)

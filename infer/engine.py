@@ -17,8 +17,9 @@ from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.constraint import Constraint
 from draftheads.infer.fixed.maker import StepMaker
+from draftheads.infer.reading import Reading, Session
 from draftheads.infer.rows import Row, Step
-from draftheads.infer.slots import Reading, Session, Slots
+from draftheads.infer.slots import Slots
 from draftheads.infer.sources import DrafterSource, NoDraft, check_is_target, is_source
 from draftheads.infer.threads import fair_clock
 

@@ -13,11 +13,8 @@ Legend: B batch, N tree nodes, C committed tokens of a step, D feature width, V 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from os.path import commonprefix
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftheads.heads.base import TreeDrafter
 from draftheads.heads.cache import SlotCache
@@ -96,7 +93,8 @@ class Slots:
         self.is_open = False  # whether rows come and go
         self.drafter = drafters(tree)
         self._drafters = drafters
-        self._by_tree = {tree: self.drafter}  # the first has the caches of all
+        self._whole = tree, self.drafter  # whose caches those of all other trees write to
+        self._smaller: dict[Tree, Drafter] = {}
 
     def step(self) -> dict[Row, Step]:
         """One forward pass of the target. Returns the steps of the rows that were running."""
@@ -168,20 +166,22 @@ class Slots:
 
     def use(self, tree: Tree) -> None:
         """Draft this tree from now on: the first one, or a smaller one. For heads alone."""
-        # one drafter for each tree, and one for none; all write to the caches of the first, so that
-        # any may follow any other
-        first = next(iter(self._by_tree.values()))
-        if tree not in self._by_tree and tree.nodes == 1:
-            self._by_tree[tree] = NoDraft(first)
-        elif tree not in self._by_tree:
-            drafter = self._drafters(tree)
+        if tree == self.tree:
+            return
+        self.runner.end(self)
+        self.tree = tree
+        first_tree, first = self._whole
+        if tree == first_tree:
+            self.drafter = first
+            return
+        # one drafter for each tree, and one for none; all write to the same caches, so that any may
+        # follow any other
+        if tree not in self._smaller:
+            drafter = NoDraft(first) if tree.nodes == 1 else self._drafters(tree)
             if isinstance(drafter, TreeDrafter):
                 drafter.cache = first.cache
-            self._by_tree[tree] = drafter
-        if self._by_tree[tree] is not self.drafter:
-            self.runner.end(self)
-        self.tree = tree
-        self.drafter = self._by_tree[tree]
+            self._smaller[tree] = drafter
+        self.drafter = self._smaller[tree]
 
     def join(self, other: Slots) -> None:
         """Add the rows of other slots, which are empty then: in the places of finished ones, as far
@@ -244,7 +244,7 @@ class Slots:
         self.runner.end(self)
         # one less: the state at the last kept token predicts the next one
         self.length = self.cache.rewind(length - 1) + 1
-        self._use_first()
+        self.tree, self.drafter = self._whole
         self.drafter.rewind(self.length)
         return self.length
 
@@ -252,12 +252,12 @@ class Slots:
         """Forget all texts, in the same memory. drafter: replace it, too."""
         self.runner.end(self)
         self.length = 0
-        self._use_first()
+        self.tree, self.drafter = self._whole
         if drafter:
             self.drafter = self._drafters(self.tree)
-            self._by_tree = {self.tree: self.drafter}
+            self._whole = self.tree, self.drafter
         for each in self.caches:
-            each.table.free([0] * len(each.table.lengths))
+            each.table.rewind([0] * len(each.table.lengths))
 
     @property
     def caches(self) -> list[SlotCache]:
@@ -279,8 +279,8 @@ class Slots:
         """Whether its steps are worth a compilation: those of one tree, of one row or of rows that
         began together.
         """
-        is_first = self.drafter is next(iter(self._by_tree.values()))
-        return is_first and (len(self.rows) == 1 or not self.is_open)
+        is_whole = self.drafter is self._whole[1]
+        return is_whole and (len(self.rows) == 1 or not self.is_open)
 
     @property
     def is_constrained(self) -> bool:
@@ -291,9 +291,6 @@ class Slots:
         """Let finished rows have a token that can be embedded."""
         if any(row.finish == "failed" for row in self.rows):
             self.committed.tokens_BC.clamp_(min=0)
-
-    def _use_first(self) -> None:
-        self.tree, self.drafter = next(iter(self._by_tree.items()))
 
     def _join_rules(self) -> None:
         rules = [row.rule for row in self.rows]
@@ -307,117 +304,3 @@ class Slots:
         earlier, self.committed = self.committed.divide()
         if self.drafter.cache is not None and any(earlier.counts):
             self.drafter.cache.commit(earlier)
-
-
-class Session:
-    """A text whose keys and values, the target's and the drafter's, outlive a generation: the next
-    one computes only what differs from it.
-
-    reused: tokens of the newest prompt that were not computed again. Another engine starts anew. An
-    interrupted generation leaves what its complete steps computed.
-    """
-
-    def __init__(self) -> None:
-        self.reused = 0
-        self.slots: Slots | None = None  # of one row
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text."""
-        return self.slots.length if self.slots is not None else 0
-
-    def shared(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt need not be computed again. One is left to be computed, and
-        all where the keys of a text change as it grows (LongRoPE).
-        """
-        if self.slots is None or self.slots.target.has_long_rope:
-            return 0
-        text = self.slots.rows[0].text[: self.length]
-        return len(commonprefix([text, list(prompt[:-1])]))
-
-
-class Reading:
-    """Rows whose prompts are being read into slots, a part at a time.
-
-    known: tokens of the only row that the slots have already. chunk: tokens of a part; default:
-    PREFILL_CHUNK. steps: the first of each row, once all is read.
-    """
-
-    def __init__(
-        self,
-        slots: Slots,
-        rows: Sequence[Row],
-        rule: Acceptance,
-        known: int = 0,
-        chunk: int | None = None,
-    ) -> None:
-        self.slots = slots
-        self.steps: list[Step] = []
-        slots.start(rows, rule)
-        # the last token that the slots have is read again: its state predicts the next one
-        self._prompts = [row.text[max(known - 1, 0) :] for row in rows]
-        self._parts = slots.target.prefill_chunks(
-            self._prompts, slots.cache, slots.drafter.feature_layers, chunk
-        )
-        self._seconds = 0.0
-        # what the drafter has not read yet: from which token on, and their features
-        self._start = 0
-        self._features: list[Tensor] = []
-        drafts = slots.drafter.cache
-        self._is_first = not known and (drafts is None or not drafts.memories)
-
-    def finish(self) -> list[Step]:
-        """Read all that is left; returns the first steps."""
-        while not self.advance():
-            pass
-        return self.steps
-
-    def advance(self) -> bool:
-        """Read a part; returns whether it was the last."""
-        slots = self.slots
-        start = slots.clock()
-        end, out = next(self._parts)
-        if out.features_BND is not None:
-            self._features.append(out.features_BND)
-        drafts = slots.drafter.cache
-        is_last = end >= max(map(len, self._prompts))
-        if is_last:
-            slots.rule.prepare(slots.rows)
-            logits_BNV = out.logits_BNV[:, -1:]
-            logits_BNV = apply_constraints(slots.rows, logits_BNV, [[()]] * len(slots.rows))
-            slots.committed = self._unread(end, slots.rule.choose(logits_BNV[:, 0]))
-        elif drafts is not None and len(slots.rows) == 1:
-            # the drafter reads along; of several rows, some may have ended in an earlier part
-            next_B = torch.tensor([self._prompts[0][end]], device=slots.target.device)
-            drafts.commit(self._unread(end, next_B))
-        self._seconds += slots.clock() - start
-        if is_last:
-            tokens = slots.committed.last_tokens_B()[:, None].tolist()
-            self.steps = [
-                row.step(ids, -1, 0, (0.0, self._seconds))
-                for row, ids in zip(slots.rows, tokens, strict=True)
-            ]
-            slots.replace_failed()
-        return is_last
-
-    def _unread(self, end: int, next_B: Tensor) -> Committed:
-        """The tokens that the drafter has not read, up to `end`, and the next ones. Features are
-        shifted by one, so that each token has the state that predicted it.
-        """
-        parts = [prompt[self._start : end] for prompt in self._prompts]
-        counts = [len(part) + 1 for part in parts]
-        rows = [torch.tensor([*part, 0]) for part in parts]
-        tokens_BC = pad_sequence(rows, batch_first=True).to(next_B.device)
-        count_B = torch.tensor(counts, device=next_B.device)
-        tokens_BC.scatter_(1, count_B[:, None] - 1, next_B[:, None])
-        features_BCD = next_B.new_zeros(*tokens_BC.shape, 0, dtype=torch.float)
-        if self._features:
-            first = torch.zeros_like(self._features[0][:, :1])
-            features_BCD = torch.cat([first, *self._features], dim=1)
-        committed = Committed(tokens_BC, features_BCD, count_B, counts)
-        # the drafter has the token before the first pair, unless nothing was read before
-        committed = committed.since(0 if self._is_first else 1)
-        self._start = end
-        self._is_first = False
-        self._features = []
-        return committed

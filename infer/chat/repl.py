@@ -24,8 +24,8 @@ from draftheads.infer.constraint import Constraint, ConstraintError
 from draftheads.infer.costs import too_slow
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer, encode_prompt
+from draftheads.infer.reading import Session
 from draftheads.infer.rows import Statistics, Step
-from draftheads.infer.slots import Session
 from draftheads.infer.text import AnswerText, TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"

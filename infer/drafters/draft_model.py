@@ -103,7 +103,7 @@ class ModelDrafter:
         known = self.slots.table.longest if self.slots else 0
         self.unread = [text[: max(length - known, 0)] for text in self.unread]
         if self.slots is not None and known >= length:
-            self.slots.table.free([length])
+            self.slots.table.rewind([length])
             self.is_full = False
 
     def _with_unread(self, committed: Committed) -> Committed:

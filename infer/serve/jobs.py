@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.batch import Batch
 from draftheads.infer.constraint import Constraint
+from draftheads.infer.reading import Reading, Session
 from draftheads.infer.rows import Row, Step
-from draftheads.infer.slots import Reading, Session
 
 
 @dataclass(eq=False)

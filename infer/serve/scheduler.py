@@ -24,10 +24,10 @@ from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import COMPLETE, LONGEST_PAUSE, QUIET, Background
 from draftheads.infer.batch import Batch
 from draftheads.infer.engine import Speculator
+from draftheads.infer.reading import Session
 from draftheads.infer.rows import Row, Step
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.protocol import ApiError
-from draftheads.infer.slots import Session
 
 TURN = 256
 """Prompt tokens that are read in one turn."""

@@ -25,7 +25,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.lossy import Typical
-from draftheads.infer.slots import Session
+from draftheads.infer.reading import Session
 
 NEW = 40
 RAGGED = (13, 4, 8)

@@ -33,7 +33,7 @@ from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.slots import Session
+from draftheads.infer.reading import Session
 
 NEW = 16
 TREES: dict[str, Tree] = {

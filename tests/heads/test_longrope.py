@@ -19,7 +19,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
 from draftheads.infer.generate import speculative
-from draftheads.infer.slots import Session
+from draftheads.infer.reading import Session
 
 LIMIT, NEW = 32, 25
 ROPE = {

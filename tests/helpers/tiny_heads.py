@@ -21,8 +21,8 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.heads.tree_drafting import TreeBuilder, tree_builder
 from draftheads.infer.accept import Greedy
 from draftheads.infer.engine import Speculator
+from draftheads.infer.reading import Session
 from draftheads.infer.rows import Row, Statistics, Step
-from draftheads.infer.slots import Session
 from draftheads.infer.sources import DrafterSource
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

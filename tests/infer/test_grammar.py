@@ -41,9 +41,9 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import SPACING, Grammar
 from draftheads.infer.pipeline.generator import TextGenerator
 from draftheads.infer.prompt import encode_prompt
+from draftheads.infer.reading import Session
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
-from draftheads.infer.slots import Session
 
 NEW = 60
 PERSON = {

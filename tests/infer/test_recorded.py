@@ -28,8 +28,8 @@ from draftheads.infer.fixed import recorded as recording
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.lossy import Lenient, Typical
+from draftheads.infer.reading import Session
 from draftheads.infer.rules import RowRules
-from draftheads.infer.slots import Session
 from draftheads.infer.tree_sizes import TreeSizes
 
 NEW = 24

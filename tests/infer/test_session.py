@@ -29,8 +29,8 @@ from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
+from draftheads.infer.reading import Session
 from draftheads.infer.rows import Step
-from draftheads.infer.slots import Session
 
 NEW = 12
 COMPILED = ("eagle3", "block", "sequential")
