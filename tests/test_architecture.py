@@ -69,7 +69,7 @@ DOORS = {
 """What the core uses of its wings: head folders, the answers that it learns from, and servers."""
 KERNEL = (
     *("heads.base", "heads.batch", "heads.target.model", "heads.cache", "heads.tree"),
-    *("heads.drafting", "heads.medusa", "infer.engine", "infer.rows", "infer.accept"),
+    *("heads.drafting", "heads.medusa", "infer.engine", "infer.slots", "infer.accept"),
     *("train.medusa", "train.loop"),
 )
 """What ARCHITECTURE.md says to read first: a kind of head, its target, decoding, training."""
@@ -100,6 +100,10 @@ BEYOND = {
     "infer.constraint": "what an answer may be",
     "infer.draws": "random numbers",
     "infer.paths": "trees of rows",
+    "infer.reading": "prompts, a part at a time",
+    "infer.rows": "a text and its end",
+    "infer.rules": "a rule for each row",
+    "infer.sources": "what makes drafters",
     "infer.text": "stop strings",
     "infer.threads": "the clock",
     "train.batches": "rows and their order",

@@ -24,7 +24,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.batch import checked
+from draftheads.infer.continuous import checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import Grammar
 from draftheads.infer.pipeline.loading import Place, load_parts

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.batch import Batch
 from draftheads.infer.constraint import Constraint
+from draftheads.infer.continuous import ContinuousBatch
 from draftheads.infer.reading import Reading, Session
 from draftheads.infer.rows import Row, Step
 
@@ -32,6 +32,6 @@ class Job:
     reused: int = 0  # tokens of the prompt that were not computed again
     cancelled: bool = False
     row: Row = field(init=False)  # once it is checked
-    batch: Batch = field(init=False)  # once it has a slot
+    batch: ContinuousBatch = field(init=False)  # once it has a slot
     session: Session | None = None  # with drafts, from then on
     reading: Reading | None = None  # once it has begun, until the job has entered the batch

@@ -2,7 +2,7 @@
 
 One thread decodes. A request has one job or several, its answers, and up to `slots` jobs are
 active. Prompts are read one part at a time, the next of the job that has used the least time, and
-after each part the `Batch` of all jobs whose prompts were read makes a step. Jobs with drafts
+after each part the `ContinuousBatch` of all jobs whose prompts were read makes a step. Jobs with drafts
 that cannot be batched have a batch each. Each slot keeps its keys and values, for a job that
 continues the same text. While nothing is asked, a `Background` works.
 """
@@ -22,7 +22,7 @@ import torch
 from draftheads.heads.cache import ROOM
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.background import COMPLETE, LONGEST_PAUSE, QUIET, Background
-from draftheads.infer.batch import Batch
+from draftheads.infer.continuous import ContinuousBatch
 from draftheads.infer.engine import Speculator
 from draftheads.infer.reading import Session
 from draftheads.infer.rows import Row, Step
@@ -64,17 +64,19 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.active: list[Job] = []
         self._use(speculator)
-        self._plain = Batch(Speculator(speculator.target, compile=speculator.compile), slots)
+        self._plain = ContinuousBatch(
+            Speculator(speculator.target, compile=speculator.compile), slots
+        )
         self._changed = Condition()
         self._end: float | None = None  # when the jobs that are left fail
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def _use(self, speculator: Speculator) -> None:
-        """Draft with this engine from now on. Batch and sessions are new, as old caches are of
+        """Draft with this engine from now on. ContinuousBatch and sessions are new, as old caches are of
         other drafts.
         """
-        self._drafting = Batch(speculator, self.slots)
+        self._drafting = ContinuousBatch(speculator, self.slots)
         self.speculator = speculator
         self._idle = [Session() for _ in range(self.slots)]  # the least recently used first
 
@@ -218,7 +220,7 @@ class Scheduler:
             job.session = session
         job.batch = self._drafting if job.draft else self._plain
         if not job.batch.engine.rows_may_leave:
-            job.batch = Batch(job.batch.engine, 1)
+            job.batch = ContinuousBatch(job.batch.engine, 1)
         self.active.append(job)
 
     def _leave(self, job: Job) -> None:
@@ -261,7 +263,7 @@ class Scheduler:
                 self._read_again(job.batch, error)
         self._tell(job, step)
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: ContinuousBatch) -> None:
         """One step of a batch, whose jobs share its time."""
         jobs = self._jobs(batch)
         start = perf_counter()
@@ -275,7 +277,7 @@ class Scheduler:
             job.seconds += seconds
             self._tell(job, steps[job.row])
 
-    def _read_again(self, batch: Batch, error: Exception) -> None:
+    def _read_again(self, batch: ContinuousBatch, error: Exception) -> None:
         """After an error, read the texts of all jobs of a batch again, in smaller batches; the one
         that fails alone ends.
         """
@@ -288,7 +290,7 @@ class Scheduler:
         if len(jobs) == 1:
             self._tell(jobs[0], error)
 
-    def _jobs(self, batch: Batch) -> list[Job]:
+    def _jobs(self, batch: ContinuousBatch) -> list[Job]:
         """Those that are decoded there."""
         return [job for job in self.active if job.row in batch.rows]
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from draftheads.heads.files import write_text
 from draftheads.heads.tables import markdown_table
-from draftheads.infer.batch import Request, answer_all, checked
+from draftheads.infer.continuous import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.race import machine_line
 from draftheads.scripts.benchmarks.random_models import SHAPES, Shape, create_target

@@ -19,7 +19,7 @@ from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.batch import Request, answer_all
+from draftheads.infer.continuous import Request, answer_all
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled

@@ -26,7 +26,7 @@ from draftheads.heads.target.trial import Ways
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
 from draftheads.infer import NGram
 from draftheads.infer.accept import Greedy
-from draftheads.infer.batch import Request, answer_all
+from draftheads.infer.continuous import Request, answer_all
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged

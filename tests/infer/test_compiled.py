@@ -38,7 +38,7 @@ from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
-from draftheads.infer.batch import checked
+from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram

@@ -15,7 +15,7 @@ from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
-from draftheads.infer.batch import Request, answer_all, checked
+from draftheads.infer.continuous import Request, answer_all, checked
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Row

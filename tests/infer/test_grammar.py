@@ -33,8 +33,8 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
-from draftheads.infer.batch import checked
 from draftheads.infer.chat.repl import ChatOptions, chat
+from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
-from draftheads.infer.batch import Request, answer_all, checked
+from draftheads.infer.continuous import Request, answer_all, checked
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
@@ -261,7 +261,7 @@ def test_a_given_up_answer_leaves_a_session_its_text(recordings):
 @pytest.mark.parametrize("rule", [Greedy(), checked(0.9, 1.0, 0)], ids=["greedy", "seeded"])
 def test_rows_that_join_and_leave_go_on_in_the_same_recordings(recordings, kind, rule, monkeypatch):
     monkeypatch.setattr(compiled, "BUCKET", 128)
-    monkeypatch.setattr("draftheads.infer.batch.RESERVED", 128)
+    monkeypatch.setattr("draftheads.infer.continuous.RESERVED", 128)
     target, prompts = tiny_target(), some_prompts(9, 5, 12, 7, 11, 6, 3, 8)
     head = kind and random_head(kind, target)
     texts: dict[str, list[list[int]]] = {}

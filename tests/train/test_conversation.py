@@ -17,8 +17,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from draftheads.heads.target.model import Target
-from draftheads.infer.batch import Request
 from draftheads.infer.chat.repl import History
+from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.scripts.data import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest

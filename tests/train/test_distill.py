@@ -25,7 +25,7 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 from draftheads.heads.target.model import Decoded, Target
 from draftheads.heads.terminal import progress_bar
 from draftheads.infer.accept import filtered_logits
-from draftheads.infer.batch import Request, answer_all, checked
+from draftheads.infer.continuous import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import NOT_FINITE

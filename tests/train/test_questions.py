@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from tiny_chat import llama
 
-from draftheads.infer.batch import Request
+from draftheads.infer.continuous import Request
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data import questions as module

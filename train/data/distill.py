@@ -29,7 +29,7 @@ from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable, progress_bar
 from draftheads.infer.accept import LEAST_TEMPERATURE
-from draftheads.infer.batch import Request, answer_all, checked
+from draftheads.infer.continuous import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 from draftheads.train.data.answers import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jinja2.exceptions import TemplateError
 
 from draftheads.heads.terminal import progress_bar
-from draftheads.infer.batch import Request, answer_all, checked
+from draftheads.infer.continuous import Request, answer_all, checked
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
 

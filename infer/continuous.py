@@ -22,7 +22,7 @@ RESERVED = 256
 """Slots reserved for the answers of the first rows; the cache grows."""
 
 
-class Batch:
+class ContinuousBatch:
     """Rows of one engine that are decoded together, `most` at a time.
 
     After an error, such as the end of memory, fewer are decoded at a time, until some have ended.
@@ -175,7 +175,7 @@ def answer_all(
     if not engine.rows_may_leave:
         raise ValueError("expected draft heads or none, got other drafts; pass a head")
     engine.maker.compile_no_more()  # for each number of rows
-    batch = Batch(engine, most)
+    batch = ContinuousBatch(engine, most)
     queue = RequestQueue(take)
     asked: dict[Row, Request] = {}
     while True:
