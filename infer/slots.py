@@ -36,8 +36,12 @@ remove them copies the caches.
 class Runner:
     """How a step is taken: here as it is written. `infer.fixed` compiles or records it."""
 
-    was_recorded = False
-    """Whether steps were recorded in the memory of these caches, which others should then take."""
+    @property
+    def was_recorded(self) -> bool:
+        """Whether steps were recorded in the memory of the caches, which other texts should take
+        then.
+        """
+        return False
 
     def propose(self, slots: Slots) -> TokenTree | None:
         """The next tree; None if `advance` drafts it."""

@@ -2,8 +2,8 @@
 
 One thread decodes. A request has one job or several, its answers, and up to `slots` jobs are
 active. Prompts are read one part at a time, the next of the job that has used the least time, and
-after each part the `ContinuousBatch` of all jobs whose prompts were read makes a step. Jobs with drafts
-that cannot be batched have a batch each. Each slot keeps its keys and values, for a job that
+after each part the `ContinuousBatch` of all jobs whose prompts were read makes a step. Jobs with
+drafts that cannot be batched have a batch each. Each slot keeps its keys and values, for a job that
 continues the same text. While nothing is asked, a `Background` works.
 """
 
@@ -73,7 +73,7 @@ class Scheduler:
         self._thread.start()
 
     def _use(self, speculator: Speculator) -> None:
-        """Draft with this engine from now on. ContinuousBatch and sessions are new, as old caches are of
+        """Draft with this engine from now on. Batch and sessions are new, as old caches are of
         other drafts.
         """
         self._drafting = ContinuousBatch(speculator, self.slots)
@@ -227,7 +227,7 @@ class Scheduler:
         self.active.remove(job)
         if job.row in job.batch.rows:
             try:
-                job.batch.leave(job.row, job.session and job.session.slots)
+                job.batch.leave(job.row, job.session.slots if job.session else None)
             except Exception:  # such as out of memory for its caches, which are only a saving
                 logger.exception("the caches of a request are lost")
                 job.session = job.session and Session()
