@@ -1,5 +1,5 @@
-"""Decoding against the clock: candidates decode the same prompts in turns, so that a machine that
-slows down slows all of them alike.
+"""Times candidates that decode the same prompts in turns, so that a slow moment of the machine
+slows all of them alike.
 
 Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resamples.
 """
@@ -32,12 +32,12 @@ from draftheads.infer.rows import Step
 from draftheads.infer.turns import TimedRun, Turns
 
 GENERATE, PLAIN = "generate", "plain"
-"""Candidates of every bench: transformers' own, and this engine without a drafter."""
+"""Candidates of every bench: transformers' own `generate`, and this engine without a drafter."""
 
 RESAMPLES = 5000
-"""Of the bootstrap."""
+"""Number of resamples of the bootstrap."""
 WARM_TOKENS = 2
-"""Of a run that is not timed: of the prefill, and of a step."""
+"""New tokens of an untimed run: one of the prefill, one of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class RaceOptions:
 
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # at least 1; runs per prompt and candidate
-    seed: int = 0  # of sampling
-    compile: bool = False  # of a bench: every candidate once more, compiled
-    minutes: float | None = None  # since `Turns` began, in which turns end
+    seed: int = 0  # for sampling
+    compile: bool = False  # for a bench: also time every candidate compiled
+    minutes: float | None = None  # from the beginning of `Turns`; turns end within them
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
@@ -57,7 +57,7 @@ class RaceOptions:
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A prompt, its number in the caller's list, and the new tokens that fit after it."""
+    """A prompt, its index in the caller's list, and the new tokens that fit after it."""
 
     number: int
     prompt: Sequence[int]
@@ -65,33 +65,33 @@ class BenchPrompt:
 
 
 class WithContext(Protocol):
-    """What has so many tokens of context."""
+    """A model with a limited context."""
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """The model's name, for error messages."""
         ...
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer, at most."""
+        """The most tokens of prompt and answer together."""
         ...
 
 
 class BatchEngine(Protocol):
-    """What decodes a batch of prompts: a `Speculator`, or transformers' own `generate`."""
+    """An engine that decodes batches of prompts: `Speculator`, or transformers' own `generate`."""
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[list[Step | None]]:
-        """As `Speculator.generate_batch`."""
+        """Decode a batch, as `Speculator.generate_batch` does."""
         ...
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine to time. nodes: draft nodes of its tree, None if that is not fixed. clock: of an
-    engine in another process, in place of the one that times the others.
+    """An engine to time. nodes: draft nodes of its tree; None if their number varies. clock:
+    measures an engine in another process, instead of the clock that times the others.
     """
 
     name: str
@@ -105,18 +105,20 @@ Runs = Mapping[str, list[list[TimedRun]]]
 
 
 def steps_of(runs: Sequence[Sequence[TimedRun]]) -> Iterator[Step]:
-    """All steps of a candidate but the prefills."""
+    """All steps of a candidate, without prefills."""
     for run in chain.from_iterable(runs):
         yield from (step for step in run.steps if step.accepted >= 0)
 
 
 def rule_name(rule: Acceptance) -> str:
-    """A rule and its values, in settings and titles."""
+    """The name of a rule with its values, for settings and titles."""
     return "greedy" if isinstance(rule, Greedy) else repr(rule)
 
 
 def own_randomness(target: Target) -> AbstractContextManager[None]:
-    """Within it torch's random streams are seeded freely; after it they are the caller's again."""
+    """A context that may seed torch's random streams freely, and restores the caller's streams at
+    its end.
+    """
     devices = [target.device] if target.device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices)
 
@@ -124,7 +126,9 @@ def own_randomness(target: Target) -> AbstractContextManager[None]:
 def fitting_prompts(
     target: WithContext, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
-    """The prompts that leave room in the context. Raises ValueError if there are none."""
+    """The prompts that leave room for new tokens in the context. Raises ValueError if there are
+    none.
+    """
     fitting = [
         BenchPrompt(number, prompt, min(max_new_tokens, target.context - len(prompt)))
         for number, prompt in enumerate(prompts)
@@ -146,11 +150,12 @@ def race(
     begin: Callable[[], object] = lambda: None,
     turns: Turns | None = None,
 ) -> tuple[list[BenchPrompt], Runs]:
-    """Warm up, then time every candidate on every batch; the order rotates by one each time.
+    """Warm up, then time every candidate on every batch; the order rotates by one with each batch.
 
-    Seeds torch's global random stream. clock: of `TimedRun.seconds`. begin: called once between the
-    two. turns: where a race goes on, and where it ends early. Once one turn has ended, Ctrl-C and
-    SIGTERM are left to `turns`. Returns the prompts that it reached, with their runs.
+    Seeds torch's global random stream. clock: returns seconds, as in `TimedRun.seconds`. begin:
+    called once after the warm-up. turns: continues an earlier race, and ends this one when its time
+    is up. Once one turn has ended, `turns` handles Ctrl-C and SIGTERM. Returns the prompts that
+    were decoded, with their runs.
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
@@ -192,7 +197,7 @@ def race(
 def by_number(
     name: str, keys: Sequence[str], batches: Sequence[Sequence[BenchPrompt]], turns: Turns
 ) -> dict[int, list[TimedRun]]:
-    """The repetitions of one candidate, by the numbers of prompts."""
+    """Prompt index -> the repetitions of one candidate."""
     runs: dict[int, list[TimedRun]] = defaultdict(list)
     for key, batch in zip(keys, batches, strict=True):
         if key in turns.ended:
@@ -204,9 +209,10 @@ def by_number(
 def warm_up(
     candidates: Sequence[Candidate], batches: Sequence[Sequence[BenchPrompt]], options: RaceOptions
 ) -> None:
-    """Decode the shortest batch by a step. Compiled code may know one length only, and
-    transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
-    race. On a GPU so does this engine, as each length is recorded.
+    """Decode one step of the shortest batch. Compiled code may be specialised to one length, and
+    transformers compiles again for a longer cache, so compiled candidates also decode the longest
+    batch, with all the tokens of the race. On a GPU, this engine does so, too, because it records
+    each length.
     """
     ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
     shortest = [replace(each, limit=min(each.limit, WARM_TOKENS)) for each in ordered[0]]
@@ -216,7 +222,7 @@ def warm_up(
 
 
 def batched(prompts: Sequence[BenchPrompt], size: int) -> list[Sequence[BenchPrompt]]:
-    """Prompts that are decoded together, up to `size`."""
+    """Split prompts into batches of up to `size`."""
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
@@ -226,18 +232,18 @@ def timed(
     rule: Acceptance,
     clock: Callable[[], float] = perf_counter,
 ) -> list[TimedRun]:
-    """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
-    Each prompt is continued by the new tokens that fit after all of them. clock: unless the
-    candidate has its own.
+    """Time one generation of a batch, with Python's garbage collector off, as `timeit` does.
+    Returns one run per row. All prompts get as many new tokens as fit after each of them. clock:
+    used unless the candidate has its own.
 
-    Token ids end up on the CPU in every step, so no device work is left when the clock is read.
+    Token ids reach the CPU in every step, so no device work is left when the clock is read.
     """
     clock = candidate.clock or clock
     prompts = [each.prompt for each in batch]
     limit = min(each.limit for each in batch)
     was_enabled = gc.isenabled()
     gc.disable()
-    try:  # the process needs its collector after an error or Ctrl-C
+    try:  # turn the collector on again after an error or Ctrl-C
         start = clock()
         steps = list(candidate.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit))
         share = (clock() - start) / len(batch)

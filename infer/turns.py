@@ -1,5 +1,5 @@
-"""The turns of races: which have ended, whether another has time, and a file for those that ended,
-from which the same command goes on.
+"""Keeps the turns of races: those that have ended, the time for another one, and a file of the
+ended ones from which the same command continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One timed generation. A row of a batch has its share of the batch's times."""
+    """One timed generation. A row of a batch gets its share of the batch's time."""
 
     steps: list[Step]
     seconds: float
@@ -41,10 +41,12 @@ TURN = TypeAdapter(tuple[str, dict[str, list[TimedRun]]])
 
 
 class Turns:
-    """One turn: every candidate once, on one batch of prompts.
+    """The turns of a race. In one turn every candidate decodes one batch of prompts.
 
-    path: of the file, which needs a folder; None keeps nothing. facts: what must be the same for
-    the file to count, else a warning says what is not. batch: prompts of a turn.
+    path: the file, whose folder is made if it is missing; None keeps nothing. facts: values that
+    must equal those of the file; if they differ, a warning names them and the race starts anew.
+    batch: number of prompts in a turn. Raises ValueError for a file that is damaged or not of
+    turns.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class Turns:
     ) -> None:
         self.path = path
         self.batch = batch
-        self.runs = 0  # of all races, as far as it is known, for the progress bar
-        self.share = 1.0  # of the minutes, after which the present race ends
+        self.runs = 0  # expected runs of all races, for the progress bar
+        self.share = 1.0  # share of the minutes after which the present race ends
         self.left_out = 0  # turns
         self.stop: BaseException | None = None  # Ctrl-C or SIGTERM
         self.ended: dict[str, dict[str, list[TimedRun]]] = {}
@@ -67,7 +69,7 @@ class Turns:
             self._read(path, dict(facts or {}))
 
     def _read(self, path: Path, facts: dict[str, str]) -> None:
-        """Take over what the file has, without a line that was not written whole."""
+        """Read the turns of the file, except for an incomplete line."""
         lines = [json.dumps(facts)]
         text = path.read_text() if path.is_file() else ""
         head, *turns = text.splitlines(keepends=True) or [lines[0]]
@@ -93,7 +95,7 @@ class Turns:
         write_text(path, "\n".join(lines) + "\n")
 
     def open(self, keys: Sequence[str], candidates: int, minutes: float | None) -> None:
-        """Begin a race. minutes: no turn begins that would end later; None: all do."""
+        """Begin a race. minutes: a turn that would end later does not begin; None: no limit."""
         self._end = self._began + 60 * self.share * (minutes or math.inf)
         before = sum(key in self.ended for key in keys) * candidates
         if self._bar is None:
@@ -102,7 +104,7 @@ class Turns:
                 total=max(self.runs, len(keys) * candidates),
                 desc=f"decoding{bound}",
                 delay=FIRST_LINE_S,
-                miniters=1,  # no thread that draws during the measurement
+                miniters=1,  # so that no thread draws during the measurement
                 smoothing=0,
                 leave=False,
             )
@@ -112,14 +114,14 @@ class Turns:
         self._turns = 0
 
     def has_time(self) -> bool:
-        """Whether another turn may begin; the first of a race always may."""
+        """True if another turn may begin. The first turn of a race always may."""
         if not self._turns:
             return True
         now = time.monotonic()
         return now + (now - self._race_began) / self._turns <= self._end
 
     def tick(self) -> None:
-        """Note a run."""
+        """Count a run."""
         assert self._bar is not None, "a race opens its turns"
         self._bar.update()
         if not self._is_estimated and self._bar.format_dict["elapsed"] > FIRST_LINE_S:
@@ -127,7 +129,7 @@ class Turns:
             self._is_estimated = True
 
     def keep(self, key: str, runs: dict[str, list[TimedRun]]) -> None:
-        """Note a turn that has ended."""
+        """Store a turn that has ended."""
         self.ended[key] = runs
         self._turns += 1
         if self.path:
@@ -135,7 +137,7 @@ class Turns:
                 file.write(TURN.dump_json((key, runs)) + b"\n")
 
     def check(self) -> None:
-        """Raise what stopped a race, where a part of it is of no use."""
+        """Raise the signal that stopped a race, for callers to whom part of a race is useless."""
         if self.stop:
             raise self.stop
 
@@ -143,7 +145,9 @@ class Turns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End; the file goes if nothing was left out. Raises what stopped a race."""
+        """End the race, and delete the file if nothing was left out. Raises the signal that stopped
+        a race.
+        """
         if self._bar is not None:
             self._bar.close()
         if self.path and not (kind or self.left_out):

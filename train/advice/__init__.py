@@ -1,1 +1,1 @@
-"""What a run needs, which recipe suits a target, and why acceptance is low."""
+"""Predicts the needs of a run, suggests a recipe for a target, and finds out why acceptance is low."""
