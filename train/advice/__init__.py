@@ -1,1 +1,1 @@
-"""Predicts the needs of a run, suggests a recipe for a target, and finds out why acceptance is low."""
+"""Advice: the needs of a run, a recipe for a target, the causes of low acceptance."""

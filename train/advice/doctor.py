@@ -236,7 +236,7 @@ def is_above(values_M: Tensor, other: Tensor | float) -> bool:
 
 
 def unseen(training: dict[str, Any], documents: Documents) -> Array:
-    """The held-out documents if training recorded that it saw this data, otherwise all documents."""
+    """The held-out documents if training recorded that it saw this data, otherwise all."""
     digest = training.get("data", {}).get("digest")
     heldout = training.get("recipe", {}).get("data", {}).get("heldout")
     if heldout is None or digest not in (None, documents.digest()):

@@ -88,7 +88,7 @@ class HeadStore:
 
 
 def target_facts(path: Path, target: Target) -> dict[str, Any]:
-    """The recorded facts of a target. Raises ValueError if the folder has those of another target."""
+    """The recorded facts of a target. Raises ValueError if the record is of another target."""
     now = target.quantisation or "none"
     facts = {"name": str(target.name), "fingerprint": target.fingerprint(), "quantisation": now}
     there = read_json(path) if path.exists() else facts
