@@ -75,8 +75,8 @@ def work(tree: Tree) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included.
-    Dynamic trees are not predicted: 0.
+    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included. The
+    predicted speed of dynamic trees is 0: unknown.
     """
 
     tree: Tree
@@ -168,11 +168,11 @@ def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[flo
 def search(
     orders: Sequence[StaticTree], texts: Sequence[Tensor], costs: Costs, nodes: int
 ) -> list[Trial]:
-    """All prefixes of up to `nodes` nodes of these trees and of their parts down to each depth,
-    predicted on texts. texts: ranks_TK of each, see `Track.observe` of tune.py.
+    """Predict, on texts, the speed of all prefixes of up to `nodes` nodes of these trees and of
+    their parts down to each depth. texts: ranks_TK of each, see `Track.observe` of tune.py.
 
-    Of all trees with so many nodes and so deep, the prefix of an order by frequency is right most
-    often: each path adds its own frequency, whatever else is in the tree.
+    Among trees of the same size and depth, the prefix of an order by frequency is right most often:
+    each path adds its own frequency, whatever else is in the tree.
     """
     trials: dict[StaticTree, Trial] = {}
     for order in orders:

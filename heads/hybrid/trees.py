@@ -293,8 +293,8 @@ class Branches(TreePass, MixerCache):
         """int64 (B|1, N, K): the positions of the inputs on each node's path, where the first K
         inputs are those of the text.
         """
-        # From each node, K - 1 steps up. Inputs stand as K of the text, then N of the tree, so node
-        # n is at K + n, and a place above the root, which has number -1, is the text's last: K - 1.
+        # Walk K - 1 steps up from each node. Inputs are K of the text, then N of the tree, so node
+        # n is at K + n, and the place above the root, number -1, is the text's last input: K - 1.
         parents_BN = self.topology.parents_BN
         at_BN = torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)
         taps = []
