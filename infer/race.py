@@ -65,26 +65,26 @@ class BenchPrompt:
 
 
 class WithContext(Protocol):
-    """A model with a limited context."""
+    """What has so many tokens of context."""
 
     @property
     def name(self) -> str:
-        """The model's name, for error messages."""
+        """For error messages."""
         ...
 
     @property
     def context(self) -> int:
-        """The most tokens of prompt and answer together."""
+        """Tokens of prompt and answer, at most."""
         ...
 
 
 class BatchEngine(Protocol):
-    """An engine that decodes batches of prompts: `Speculator`, or transformers' own `generate`."""
+    """What decodes a batch of prompts: a `Speculator`, or transformers' own `generate`."""
 
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[list[Step | None]]:
-        """Decode a batch, as `Speculator.generate_batch` does."""
+        """As `Speculator.generate_batch`."""
         ...
 
 
@@ -150,12 +150,11 @@ def race(
     begin: Callable[[], object] = lambda: None,
     turns: Turns | None = None,
 ) -> tuple[list[BenchPrompt], Runs]:
-    """Warm up, then time every candidate on every batch; the order rotates by one with each batch.
+    """Warm up, then time every candidate on every batch; the order rotates by one each time.
 
-    Seeds torch's global random stream. clock: returns seconds, as in `TimedRun.seconds`. begin:
-    called once after the warm-up. turns: continues an earlier race, and ends this one when its time
-    is up. Once one turn has ended, `turns` handles Ctrl-C and SIGTERM. Returns the prompts that
-    were decoded, with their runs.
+    Seeds torch's global random stream. clock: of `TimedRun.seconds`. begin: called once between the
+    two. turns: where a race goes on, and where it ends early. Once one turn has ended, Ctrl-C and
+    SIGTERM are left to `turns`. Returns the prompts that it reached, with their runs.
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
@@ -209,10 +208,9 @@ def by_number(
 def warm_up(
     candidates: Sequence[Candidate], batches: Sequence[Sequence[BenchPrompt]], options: RaceOptions
 ) -> None:
-    """Decode one step of the shortest batch. Compiled code may be specialised to one length, and
-    transformers compiles again for a longer cache, so compiled candidates also decode the longest
-    batch, with all the tokens of the race. On a GPU, this engine does so, too, because it records
-    each length.
+    """Decode the shortest batch by a step. Compiled code may know one length only, and
+    transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
+    race. On a GPU so does this engine, as each length is recorded.
     """
     ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
     shortest = [replace(each, limit=min(each.limit, WARM_TOKENS)) for each in ordered[0]]
@@ -222,7 +220,7 @@ def warm_up(
 
 
 def batched(prompts: Sequence[BenchPrompt], size: int) -> list[Sequence[BenchPrompt]]:
-    """Split prompts into batches of up to `size`."""
+    """Prompts that are decoded together, up to `size`."""
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
@@ -232,9 +230,9 @@ def timed(
     rule: Acceptance,
     clock: Callable[[], float] = perf_counter,
 ) -> list[TimedRun]:
-    """Time one generation of a batch, with Python's garbage collector off, as `timeit` does.
-    Returns one run per row. All prompts get as many new tokens as fit after each of them. clock:
-    used unless the candidate has its own.
+    """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
+    Each prompt is continued by the new tokens that fit after all of them. clock: unless the
+    candidate has its own.
 
     Token ids reach the CPU in every step, so no device work is left when the clock is read.
     """

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One timed generation. A row of a batch gets its share of the batch's time."""
+    """One timed generation. A row of a batch has its share of the batch's times."""
 
     steps: list[Step]
     seconds: float
@@ -41,12 +41,10 @@ TURN = TypeAdapter(tuple[str, dict[str, list[TimedRun]]])
 
 
 class Turns:
-    """The turns of a race. In one turn every candidate decodes one batch of prompts.
+    """One turn: every candidate once, on one batch of prompts.
 
-    path: the file, whose folder is made if it is missing; None keeps nothing. facts: values that
-    must equal those of the file; if they differ, a warning names them and the race starts anew.
-    batch: number of prompts in a turn. Raises ValueError for a file that is damaged or not of
-    turns.
+    path: of the file, which needs a folder; None keeps nothing. facts: what must be the same for
+    the file to count, else a warning says what is not. batch: prompts of a turn.
     """
 
     def __init__(
@@ -54,8 +52,8 @@ class Turns:
     ) -> None:
         self.path = path
         self.batch = batch
-        self.runs = 0  # expected runs of all races, for the progress bar
-        self.share = 1.0  # share of the minutes after which the present race ends
+        self.runs = 0  # of all races, as far as it is known, for the progress bar
+        self.share = 1.0  # of the minutes, after which the present race ends
         self.left_out = 0  # turns
         self.stop: BaseException | None = None  # Ctrl-C or SIGTERM
         self.ended: dict[str, dict[str, list[TimedRun]]] = {}
@@ -129,7 +127,7 @@ class Turns:
             self._is_estimated = True
 
     def keep(self, key: str, runs: dict[str, list[TimedRun]]) -> None:
-        """Store a turn that has ended."""
+        """Note a turn that has ended."""
         self.ended[key] = runs
         self._turns += 1
         if self.path:

@@ -85,8 +85,8 @@ def shape_in(target: Target, names: Iterable[str]) -> MtpHead:
 
 
 def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
-    """The family of a checkpoint, and the checkpoint's name for each of our tensors. Raises
-    `NoLayer` without an MTP layer, ValueError for several.
+    """The family of a checkpoint, and its name for each of our tensors. Raises `NoLayer` where
+    there is no MTP layer, ValueError for several.
     """
     kind = target.config.model_type
     for family in sorted(FAMILIES, key=lambda each: kind not in each.types):
