@@ -1,7 +1,7 @@
-"""What a step costs with any tree, and how many steps a tree needs to write a text.
+"""Predicts the cost of a step with any tree, and the number of steps that a tree needs for a text.
 
-Costs are fitted to timed runs of a few trees. A tree's steps are replayed along texts of the target
-on which a head was observed, all depths jointly, so that no product of marginals is needed.
+Costs are fitted to timed runs of a few trees. The steps of a tree are replayed along texts of the
+target on which a head was observed at all depths jointly, so no product of marginals is needed.
 
 Legend: T new tokens of a text, K draft depth, N trees.
 """
@@ -23,11 +23,11 @@ from draftheads.infer.race import steps_of
 from draftheads.infer.turns import TimedRun
 
 FINALISTS = 4
-"""Trees that race."""
+"""Number of trees that race."""
 SPREAD = 1.5
-"""Of any two finalists, one has at least this times the nodes."""
+"""The larger of two finalists has at least this many times the nodes of the smaller one."""
 ORDINARY = 2.0
-"""Tokens per step of any trained head."""
+"""Tokens per step that any trained head reaches."""
 NONE = StaticTree(())
 """The tree of decoding without drafts."""
 
@@ -38,7 +38,7 @@ class Costs:
 
     verify: dict[int, float]  # draft nodes -> one verification, acceptance included; 0: plain
     draft: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # one draft, and each unit of `work`
-    prompt: float = 0.0  # what a prompt takes besides its steps: above all the prefill
+    prompt: float = 0.0  # seconds besides the steps, mostly the prefill
 
     def verify_seconds(self, nodes: int) -> float:
         """Linear between the sizes that were measured, constant beyond them."""
@@ -46,7 +46,7 @@ class Costs:
         return float(np.interp(nodes, sizes, [self.verify[size] for size in sizes]))
 
     def step_seconds(self, tree: Tree) -> float:
-        """One step with this tree."""
+        """Seconds of one step with this tree."""
         draft = sum(map(mul, self.draft, (1, *work(tree)))) if tree.draft_nodes else 0.0
         return self.verify_seconds(tree.draft_nodes) + max(draft, 0.0)
 
@@ -56,7 +56,7 @@ class Costs:
 
 
 def too_slow(tau: float, break_even: float, dtype: str) -> str:
-    """One line for drafts that cost more than they bring, with the next step; "" if they pay."""
+    """One line of advice if drafts cost more time than they save; "" if they pay."""
     if tau >= break_even:
         return ""
     other = ", --dtype bfloat16" if dtype == "float32" else ""
@@ -67,7 +67,7 @@ def too_slow(tau: float, break_even: float, dtype: str) -> str:
 
 
 def work(tree: Tree) -> tuple[int, int, int]:
-    """Levels, expanded nodes and draft nodes: what the time of a draft depends on."""
+    """Levels, expanded nodes and draft nodes, on which the time of a draft depends."""
     if isinstance(tree, DynamicTree):
         return tree.depth, 1 + (tree.depth - 1) * tree.top_k, tree.draft_nodes
     return tree.depth, len({path[:-1] for path in tree.paths}), tree.draft_nodes
@@ -75,8 +75,8 @@ def work(tree: Tree) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included.
-    Dynamic trees are not predicted: 0.
+    """A candidate tree; tau in tokens per step, speeds in tokens per second, prompt included. The
+    predicted speed of dynamic trees is 0: unknown.
     """
 
     tree: Tree
@@ -92,9 +92,9 @@ TreeRuns = Mapping[StaticTree, Sequence[Sequence[TimedRun]]]
 
 
 def fitted_costs(runs: TreeRuns) -> Costs:
-    """The costs that explain typical steps of these runs: of a verification by size, of drafting by
-    least squares over all trees. Raises ValueError if a tree made no step, and if the times
-    contradict each other: no part of a step takes less than no time.
+    """Fits costs to typical steps of these runs: verification by size, drafting by least squares
+    over all trees. Raises ValueError if a tree made no step, or if the times contradict each other,
+    so that part of a step would take negative time.
     """
     steps = {tree: _halves(each) for tree, each in runs.items()}
     prompt = _prompt_seconds(runs, steps)
@@ -113,8 +113,8 @@ def fitted_costs(runs: TreeRuns) -> Costs:
 
 
 def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, float]]) -> float:
-    """What a prompt takes besides its steps: the prefill, and what its first draft takes more than
-    a typical one.
+    """Seconds of a prompt besides its steps: the prefill, and the extra time of its first draft
+    over a typical one.
     """
     seconds = []
     for tree, prompts in runs.items():
@@ -138,13 +138,13 @@ def _halves(runs: Sequence[Sequence[TimedRun]]) -> tuple[float, float]:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: other processes only ever add to times."""
+    """The lower quartile, because other processes only ever add to times."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[float, ...]:
-    """The coefficients of 1 and `work`, none below 0, that explain the seconds of drafting, at the
-    least relative error of whole steps.
+    """The non-negative coefficients of 1 and `work` that fit the seconds of drafting with the least
+    relative error of whole steps.
     """
     seconds_N2 = torch.tensor(list(steps.values()), dtype=torch.float64)
     whole_N1 = seconds_N2.sum(1, keepdim=True)
@@ -153,11 +153,11 @@ def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[flo
     share_N1 = seconds_N2[:, :1] / whole_N1
     best = torch.zeros(4)
     least = float(share_N1.norm())
-    # the best of all that are not negative is the best with some of them 0
+    # the best non-negative solution is the best one with some coefficients set to 0
     for chosen in product([0.0, 1.0], repeat=4):
         mask_4 = torch.tensor(chosen, dtype=torch.float64)
         solution_41 = torch.linalg.lstsq(scaled_N4 * mask_4, share_N1, driver="gelsd").solution
-        solved_4 = solution_41[:, 0] * mask_4  # of rounding, nothing stays
+        solved_4 = solution_41[:, 0] * mask_4  # removes the rest of rounding
         error = float((scaled_N4 @ solved_4 - share_N1[:, 0]).norm())
         if solved_4.min() >= 0 and error < least:
             best = solved_4
@@ -168,11 +168,11 @@ def _least_squares(steps: Mapping[StaticTree, tuple[float, float]]) -> tuple[flo
 def search(
     orders: Sequence[StaticTree], texts: Sequence[Tensor], costs: Costs, nodes: int
 ) -> list[Trial]:
-    """All prefixes of up to `nodes` nodes of these trees and of their parts down to each depth,
-    predicted on texts. texts: ranks_TK of each, see `Track.observe` of tune.py.
+    """Predict, on texts, the speed of all prefixes of up to `nodes` nodes of these trees and of
+    their parts down to each depth. texts: ranks_TK of each, see `Track.observe` of tune.py.
 
-    Of all trees with so many nodes and so deep, the prefix of an order by frequency is right most
-    often: each path adds its own frequency, whatever else is in the tree.
+    Among trees of the same size and depth, the prefix of an order by frequency is right most often:
+    each path adds its own frequency, whatever else is in the tree.
     """
     trials: dict[StaticTree, Trial] = {}
     for order in orders:
@@ -187,7 +187,7 @@ def search(
 
 
 def predict(tree: StaticTree, texts: Sequence[Tensor], costs: Costs) -> Trial:
-    """The speed of one tree, as in `search`."""
+    """Predicts the speed of one tree, as `search` does."""
     return _predicted(tree, [_places(tree, ranks_TK) for ranks_TK in texts], costs)
 
 
@@ -199,20 +199,20 @@ def _predicted(tree: StaticTree, texts: Sequence[list[list[int]]], costs: Costs)
 
 
 def _places(tree: StaticTree, ranks_TK: Tensor) -> list[list[int]]:
-    """For each row, the numbers of the nodes on the longest path of the tree that was right. They
-    ascend, as parents precede their children.
+    """For each row, the numbers of the nodes on the longest correct path of the tree. They ascend,
+    because parents precede their children.
     """
     numbers = {path: number for number, path in enumerate(tree.paths)}
     rows = []
     for ranks in map(tuple, ranks_TK.tolist()):
         paths = [ranks[:depth] for depth in range(1, len(ranks) + 1)]
-        rows.append([numbers[path] for path in paths if path in numbers])  # with its parents
+        rows.append([numbers[path] for path in paths if path in numbers])  # its parents precede it
     return rows
 
 
 def replayed_steps(places: Sequence[Sequence[int]], nodes: int) -> int:
-    """The number of steps in which a tree's first `nodes` nodes write a text whose first token
-    is there: each begins where the one before ended.
+    """The number of steps that the first `nodes` nodes of a tree need to write a text after its
+    first token. Each step begins where the one before ended.
     """
     at = 0
     steps = 0

@@ -1,4 +1,4 @@
-"""Prompts as token ids: one rule for distillation, benchmarks, chat and server."""
+"""Turns prompts into token ids, in the same way for distillation, benchmarks, chat and server."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Message = dict[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, {"role", "content"} each."""
 OPEN, CLOSE = "<think>", "</think>"
-"""In texts, reasoning stands between them, whatever special tokens a target writes."""
+"""Texts mark reasoning with these, whatever special tokens a target writes."""
 RESULT_MARK = "<tool_response>"
 RESULT = re.compile(rf"^\s*{RESULT_MARK}\n?(.*?)\n?</tool_response>\s*$", re.DOTALL)
-"""A tool's result as Hermes marks it."""
+"""A tool's result with Hermes's marks."""
 TAIL = 64
-"""Tokens at the end of a prompt, which show whether the answer begins with reasoning."""
+"""Number of tokens at the end of a prompt that show whether the answer begins with reasoning."""
 QUESTION = {"role": "user", "content": "Hello"}
 THOUGHT, ANSWER = "DRAFTHEADS-THOUGHT", "DRAFTHEADS-ANSWER"
-"""Texts that are searched for in a rendered conversation."""
+"""Placeholder texts, to be found in a rendered conversation."""
 EXPRESSION_ERRORS = (
     TypeError,
     ValueError,
@@ -42,15 +42,15 @@ EXPRESSION_ERRORS = (
     MemoryError,
     RecursionError,
 )
-"""What the expressions of a chat template may raise, besides jinja's own errors."""
+"""Errors that the expressions of a chat template may raise, besides jinja's own."""
 LOOK_S, LOOKS, MOST_BYTES = 0.1, 100, 1 << 30
-"""Seconds between two looks at running templates; how many looks, and how much memory, one may
-take. Looks, not seconds, as a process may be stopped.
+"""Seconds between two checks of running templates; the most checks and the most memory that a
+template may take. Checks are counted, not seconds, because a process may be stopped.
 """
 
 
 class EndlessTemplateError(TemplateError):
-    """A chat template that takes too long, or too much memory."""
+    """Raised for a chat template that takes too long, or too much memory."""
 
     def __init__(self) -> None:
         super().__init__(f"it takes over {LOOKS * LOOK_S:g} s, or {MOST_BYTES >> 20:,} MB")
@@ -58,7 +58,7 @@ class EndlessTemplateError(TemplateError):
 
 @contextmanager
 def template_limits() -> Iterator[None]:
-    """Raise `EndlessTemplateError` in a block that does not end: a template is a program, whose
+    """Raise `EndlessTemplateError` in a block that does not end. A template is a program whose
     loops and texts jinja does not bound.
     """
     block = threading.get_ident()
@@ -88,16 +88,16 @@ def template_limits() -> Iterator[None]:
 
 
 class TextSource(Protocol):
-    """The text side of a target: `Target` itself, or its tokenizer without weights."""
+    """The tokenizer side of a target: `Target` itself, or its tokenizer without weights."""
 
     @property
     def name(self) -> str:
-        """For error messages."""
+        """The target's name, for error messages."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """Of transformers; None if there is none."""
+        """The transformers tokenizer; None if the target has none."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class TextSource(Protocol):
 
     @property
     def template_args(self) -> Mapping[str, Any]:
-        """Variables of the chat template for prompts that have none."""
+        """Default variables of the chat template."""
         ...
 
 
@@ -115,11 +115,12 @@ class TextSource(Protocol):
 class Reasoning:
     """Where a chat template puts the reasoning of answers.
 
-    marks: tokens that stand for OPEN and CLOSE; decoded texts do not show special ones, and
-    reasoning would run into the answer. message: makes an answer of reasoning and text, as the
-    template takes it; None: as texts have it. is_opened: by the generation prompt. opening,
-    closing: what stands around reasoning, as the template writes it. after: what then stands before
-    the header of an answer. header: before an answer, also without reasoning.
+    marks: tokens that stand for OPEN and CLOSE; decoded texts leave special tokens out, and
+    reasoning would run into the answer without them. message: builds the message of an answer from
+    reasoning and text, as the template expects it; None: the reasoning stays in the text.
+    is_opened: whether the generation prompt opens reasoning. opening, closing: the template's own
+    text before and after reasoning. after: the text between reasoning and the header of an answer.
+    header: the text before an answer, also without reasoning.
     """
 
     marks: Marks
@@ -143,14 +144,14 @@ def _in_parts(thought: str, answer: str) -> Message:
 EXAMPLES = (
     (_keyed, _keyed(THOUGHT, ANSWER)),
     (_in_parts, _in_parts(THOUGHT, ANSWER)),
-    # some templates show reasoning only where a call follows
+    # some templates show reasoning only before a call
     (_keyed, {**_keyed(THOUGHT, ""), "tool_calls": [tool_call(ANSWER, {})]}),
 )
-"""What makes a message with reasoning, and such a message."""
+"""Functions that build a message with reasoning, and an example message of each."""
 
 
 def _behind(text: str, start: str) -> str:
-    """The rest of a text that begins so, without blanks; nothing of another."""
+    """The rest of a text after `start`, stripped; "" if the text begins otherwise."""
     return text.removeprefix(start).strip() if text.startswith(start) else ""
 
 
@@ -173,8 +174,8 @@ class PromptRenderer:
         self.template_args = dict(template_args)
 
     def with_variables(self, variables: Mapping[str, Any]) -> PromptRenderer:
-        """The same with further variables of the template, such as tools. Where reasoning stands is
-        looked for once.
+        """The same renderer with further variables of the template, such as tools. It keeps what is
+        known about reasoning.
         """
         if not variables:
             return self
@@ -202,8 +203,8 @@ class PromptRenderer:
 
     @cached_property
     def reasoning(self) -> Reasoning | None:
-        """Found by rendering answers; None if the template takes reasoning as texts have it, and
-        these show all marks.
+        """Where the template puts reasoning, found by rendering example answers; None if the
+        template leaves reasoning in the text and decoded texts show all marks.
         """
         tags = {tuple(self.encode(tag)): tag for tag in (OPEN, CLOSE)}
         if not all(len(ids) == 1 and self._has_special(ids) for ids in tags):
@@ -222,7 +223,7 @@ class PromptRenderer:
             before, _, after = shown[1].partition(THOUGHT)
             between, answer, _ = after.partition(ANSWER)
             closing = self.encode(between.strip())
-            # parts that the template does not know are listed with their type
+            # templates print unknown parts with their type
             if answer and closing and "type" not in between:
                 if "tool_calls" in example:
                     closing = closing[:1]  # the rest is the call's
@@ -261,14 +262,14 @@ class PromptRenderer:
         return Reasoning(tags) if tags else None
 
     def _has_special(self, ids: Sequence[int]) -> bool:
-        """Whether decoded texts leave some of these out."""
+        """True if decoded texts leave some of these tokens out."""
         decode = self.tokenizer.decode
         return any(decode([each], skip_special_tokens=True) != decode([each]) for each in ids)
 
     def template_message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message as the template takes it: reasoning in its keys, or in the text; results of
-        tools without the marks that it writes itself; and OpenAI's newer name of the system's role,
-        which most templates leave out, as the older one.
+        """The message in the form that the template expects: reasoning in its keys or in the text,
+        results of tools without the marks that the template adds, and OpenAI's newer name of the
+        system role replaced by the older one, because most templates drop the newer.
         """
         role = message.get("role")
         content = message.get("content") or ""
@@ -295,19 +296,19 @@ class PromptRenderer:
         return {**message, **how.message(thought, answer.lstrip())}
 
     def reasoning_of(self, prompt: Sequence[int]) -> Literal["opened", "possible", "none"]:
-        """Whether an answer begins with reasoning: a prompt may have opened it, or may leave it to
-        the target to open it, where the template knows any.
+        """Says if an answer begins with reasoning: "opened" by the prompt, "possible" if the
+        template knows reasoning and the target may open it, or "none".
         """
         _, start, written = self._ending(prompt).rpartition(self._answer_start or ANSWER)
         thought = written.rpartition(CLOSE)[2].rstrip()
-        # anybody may write about <think> in a text whose beginning is not in sight
+        # a long text may mention <think> without opening reasoning
         if thought.endswith(OPEN) or (start and OPEN in thought):
             return "opened"
         return "possible" if start and not written.strip() else "none"
 
     @cached_property
     def _answer_start(self) -> str:
-        """What stands before answers; "" without reasoning in the template."""
+        """The text before answers; "" if the template has no reasoning."""
         if self.reasoning is None and CLOSE not in str(self.tokenizer.chat_template):
             return ""
         try:
@@ -323,7 +324,7 @@ class PromptRenderer:
 
     @property
     def marks(self) -> Marks | None:
-        """Of reasoning, for the text of answers to a conversation."""
+        """The marks of reasoning, for the text of answers to a conversation."""
         return self.reasoning.marks if self.reasoning else None
 
     def answer_text(self, ids: Sequence[int]) -> str:
@@ -332,18 +333,18 @@ class PromptRenderer:
         return stream.feed(ids) + stream.flush()
 
     def prompt_ids(self, prompt: str | Messages) -> list[int]:
-        """Token ids of a plain text, or of a conversation up to the start of the answer, or to the
-        end of its beginning, if that is the last message.
+        """Token ids of a plain text, or of a conversation up to the start of the answer. If the
+        last message is the beginning of an answer, they end with it.
 
         Plain text gets the tokenizer's own first tokens, but not the end token that some tokenizers
-        append to every text: a prompt goes on. Raises TemplateError.
+        append to every text, because a prompt is to be continued. Raises TemplateError.
         """
         text = prompt if isinstance(prompt, str) else self._asked(prompt)
         bare = self.encode(text)
         if not isinstance(prompt, str):
             last = prompt[-1] if prompt else {}
             asked = last.get("content") if last.get("role") not in ("assistant", "tool") else None
-            # templates leave out roles that they do not know; blanks may differ
+            # templates drop roles that they do not know; blanks may differ
             if isinstance(asked, str) and without_blanks(asked) not in without_blanks(text):
                 raise TemplateError(
                     "the template leaves out the last message; its role is expected to be user"
@@ -356,8 +357,8 @@ class PromptRenderer:
         return ids[:-1] if is_closed else ids
 
     def _asked(self, messages: Messages) -> str:
-        """The text of a conversation up to what the target writes: an answer, or the rest of that
-        which is the last message.
+        """The text of a conversation up to the place where the target continues: the start of an
+        answer, or the end of an answer that the last message begins.
         """
         last = messages[-1] if messages else {}
         content = last.get("content") or ""
@@ -380,14 +381,14 @@ def encode_prompt(
     prompt: str | Messages,
     template_args: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt as of `PromptRenderer.prompt_ids`.
+    """Token ids of a prompt, as `PromptRenderer.prompt_ids` returns them.
 
     template_args: variables for this prompt, in addition to `target.template_args`. Raises
     ValueError for a missing tokenizer, an empty prompt, and what template or tokenizer rejects.
     """
     renderer = PromptRenderer(target, target.template_args)
     renderer = renderer.with_variables(template_variables(template_args or {}))
-    try:  # errors of jinja and tokenizers do not mention the prompt
+    try:  # errors of jinja and tokenizers do not name the prompt
         ids = renderer.prompt_ids(prompt)
     except (TemplateError, TypeError, UnicodeError) as error:
         raise ValueError(

@@ -1,5 +1,5 @@
-"""Decoding against the clock: candidates decode the same prompts in turns, so that a machine that
-slows down slows all of them alike.
+"""Times candidates that decode the same prompts in turns, so that a slow moment of the machine
+slows all of them alike.
 
 Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resamples.
 """
@@ -32,12 +32,12 @@ from draftheads.infer.rows import Step
 from draftheads.infer.turns import TimedRun, Turns
 
 GENERATE, PLAIN = "generate", "plain"
-"""Candidates of every bench: transformers' own, and this engine without a drafter."""
+"""Candidates of every bench: transformers' own `generate`, and this engine without a drafter."""
 
 RESAMPLES = 5000
-"""Of the bootstrap."""
+"""Number of resamples of the bootstrap."""
 WARM_TOKENS = 2
-"""Of a run that is not timed: of the prefill, and of a step."""
+"""New tokens of an untimed run: one of the prefill, one of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class RaceOptions:
 
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # at least 1; runs per prompt and candidate
-    seed: int = 0  # of sampling
-    compile: bool = False  # of a bench: every candidate once more, compiled
-    minutes: float | None = None  # since `Turns` began, in which turns end
+    seed: int = 0  # for sampling
+    compile: bool = False  # for a bench: also time every candidate compiled
+    minutes: float | None = None  # from the beginning of `Turns`; turns end within them
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
@@ -57,7 +57,7 @@ class RaceOptions:
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """A prompt, its number in the caller's list, and the new tokens that fit after it."""
+    """A prompt, its index in the caller's list, and the new tokens that fit after it."""
 
     number: int
     prompt: Sequence[int]
@@ -90,8 +90,8 @@ class BatchEngine(Protocol):
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine to time. nodes: draft nodes of its tree, None if that is not fixed. clock: of an
-    engine in another process, in place of the one that times the others.
+    """An engine to time. nodes: draft nodes of its tree; None if their number varies. clock:
+    measures an engine in another process, instead of the clock that times the others.
     """
 
     name: str
@@ -105,18 +105,20 @@ Runs = Mapping[str, list[list[TimedRun]]]
 
 
 def steps_of(runs: Sequence[Sequence[TimedRun]]) -> Iterator[Step]:
-    """All steps of a candidate but the prefills."""
+    """All steps of a candidate, without prefills."""
     for run in chain.from_iterable(runs):
         yield from (step for step in run.steps if step.accepted >= 0)
 
 
 def rule_name(rule: Acceptance) -> str:
-    """A rule and its values, in settings and titles."""
+    """The name of a rule with its values, for settings and titles."""
     return "greedy" if isinstance(rule, Greedy) else repr(rule)
 
 
 def own_randomness(target: Target) -> AbstractContextManager[None]:
-    """Within it torch's random streams are seeded freely; after it they are the caller's again."""
+    """A context that may seed torch's random streams freely, and restores the caller's streams at
+    its end.
+    """
     devices = [target.device] if target.device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices)
 
@@ -124,7 +126,9 @@ def own_randomness(target: Target) -> AbstractContextManager[None]:
 def fitting_prompts(
     target: WithContext, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
-    """The prompts that leave room in the context. Raises ValueError if there are none."""
+    """The prompts that leave room for new tokens in the context. Raises ValueError if there are
+    none.
+    """
     fitting = [
         BenchPrompt(number, prompt, min(max_new_tokens, target.context - len(prompt)))
         for number, prompt in enumerate(prompts)
@@ -192,7 +196,7 @@ def race(
 def by_number(
     name: str, keys: Sequence[str], batches: Sequence[Sequence[BenchPrompt]], turns: Turns
 ) -> dict[int, list[TimedRun]]:
-    """The repetitions of one candidate, by the numbers of prompts."""
+    """Prompt index -> the repetitions of one candidate."""
     runs: dict[int, list[TimedRun]] = defaultdict(list)
     for key, batch in zip(keys, batches, strict=True):
         if key in turns.ended:
@@ -230,14 +234,14 @@ def timed(
     Each prompt is continued by the new tokens that fit after all of them. clock: unless the
     candidate has its own.
 
-    Token ids end up on the CPU in every step, so no device work is left when the clock is read.
+    Token ids reach the CPU in every step, so no device work is left when the clock is read.
     """
     clock = candidate.clock or clock
     prompts = [each.prompt for each in batch]
     limit = min(each.limit for each in batch)
     was_enabled = gc.isenabled()
     gc.disable()
-    try:  # the process needs its collector after an error or Ctrl-C
+    try:  # turn the collector on again after an error or Ctrl-C
         start = clock()
         steps = list(candidate.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit))
         share = (clock() - start) / len(batch)

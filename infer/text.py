@@ -1,4 +1,4 @@
-"""Token ids as text: streamed answers, stop strings."""
+"""Turns token ids into text: streamed answers and stop strings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import suppress
 from typing import Any
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Decoders write it for a character whose bytes are incomplete."""
+"""Tokenizers decode a character whose bytes are incomplete to this one."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys in which messages have the reasoning of an answer."""
+"""Keys of messages that may hold the reasoning of an answer."""
 THOUGHT_KEY = THOUGHTS[0]
 Marks = Mapping[tuple[int, ...], str]
-"""Token ids, and the text that stands for them."""
+"""Token ids -> the text that replaces them."""
 CONTEXT = 8
-"""Previous tokens that affect the decoding of the next one."""
+"""Number of previous tokens that affect the decoding of the next one."""
 CALL_ID = "call00000"
-"""Mistral's templates take no ids of another length."""
+"""A call id of the only length that Mistral's templates accept."""
 ARGUMENT_KEYS = ("arguments", "parameters", "input")
-"""Keys in which calls have their arguments."""
+"""Keys of calls that may hold their arguments."""
 
 
 def assistant(content: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def assistant(content: Any) -> dict[str, Any]:
 
 
 def tool_call(name: str, arguments: Any, call_id: Any = CALL_ID) -> dict[str, Any]:
-    """A call in a message, in OpenAI's layout."""
+    """A message's tool call in OpenAI's layout."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
 
@@ -53,12 +53,12 @@ def without_blanks(text: str) -> str:
 
 class TextStream:
     """Decodes a growing list of tokens, and emits text once its characters are complete. The pieces
-    join to the decoded whole. Steps decoded one by one do not: tokenizers drop the space before the
-    first word, and a character may have several tokens.
+    join to the text of the whole list. Tokens decoded one by one do not: tokenizers drop the space
+    before the first word, and a character may have several tokens.
 
     after: previous tokens, such as the prompt's, which decide about the space before the first
-    word. Only the last few tokens are decoded again, so that the cost per token is constant.
-    marks: tokens that are shown as another text.
+    word. Only the last few tokens are decoded again, so the cost per token is constant. marks:
+    tokens that are shown as another text.
     """
 
     def __init__(
@@ -74,16 +74,16 @@ class TextStream:
         self._shown = list(after[-CONTEXT:])
         self._held: list[int] = []
         self._marks = marks or {}
-        self._begun: list[int] = []  # tokens that may be the beginning of a mark
+        self._begun: list[int] = []  # tokens that may begin a mark
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """Text completed by these tokens, "" inside a character."""
+        """Returns the text that these tokens complete; "" inside a character."""
         if not self._marks:
             return self._feed(tokens)
         text = ""
         for token in tokens:
             self._begun.append(token)
-            # until some mark begins so
+            # until the tokens may begin a mark
             while all(mark[: len(self._begun)] != tuple(self._begun) for mark in self._marks):
                 text += self._feed([self._begun.pop(0)])
             mark = tuple(self._begun)
@@ -94,7 +94,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """The rest of the text, incomplete characters included."""
+        """Returns the rest of the text, incomplete characters included."""
         self._held += self._begun
         self._begun.clear()
         return self._show(self._held_text())
@@ -108,7 +108,7 @@ class TextStream:
         return self._decoded(self._shown + self._held)[len(self._decoded(self._shown)) :]
 
     def _decoded(self, tokens: list[int]) -> str:
-        # what is cleaned up depends on text that may not have come yet
+        # cleaning up depends on text that may still follow
         text: str = self._tokenizer.decode(
             tokens,
             skip_special_tokens=self._skip_special_tokens,
@@ -126,9 +126,10 @@ class TextStream:
 class AnswerText:
     """The text of an answer while it grows, for chat and server.
 
-    text: all of it so far. accepted[i]: whether character i is of an accepted draft token. settled:
-    characters that will stay; those after them may be the beginning of a stop string. stop: the
-    strings before which the text ends. clean: applied to the text, such as `printable`.
+    text: all text so far. accepted[i]: whether character i belongs to an accepted draft token.
+    settled: number of characters that are final; later ones may be the beginning of a stop string.
+    stop: the strings before which the text ends. clean: a function applied to the text, such as
+    `printable`.
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class AnswerText:
             self.settled = len(self.text) - waiting
 
     def end(self) -> None:
-        """Append the rest, and cut the text before a stop string. None is searched before the end:
-        the engine ends an answer at the token that completes one.
+        """Append the rest, and cut the text before a stop string. It is only searched for at the
+        end, because the engine ends an answer at the token that completes one.
         """
         self._append(self._stream.flush(), False)
         places = [self.text.find(stop, self.settled) for stop in self._stop]
@@ -175,7 +176,7 @@ class AnswerText:
 
 
 def begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
+    """The number of characters at the end of a text that may begin a stop string."""
     sizes = range(min(len(stop) - 1, len(text)), 0, -1)
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 

@@ -1,5 +1,5 @@
-"""The turns of races: which have ended, whether another has time, and a file for those that ended,
-from which the same command goes on.
+"""Keeps the turns of races: those that have ended, the time for another one, and a file of the
+ended ones from which the same command continues.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Turns:
             self._read(path, dict(facts or {}))
 
     def _read(self, path: Path, facts: dict[str, str]) -> None:
-        """Take over what the file has, without a line that was not written whole."""
+        """Read the turns of the file, except for an incomplete line."""
         lines = [json.dumps(facts)]
         text = path.read_text() if path.is_file() else ""
         head, *turns = text.splitlines(keepends=True) or [lines[0]]
@@ -93,7 +93,7 @@ class Turns:
         write_text(path, "\n".join(lines) + "\n")
 
     def open(self, keys: Sequence[str], candidates: int, minutes: float | None) -> None:
-        """Begin a race. minutes: no turn begins that would end later; None: all do."""
+        """Begin a race. minutes: a turn that would end later does not begin; None: no limit."""
         self._end = self._began + 60 * self.share * (minutes or math.inf)
         before = sum(key in self.ended for key in keys) * candidates
         if self._bar is None:
@@ -102,7 +102,7 @@ class Turns:
                 total=max(self.runs, len(keys) * candidates),
                 desc=f"decoding{bound}",
                 delay=FIRST_LINE_S,
-                miniters=1,  # no thread that draws during the measurement
+                miniters=1,  # so that no thread draws during the measurement
                 smoothing=0,
                 leave=False,
             )
@@ -112,14 +112,14 @@ class Turns:
         self._turns = 0
 
     def has_time(self) -> bool:
-        """Whether another turn may begin; the first of a race always may."""
+        """True if another turn may begin. The first turn of a race always may."""
         if not self._turns:
             return True
         now = time.monotonic()
         return now + (now - self._race_began) / self._turns <= self._end
 
     def tick(self) -> None:
-        """Note a run."""
+        """Count a run."""
         assert self._bar is not None, "a race opens its turns"
         self._bar.update()
         if not self._is_estimated and self._bar.format_dict["elapsed"] > FIRST_LINE_S:
@@ -135,7 +135,7 @@ class Turns:
                 file.write(TURN.dump_json((key, runs)) + b"\n")
 
     def check(self) -> None:
-        """Raise what stopped a race, where a part of it is of no use."""
+        """Raise the signal that stopped a race, for callers to whom part of a race is useless."""
         if self.stop:
             raise self.stop
 
@@ -143,7 +143,9 @@ class Turns:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End; the file goes if nothing was left out. Raises what stopped a race."""
+        """End the race, and delete the file if nothing was left out. Raises the signal that stopped
+        a race.
+        """
         if self._bar is not None:
             self._bar.close()
         if self.path and not (kind or self.left_out):

@@ -1,9 +1,9 @@
 """Recurrent states of hybrid targets: linear attention, state spaces, short convolutions.
 
-A state belongs to a row and stands for its whole text, whatever its length. It cannot be rolled
-back, and need not be: verification leaves the committed state where it is and computes a state for
-each node of the tree, from that of the node's parent. `keep` then takes the state of the last
-accepted node. So the mixers, which are the only parts of a model with such states, see one node
+A state belongs to a row and summarises its whole text, whatever its length. It cannot be rolled
+back, and need not be: verification leaves the committed state unchanged and computes a state for
+each node of the tree from the state of the node's parent. `keep` then commits the state of the last
+accepted node. So the mixers, which are the only parts of a model with such states, see each node
 after its parent, as they see one token after another in plain decoding.
 
 Legend: B rows, N nodes, T tokens, R nodes of one level over all rows, D hidden width.
@@ -35,30 +35,31 @@ from draftheads.heads.hybrid.trees import (
 from draftheads.heads.tree import Topology
 
 ASKS = {"update_conv_state", "update_recurrent_state"}
-"""Methods of transformers' caches by which a mixer hands in its states."""
+"""Methods of transformers' caches to which a mixer passes its states."""
 CACHE = ("cache", "past_key_values", "cache_params")
-"""Names that transformers gives to the argument that is the cache, in models and in mixers."""
+"""Names of the cache argument in transformers' models and mixers."""
 KNOWN = "a version of transformers that draftheads knows"
 
 SNAPSHOTS = 4
-"""States that are remembered, of earlier lengths of a text."""
+"""Number of remembered states, at earlier lengths of a text."""
 
 Mixing = Literal["tree", "levels", "tokens"]
-"""How mixers run. "tree": all nodes of a tree in one call, where their code is known; "levels": a
-call per level; "tokens": so, and a mixer that forgets its state when it is given several tokens
-reads on one by one.
+"""How mixers run. "tree": all nodes of a tree in one call, if the mixer's code is known; "levels":
+one call per level; "tokens": one call per level, and mixers that forget their state when they get
+several tokens read one token at a time.
 """
 
 StatesByLayer = dict[int, LayerStates]
 """States (B, ...) of the mixers, by layer."""
 Snapshot = tuple[int, StatesByLayer]
-"""States of a text of so many tokens."""
+"""The number of tokens of a text, and the states after them."""
 
 
 class States:
-    """The states of all rows of a cache, one dict of tensors (B, ...) for each mixer.
+    """The states of all rows of a cache: one dict of tensors (B, ...) for each mixer.
 
-    Before each forward pass, `read` or `branch` says what it will be over. mixers: of the model.
+    Before each forward pass, `read` or `branch` announces its tokens or nodes. mixers: those of the
+    model.
     """
 
     def __init__(self, batch: int, mixers: Sequence[Mixer], mixing: Mixing = "tree") -> None:
@@ -68,21 +69,21 @@ class States:
         self._branches = {each.layer_idx: Branches(each) for each in branching}
         self._snapshots: list[Snapshot] = []
         self._read: StatesByLayer = {}
-        self._passes: dict[int, TreePass] = {}  # over the newest trees, by layer
+        self._passes: dict[int, TreePass] = {}  # passes over the newest trees, by layer
         self._counts: list[int] = []
         self._topology: Topology | None = None
         self._begin(0, {})
 
     def _begin(self, length: int, committed: StatesByLayer) -> None:
-        """Continue with these, as if nothing had been before."""
+        """Continue from these states, without a past."""
         self.length = length
         self.committed = committed
-        self._earlier: Snapshot = (0, {})  # before the last step
+        self._earlier: Snapshot = (0, {})  # the states before the last step
         self._is_fixed = False
         self._is_torn = False  # between `keep` and `note`: the states may not be those of `length`
 
     def fix(self) -> None:
-        """Let the next step write the committed states where they are."""
+        """Let the next step overwrite the committed states in place."""
         self._is_torn = True
         if not self._is_fixed:
             self.committed = _each(self.committed, _own)
@@ -99,7 +100,7 @@ class States:
         return [state for each in both for kinds in each.values() for state in kinds.values()]
 
     def read(self, counts: Sequence[int]) -> None:
-        """The next pass is over tokens of the texts, `counts[b]` of row b. `commit` then takes all
+        """Announce a pass over tokens of the texts, `counts[b]` of row b. `commit` then commits all
         of them.
         """
         self._remember()
@@ -108,19 +109,19 @@ class States:
         self._topology = None
 
     def commit(self) -> None:
-        """Commit the states after what was read."""
+        """Commit the states after the tokens of `read`."""
         self.length += self._counts[0]
         self.committed = self._read
         self._is_fixed = False
         self._remember()
 
     def branch(self, topology: Topology) -> None:
-        """The next pass is over the nodes of trees, of which `keep` will take some."""
+        """Announce a pass over the nodes of trees, some of which `keep` will commit."""
         self._topology = topology
         self._passes = {}
 
     def keep(self, last_B: Tensor) -> None:
-        """Commit the states of these nodes; -1: the state stays."""
+        """Commit the states of these nodes; -1 leaves a row's state unchanged."""
         self._is_torn = True
         kept = {number: each.after(last_B) for number, each in self._passes.items()}
         self._topology = None
@@ -133,21 +134,21 @@ class States:
             self.committed = kept
 
     def note(self, count: int) -> None:
-        """How many tokens the first row grew by in `keep`."""
+        """Take the number of tokens by which `keep` extended the first row."""
         self._earlier = (self.length, self._earlier[1])
         self.length += count
         self._is_torn = False
 
     def _remember(self) -> None:
-        """Remember the states of now."""
+        """Remember the committed states."""
         if self.rows == 1 and self.committed:
             snapshots = [snapshot for snapshot in self._snapshots if snapshot[0] < self.length]
             self._snapshots = [*snapshots[1 - SNAPSHOTS :], (self.length, self.committed)]
 
     def rewind(self, length: int) -> int:
-        """Return to the newest known states of at most `length` tokens of the only row: those of
-        now and before the last step, unless it was interrupted, or at the beginning or end of a
-        prompt. Returns of how many.
+        """Return to the newest known states of at most `length` tokens of the only row. Known are
+        the present states and those before the last step, unless it was interrupted, and those at
+        the beginning or end of a prompt. Returns the number of tokens.
         """
         snapshots: list[Snapshot] = [(0, {}), *self._snapshots]
         if not self._is_torn:
@@ -175,7 +176,7 @@ class States:
         return tree_pass.run(hidden_BND, arguments)
 
     def _mix_tokens(self, mixer: Mixer, hidden_BTD: Tensor, arguments: Arguments) -> Tensor:
-        """Rows of equal numbers of tokens run together: padding would enter their states."""
+        """Run rows of equal numbers of tokens together. Padding would enter their states."""
         out_BTD = torch.zeros_like(hidden_BTD)
         states = self._read.setdefault(mixer.layer_idx, {})
         for count in set(self._counts) - {0}:
@@ -196,12 +197,12 @@ class States:
         return out_BTD
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows alone."""
+        """Keep only these rows."""
         self.rows = len(rows)
         self.committed = _each(self.committed, lambda state: state[rows])
 
     def join(self, other: States, places: Sequence[int]) -> None:
-        """Row i of `other` becomes row places[i]; places after the last row add rows."""
+        """Copy row i of `other` to row places[i]; places after the last row add rows."""
         self.rows = max(self.rows, max(places) + 1)
         for number, states in other.committed.items():
             mine = self.committed.setdefault(number, {})
@@ -213,12 +214,12 @@ class States:
                 mine[key] = more
 
     def take(self, other: States, place: int, length: int) -> None:
-        """Continue with a row of `other`, of `length` tokens, and what is known of its past."""
+        """Continue from a row of `other` with `length` tokens, and from its known past."""
         self._begin(length, _each(other.committed, lambda state: state[[place]]))
 
 
 def _each(states: StatesByLayer, change: Callable[[Tensor], Tensor]) -> StatesByLayer:
-    """All states, changed."""
+    """Apply `change` to all states."""
     return {
         number: {key: change(state) for key, state in kinds.items()}
         for number, kinds in states.items()
@@ -226,7 +227,7 @@ def _each(states: StatesByLayer, change: Callable[[Tensor], Tensor]) -> StatesBy
 
 
 def _own(state: Tensor) -> Tensor:
-    """A copy, of the same strides whatever computed it."""
+    """A contiguous copy, so that its strides do not depend on what computed it."""
     return state.clone(memory_format=torch.contiguous_format)
 
 
@@ -237,35 +238,35 @@ def _copy(states: StatesByLayer, into: StatesByLayer) -> None:
 
 
 def install(model: PreTrainedModel) -> list[Mixer]:
-    """Let the mixers of a model take our states where they are called with our cache; with others,
-    and without one, they work as ever. Returns them.
+    """Make the mixers of a model use our states when they are called with our cache. With another
+    cache, or none, they work as before. Returns the mixers.
     """
     mixers: list[Any] = [module for module in model.modules() if is_mixer(module)]
     for mixer in mixers:
         mixer.__class__ = tree_mixer(mixer.__class__)
-        if hasattr(mixer, "_old_forward"):  # accelerate's, behind its hooks
+        if hasattr(mixer, "_old_forward"):  # accelerate calls it behind its hooks
             mixer._old_forward = MethodType(type(mixer).forward, mixer)
     return mixers
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module keeps recurrent states in a cache."""
+    """True if a module keeps recurrent states in a cache."""
     kind: Any = type(module)
     return asks_for_states(kind)
 
 
 @cache
 def asks_for_states(kind: Any) -> bool:
-    """Whether the code of a class does."""
+    """True if the code of a class keeps recurrent states in a cache."""
     members = [member for base in kind.__mro__ for member in vars(base).values()]
     codes = [getattr(inspect.unwrap(each), "__code__", None) for each in members if callable(each)]
     return any(ASKS & {*code.co_names} for code in codes if code is not None)
 
 
 def cache_argument(kind: Any, method: str = "forward") -> str:
-    """The name of a method's argument that is the cache, or of that which a subclass hands its
-    options on to. Raises ValueError for none of CACHE: by another name, a cache could vanish among
-    options without a word.
+    """The name of the cache argument of a method, or of the base class's method to which it passes
+    its options. Raises ValueError if it is none of CACHE, because a cache under another name could
+    silently get lost among the options.
     """
     codes = [vars(base)[method] for base in kind.__mro__ if method in vars(base)]
     found = [name for code in codes for name in inspect.signature(code).parameters if name in CACHE]
@@ -279,8 +280,8 @@ def cache_argument(kind: Any, method: str = "forward") -> str:
 
 @cache
 def tree_mixer(kind: Any) -> Any:
-    """A class of mixers that hand their work to `States`. A class and no function of a module: a
-    copy of the model must run its own weights.
+    """A subclass of a mixer's class that passes its work to `States`. It is a class, not a function
+    on a module, so that a copy of the model runs its own weights.
     """
     if issubclass(kind, TreeMixer):
         return kind
@@ -295,12 +296,12 @@ def tree_mixer(kind: Any) -> Any:
 
 
 class TreeMixer(Mixer):
-    """A mixer that hands its work to `States`; see `tree_mixer`."""
+    """A mixer that passes its work to `States`; see `tree_mixer`."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """That of the mixer, in parts if it is called with our cache."""
+        """The mixer's own forward, split into parts if it is called with our cache."""
         inputs = {**dict(zip(self.names, arguments, strict=False)), **options}
-        for name, value in inputs.items():  # the caller may have another name for it
+        for name, value in inputs.items():  # the caller may use another name for the cache
             states = getattr(value, "states", None)
             if isinstance(states, States):
                 del inputs[name]

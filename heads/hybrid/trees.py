@@ -1,14 +1,15 @@
-"""One recurrent layer (a mixer) over the nodes of trees, each node after its parent.
+"""Runs one recurrent layer (a mixer) over the nodes of trees, each node after its parent.
 
-Three ways. `OneNode`: a tree of its root alone is a token of plain decoding. `Levels`: one call per
-depth, for any mixer. `Branches`: all nodes in one call, for mixers whose inner functions are known.
+There are three ways. `OneNode`: a tree with only its root runs like a token in plain decoding.
+`Levels`: one call per depth, for any mixer. `Branches`: all nodes in one call, for mixers whose
+inner functions are known.
 
-A mixer of transformers calls two inner functions, a causal convolution over the last inputs and a
-linear recurrence, with the tokens of a sequence. In `Branches` the nodes of a tree stand in the
-places of tokens: projections, gates and norms see each alone, and these two functions are replaced
-by others that follow parent pointers. The mixer's own code runs, with other globals. No node has a
-state of its own: a linear recurrence is attention over the path to the root, with weights that
-decay, beside what the committed state says. Only the kept node's state is computed.
+A mixer of transformers calls two inner functions with the tokens of a sequence: a causal
+convolution over the last inputs, and a linear recurrence. `Branches` passes the nodes of a tree in
+place of tokens. Projections, gates and norms process each node alone, and the two inner functions
+are replaced by others that follow parent pointers. The mixer's own code runs, with other globals.
+No node has a state of its own: a linear recurrence equals attention over the path to the root, with
+weights that decay, plus a term of the committed state. Only the state of the kept node is computed.
 
 Legend: B rows, N nodes, R nodes of one level over all rows, D hidden width, C channels, K inputs of
 a convolution, H heads, Q width of a key, V width of a value. A state is (B, H, Q, V).
@@ -35,14 +36,14 @@ CONVOLUTION, DELTA_RULE, MAMBA2 = (
 )
 """Names of inner functions in transformers' modules."""
 EPSILON = 1e-6
-"""Of the norm of keys and queries."""
+"""Epsilon of the norm of keys and queries."""
 
 Key = tuple[str, int]
 """Kind of a state, "conv" or "recurrent", and its number."""
 LayerStates = dict[Key, Tensor]
-"""(B, ...), of one mixer."""
+"""The states (B, ...) of one mixer."""
 Arguments = dict[str, Any]
-"""What a mixer is called with, but for hidden states and cache."""
+"""The arguments of a mixer without hidden states and cache."""
 
 
 class Mixer(nn.Module):
@@ -50,12 +51,12 @@ class Mixer(nn.Module):
 
     layer_idx: int
     names: tuple[str, ...]
-    """Of the parameters of its forward."""
+    """Names of the parameters of its forward."""
     cache_name: str
     code: Any
-    """Its forward as transformers wrote it."""
+    """Its forward in transformers."""
     branching: bool
-    """Whether it may run over a tree in one call."""
+    """True if it can run over a tree in one call."""
 
     def plain(self, hidden_RTD: Tensor, window: Window, arguments: Arguments) -> Tensor:
         """The output of its own code, with another cache."""
@@ -64,15 +65,16 @@ class Mixer(nn.Module):
 
 
 def can_branch(code: Any) -> bool:
-    """Whether a mixer's forward can run over a tree: it calls inner functions that are known."""
+    """True if a mixer's forward can run over a tree: it calls inner functions that are known."""
     names = {*code.__code__.co_names}
     recurs = "update_recurrent_state" in names
     return CONVOLUTION in names and (not recurs or bool(names & {DELTA_RULE, MAMBA2}))
 
 
 class MixerCache:
-    """What a mixer takes for the cache: states of the rows that it is called with, none of which is
-    rolled back. Older transformers ask for `layers`, and these for what follows it.
+    """Stands in for the cache of a mixer: the states of the rows that it is called with, which are
+    never rolled back. Older transformers read `layers`, and then the attributes below from each of
+    them.
     """
 
     states: LayerStates
@@ -107,7 +109,7 @@ class Window(MixerCache):
     """Keeps the states after tokens."""
 
     def __init__(self, states: LayerStates) -> None:
-        # sums over other strides have other orders
+        # other strides change the order of sums
         self.states = {key: state.contiguous() for key, state in states.items()}
 
     def update_conv_state(
@@ -118,7 +120,7 @@ class Window(MixerCache):
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> Tensor:
-        """Append to the inputs that the convolution still sees. Returns all of them."""
+        """Append to the inputs that the convolution still reads. Returns all of them."""
         before = self.states.get(("conv", state_idx))
         size = conv_kernel_size or (conv_states if before is None else before).shape[-1]
         if before is None:
@@ -143,7 +145,7 @@ class TreePass(ABC):
         self.mixer = mixer
 
     def start(self, committed: LayerStates, topology: Topology) -> None:
-        """Before each `run`. committed: the mixer's states (B, ...), before the root."""
+        """Prepare for `run`. committed: the mixer's states (B, ...), before the root."""
         self.committed = committed
         self.topology = topology
 
@@ -157,7 +159,7 @@ class TreePass(ABC):
 
 
 class OneNode(TreePass):
-    """A tree of its root alone runs as a token does in plain decoding."""
+    """Runs a tree with only its root like a token in plain decoding."""
 
     def run(self, hidden_B1D: Tensor, arguments: Arguments) -> Tensor:
         # copies, as some mixers write a token's state where the last one was
@@ -170,8 +172,8 @@ class OneNode(TreePass):
 
 
 class Levels(TreePass):
-    """Level by level, each node from the state of its parent: one call of the mixer per level, in
-    which each node is a row of one token.
+    """Runs level by level, each node from the state of its parent, with one call of the mixer per
+    level, in which each node is a row of one token.
     """
 
     def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
@@ -199,8 +201,8 @@ class Levels(TreePass):
 
 
 class Branches(TreePass, MixerCache):
-    """All nodes in one call of the mixer's own code, whose inner functions are replaced by those
-    below. It is what the mixer takes for the cache.
+    """Runs all nodes in one call of the mixer's own code, whose inner functions are replaced by
+    those below. The mixer gets this object as its cache.
     """
 
     def __init__(self, mixer: Mixer) -> None:
@@ -212,15 +214,15 @@ class Branches(TreePass, MixerCache):
             MAMBA2: self._mamba2,
         }
         scope = {**plain.__globals__, **inner}
-        del scope["__name__"]  # by which a compiler would look names up in transformers' module
+        del scope["__name__"]  # else a compiler looks names up in transformers' module
         self._code = FunctionType(
             plain.__code__, scope, None, plain.__defaults__, plain.__closure__
         )
         self._code.__kwdefaults__ = plain.__kwdefaults__
-        self._convolution = 0  # the number of the next one
+        self._convolution = 0  # the number of the next convolution
         self._paths_BCNK: dict[int, Tensor] = {}
         self._recurrence: tuple[Tensor, Tensor, Tensor] | None = None
-        self._is_mamba = False  # whose states are (B, H, V, Q)
+        self._is_mamba = False  # then states are (B, H, V, Q)
 
     def run(self, hidden_BND: Tensor, arguments: Arguments) -> Tensor:
         self.states = self.committed
@@ -237,7 +239,7 @@ class Branches(TreePass, MixerCache):
         if self._recurrence is not None:
             decay_BHN, key_BHNQ, value_BHNV = self._recurrence
             ancestors_BN = self.topology.ancestors_BNN.expand(len(last_B), -1, -1)[rows_B, node_B]
-            # S_n of the kept node alone, by the formula in `_attend`
+            # S_n of the kept node only, by the formula in `_attend`
             total_BH1 = decay_BHN[rows_B, :, node_B][:, :, None]
             weight_BHN = (total_BH1 - decay_BHN).masked_fill(~ancestors_BN[:, None], -torch.inf)
             key_BHNQ = key_BHNQ * weight_BHN.exp()[..., None]
@@ -252,14 +254,14 @@ class Branches(TreePass, MixerCache):
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """`_convolve` comes next, with these inputs."""
+        """Does nothing: the mixer calls `_convolve` next, with these inputs."""
         self._convolution = state_idx
         return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> Tensor:
-        """`after` computes them."""
+        """Does nothing: `after` computes the states."""
         return recurrent_states
 
     def _convolve(
@@ -270,7 +272,9 @@ class Branches(TreePass, MixerCache):
         activation: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """Of each node and the K - 1 inputs before it on its path. (B, C, N) -> (B, C, N)."""
+        """The convolution over each node and the K - 1 inputs before it on its path. (B, C, N) ->
+        (B, C, N).
+        """
         before_BCK = self.committed["conv", self._convolution]
         inputs_BCX = torch.cat([before_BCK, hidden_states.to(before_BCK.dtype)], dim=-1)
         rows, channels, size = before_BCK.shape
@@ -286,9 +290,11 @@ class Branches(TreePass, MixerCache):
         return out_BCN.to(hidden_states.dtype)
 
     def _taps(self, size: int) -> Tensor:
-        """int64 (B|1, N, K): where the inputs of each node's path are, after K of the text."""
-        # From each node, K - 1 steps up. Inputs stand as K of the text, then N of the tree, so node
-        # n is at K + n, and a place above the root, which has number -1, is the text's last: K - 1.
+        """int64 (B|1, N, K): the positions of the inputs on each node's path, where the first K
+        inputs are those of the text.
+        """
+        # Walk K - 1 steps up from each node. Inputs are K of the text, then N of the tree, so node
+        # n is at K + n, and the place above the root, number -1, is the text's last input: K - 1.
         parents_BN = self.topology.parents_BN
         at_BN = torch.arange(parents_BN.shape[1], device=parents_BN.device).expand_as(parents_BN)
         taps = []
@@ -343,10 +349,11 @@ class Branches(TreePass, MixerCache):
         decay_BHN: Tensor,
         correction_BHN: Tensor | None,
     ) -> Tensor:
-        """What each node's query reads of its path and of the committed state, (B, H, N, V).
+        """The values that each node's query reads from its path and from the committed state, (B,
+        H, N, V).
 
-        decay_BHN: logarithms. correction_BHN: the share of what a key already reads that its value
-        replaces; None: values are added.
+        decay_BHN: logarithms. correction_BHN: for each value, the share by which it replaces what
+        its key already reads; None: values are added.
         """
         # With decay g_n, key k_n and value u_n of a node n, and S the committed state,
         #     S_n = e^{g_n} S_parent(n) + k_n u_n^T.
@@ -379,7 +386,7 @@ class Branches(TreePass, MixerCache):
         return out_BHNV + weight_BHNN * (query_BHNQ @ key_BHNQ.transpose(2, 3)) @ value_BHNV
 
     def _as_state(self, state: Tensor) -> Tensor:
-        """A mixer's state as (B, H, Q, V), and back."""
+        """Convert a mixer's state to (B, H, Q, V), or back."""
         return state.transpose(2, 3) if self._is_mamba else state
 
 

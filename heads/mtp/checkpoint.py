@@ -1,7 +1,7 @@
-"""The MTP head that a target's own checkpoint contains, read by name.
+"""Reads the MTP head in a target's own checkpoint by the names of its tensors.
 
-transformers does not load these tensors with the model. Where a family keeps them is a list
-(`families`); how it keeps the layer itself (each expert alone, say) is the model's, so
+transformers does not load these tensors with the model. Each family keeps them in another place
+(`families`). How a family stores the layer itself (each expert alone, say) follows the model, so
 transformers converts it.
 """
 
@@ -26,21 +26,21 @@ from draftheads.heads.tensors import check_finite, differences
 from draftheads.heads.vocabulary import token_map
 
 NATIVE = "target"
-"""What a recipe's head.from names it."""
+"""Its name in a recipe's head.from."""
 BLOCK = "mtp_block."
 
 
 class NoLayer(ValueError):
-    """A checkpoint without an MTP layer."""
+    """Raised for a checkpoint without an MTP layer."""
 
 
 def native_head(target: Target, tokens: int | None = None) -> MtpHead:
-    """The target's own MTP layer as a head, on its device and in its dtype. tokens: it drafts from
-    the first ones of the vocabulary, and end tokens; byte-pair vocabularies begin with the frequent
-    ones. None: from all.
+    """The target's own MTP layer as a head, on its device and in its dtype. tokens: draft only the
+    first so many ids and the end tokens; byte-pair vocabularies begin with frequent tokens. None:
+    draft all.
 
-    Raises ValueError for a checkpoint without such a layer, with several, with a part of one, or
-    with one that is quantised or has an lm_head or embeddings of its own.
+    Raises ValueError for a checkpoint without such a layer, with several, with only a part of one,
+    or with one that is quantised or has an lm_head or embeddings of its own.
     """
     files = tensor_files(str(target.name), target.revision)
     _, places = places_of(files, target)
@@ -50,7 +50,7 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
         "embed_tokens.weight": target.model.get_input_embeddings().weight,
         "lm_head.weight": target.lm_head_weight(),
     }
-    for name in shared.keys() & tensors.keys():  # copies of the target's own
+    for name in shared.keys() & tensors.keys():  # copies of the target's own tensors
         theirs, own = tensors.pop(name), shared[name]
         rows = slice(None, None, max(1, len(theirs) // 64))
         dtype = own.dtype
@@ -70,14 +70,16 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
 
 
 def native_shape(target: Target) -> MtpHead:
-    """The same on the meta device. Raises ValueError as far as names and shapes show."""
+    """The same head on the meta device. Raises the ValueErrors of `native_head` that names and
+    shapes show.
+    """
     files = tensor_files(str(target.name), target.revision)
     _, places = places_of(files, target)
     return shape_in(target, places)
 
 
 def shape_in(target: Target, names: Iterable[str]) -> MtpHead:
-    """A head on the meta device, as it is read from these tensors, which have our names."""
+    """A head on the meta device for tensors of these names, which are ours."""
     with torch.device("meta"):
         return _empty(target, names)
 
@@ -111,8 +113,8 @@ def _empty(target: Target, names: Iterable[str]) -> MtpHead:
 
 
 def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors as the head has them. Raises ValueError for missing, unexpected and misshapen
-    ones.
+    """The tensors in the layout of the head. Raises ValueError for missing, unexpected and
+    misshapen ones.
     """
     model, prefix, inner, result = in_model(head, tensors)
     options = LoadStateDictConfig(
@@ -140,8 +142,9 @@ def _converted(target: Target, head: MtpHead, tensors: dict[str, Tensor]) -> dic
 def in_model(
     head: MtpHead, tensors: dict[str, Tensor]
 ) -> tuple[PreTrainedModel, str, dict[str, Tensor], dict[str, Tensor]]:
-    """An empty model that has the head's layer, the layer's name there, its tensors by the names
-    that they have there, and the others. transformers converts the tensors of a whole model.
+    """An empty model that contains the head's layer, the layer's name in it, the head's tensors
+    under their names in it, and the remaining tensors. transformers converts only the tensors of
+    whole models.
     """
     origin = head.design.origin
     model = empty_model(text_config(origin.config))

@@ -1,4 +1,4 @@
-"""Where and how model families publish their multi-token prediction layers."""
+"""The names under which model families publish their multi-token prediction layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ DECODER = r"(?:model\.)?(?:language_model\.)?"
 
 @dataclass(frozen=True)
 class Family:
-    """Where checkpoints keep an MTP layer.
+    """The place of an MTP layer in the checkpoints of a family.
 
-    names: in order, ours and theirs, of whole parts of names; {n} is the number of the layer.
-    types: of models whose checkpoints engines expect to be written so. count: the key of
-    config.json that counts the layers.
+    names: pairs, in order, of our and their whole parts of names; {n} is the number of the layer.
+    types: model types whose checkpoints engines expect in this form. count: the key of config.json
+    that counts the layers.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -33,7 +33,7 @@ class Family:
         return None
 
     def theirs(self, name: str, first: int) -> str:
-        """The name in a checkpoint of one of our tensors."""
+        """The checkpoint's name for one of our tensors."""
         for mine, theirs in self.names:
             if name.startswith(f"{mine}."):
                 number = first if self.follows else 0
@@ -84,5 +84,5 @@ FAMILIES = [
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of models of this type, if engines expect one of it."""
+    """The family of models of this type; None if engines expect none."""
     return next((family for family in FAMILIES if model_type in family.types), None)

@@ -3,9 +3,8 @@
 
 It is an autoregressive head like EAGLE-1: the embedded token i and feature i, the target's state
 after its final norm, predict token i + 1 through the target's own lm_head, and its normed output
-replaces the features that the target has not computed yet. Layer, norms and RoPE are of the
-target's own classes. Many models are published with such a layer (`checkpoint`); any other may
-get one.
+replaces features that the target has not computed yet. Layer, norms and RoPE use the target's own
+classes. Many models are published with such a layer (`checkpoint`); other models can get a new one.
 
 Legend: B batch, Q queries, D width of target and head.
 """
@@ -49,7 +48,7 @@ class MtpDesign:
 
     @classmethod
     def of(cls, target: Target) -> Self:
-        """A layer for this target, like its last one with attention.
+        """The design of a layer for this target, like its last layer with attention.
 
         Raises ValueError for a target whose embeddings, lm_head or RoPE cannot be shared.
         """
@@ -65,7 +64,9 @@ class MtpDesign:
 
     @classmethod
     def read(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpDesign:
-        """Width and switches are those of the tensors. Raises ValueError for missing keys."""
+        """The design of stored tensors, which show width and switches. Raises ValueError for
+        missing keys.
+        """
         words, layer = needed(config, "vocab_size", "mtp_layer")
         width = len(matrix(tensors, "eh_proj.weight"))
         origin = LayerOrigin(*reversed(needed(layer, "number", "config")))
@@ -79,7 +80,7 @@ class MtpDesign:
 
 
 class MtpHead(AutoregressiveHead):
-    """One more layer of the target, unrolled: it reads its own output.
+    """One more layer of the target, which reads its own output.
 
     Its tensors have the names of transformers' `MtpLayer`.
     """
@@ -115,8 +116,8 @@ class MtpHead(AutoregressiveHead):
         choices: MtpChoices | None = None,
         vocabulary: Sequence[int] | None = None,
     ) -> MtpHead:
-        """A new head for `target`, of which it starts as a copy of the last layer that attends,
-        over the sum of state and embedded token.
+        """A new head for `target`. It starts as a copy of the target's last layer with attention,
+        applied to the sum of state and embedded token.
 
         Raises ValueError for a target without such a layer, and for one whose layers are quantised
         or not in memory.
@@ -146,12 +147,12 @@ class MtpHead(AutoregressiveHead):
         return head
 
     def limit_to(self, ids_v: Tensor | None) -> None:
-        """Draft only tokens of these ids, which rise; None: all."""
+        """Draft only tokens with these ascending ids; None: all."""
         self.token_map = ids_v
         self.draft_vocab_size = self.vocab_size if ids_v is None else len(ids_v)
 
     def check_layer(self, target: Target) -> None:
-        """Raise ValueError for a layer that does not work with a draft head's memory."""
+        """Raise ValueError if the layer does not work with a draft head's memory."""
         if next(self.parameters()).is_meta:
             return
         reason = why_not_runnable(self.mtp_block, self.hidden_size, self.layer_rope)
@@ -162,7 +163,7 @@ class MtpHead(AutoregressiveHead):
             )
 
     def train(self, mode: bool = True) -> Self:
-        """The layer has no dropout: gradient checkpointing runs it twice."""
+        """Keep the layer without dropout, because gradient checkpointing runs it twice."""
         super().train(mode)
         self.mtp_block.eval()
         return self
@@ -183,7 +184,7 @@ class MtpHead(AutoregressiveHead):
         return self._shared_rows.of(target, self.token_map)
 
     def layer_tensors(self) -> dict[str, Tensor]:
-        """Its weights without the draft vocabulary, which engines do not know."""
+        """The weights without the draft vocabulary, which engines do not know."""
         return {name: x for name, x in self.state_dict().items() if name != "token_map"}
 
     def config(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""A decoder layer of the target's own class, which attends to the memories of a draft head.
+"""A decoder layer of the target's own class that attends to the memories of a draft head.
 
-transformers builds the layer from the target's config and looks up its attention by name. Ours,
-under the name IMPLEMENTATION, hands queries, keys and values to the `Memory` of a head, which
-stores and masks them. So the layer works in training-time test, in trees and in compiled steps, and
-none of its code is copied.
+transformers builds the layer from the target's config and looks up its attention by name. Our
+attention, registered as IMPLEMENTATION, passes queries, keys and values to the `Memory` of a head,
+which stores and masks them. So the layer works in training-time test, in trees and in compiled
+steps, and none of its code is copied.
 
 Legend: B batch, Q query positions, H query heads, G key/value heads, W head width, D width.
 """
@@ -37,9 +37,9 @@ from draftheads.heads.target.pretrained import decoder, decoder_layers, final_no
 from draftheads.heads.tensors import check_sizes
 
 IMPLEMENTATION = "draftheads_memory"
-"""Its name among the attention implementations of transformers."""
+"""Our name among the attention implementations of transformers."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-"""Options of an attention that memories do not compute."""
+"""Attention options that memories do not support."""
 INSTEAD = "use a head of another kind, such as eagle3"
 
 
@@ -70,15 +70,15 @@ AttentionInterface.register(IMPLEMENTATION, _forward)
 
 @dataclass(frozen=True)
 class LayerOrigin:
-    """Which layer of which model: the target's text config, as JSON, and the layer's number."""
+    """Identifies a layer of a model: the target's text config, as JSON, and the layer's number."""
 
     config: dict[str, Any]
     number: int
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LayerOrigin:
-        """The layer like which a model predicts further tokens: by its own word, or its last one
-        with attention.
+        """The layer that a model's MTP layer resembles: the one that its config names, or its last
+        one with attention.
 
         Raises ValueError for a model without such a layer.
         """
@@ -97,21 +97,21 @@ class LayerOrigin:
         )
 
     def parts(self) -> LayerParts:
-        """Its modules, with new weights. Raises ValueError for a config that makes none."""
+        """The layer's modules, with new weights. Raises ValueError if the config gives none."""
         try:
             model = empty_model(text_config(self.config))
             kind = type(decoder_layers(model)[self.number])
             norm = final_norm(model)
-        except Exception as error:  # whatever transformers raises for damaged values
+        except Exception as error:  # transformers may raise anything for damaged values
             reason = " ".join(str(error).split())
             raise ValueError(
                 f"expected the config of a model with a decoder layer {self.number}, got one that "
                 f"makes none: {reason:.200}"
             ) from error
-        config = model.config  # with the implementation of experts that was chosen
+        config = model.config  # contains the chosen implementation of experts
         config._attn_implementation = IMPLEMENTATION
         rotary: nn.Module | None = getattr(decoder(model), "rotary_emb", None)
-        if rotary is not None:  # else its positions are learned
+        if rotary is not None:  # else positions are learned
             with torch.device("cpu"):
                 rotary = type(rotary)(config=config)
         return LayerParts(config, self.number, kind, norm, rotary)
@@ -131,7 +131,7 @@ def text_config(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def _as_float(values: dict[str, Any]) -> Any:
-    """The number, where transformers writes one that JSON has not, such as infinity."""
+    """Decode a number that JSON cannot express, such as infinity, from transformers' form."""
     return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
@@ -147,7 +147,7 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """What a layer is built from: classes of transformers, and the model's own config."""
+    """The classes of transformers and the model's own config, from which a layer is built."""
 
     config: Any
     number: int
@@ -179,7 +179,7 @@ class LayerParts:
 
     @property
     def window(self) -> int | None:
-        """Positions that the layer sees, itself included; None: all."""
+        """Number of positions that the layer attends to, its own included; None: all."""
         window: int | None = getattr(self.config, "sliding_window", None)
         is_used = getattr(self.config, "use_sliding_window", True)
         sliding = self._type in (None, "sliding_attention")
@@ -192,10 +192,11 @@ class LayerParts:
 
 
 class LayerRope:
-    """The rotary embedding of the target. Not a module: it stays float32 when the head is cast.
+    """The rotary embedding of the target. It is not a module, so it stays float32 when the head is
+    cast.
 
-    What it turns positions into depends on the dtype of the layer's input, so a head passes on the
-    positions as `Angles`, and its layer asks for the embedding.
+    The embedding depends on the dtype of the layer's input. So a head passes positions on as
+    `Angles`, and its layer asks for the embedding.
     """
 
     def __init__(self, rotary: nn.Module | None, kind: str | None) -> None:
@@ -207,7 +208,7 @@ class LayerRope:
         return (positions_BQ[:, None, :, None],)
 
     def embedding(self, hidden_BQD: Tensor, positions_BQ: Tensor) -> Any:
-        """What a layer takes as `position_embeddings`; None if the model has none."""
+        """The `position_embeddings` argument of a layer; None if the model has none."""
         if self.rotary is None:
             return None
         if any(buffer.device != positions_BQ.device for buffer in self.rotary.buffers()):
@@ -224,7 +225,7 @@ def run_layer(
     angles: Angles,
     memories: Sequence[Memory],
 ) -> Tensor:
-    """The output (B, Q, D) of a layer that attends to the only one of these memories."""
+    """The output (B, Q, D) of a layer that attends to one memory."""
     positions_BQ = angles[0][:, 0, :, 0]
     (memory,) = memories
     out: Tensor | tuple[Tensor, ...] = layer(
@@ -251,7 +252,7 @@ class TrialMemory:
 
 
 def why_not_runnable(layer: nn.Module, width: int, rope: LayerRope) -> str | None:
-    """Why a layer does not work with a head's memory, by a trial; None if it does."""
+    """Runs a trial, and says why a layer does not work with a head's memory; None if it does."""
     parameter = next(layer.parameters())
     memory = TrialMemory()
     hidden_1QD = torch.zeros(1, 2, width, device=parameter.device, dtype=parameter.dtype)

@@ -11,7 +11,7 @@ from draftheads.infer.rows import Statistics, Step
 from draftheads.infer.text import AnswerText
 
 RESERVE = 256
-"""New tokens that the history leaves room for, at most a quarter of the context."""
+"""Number of new tokens that must fit after the history, at most a quarter of the context."""
 ENDINGS = {"interrupted": ", stopped by you", "length": ", cut at the length limit"}
 
 Message = dict[str, str]
@@ -23,16 +23,18 @@ class ChatAnswer:
 
     text: str = ""  # printable
     steps: list[Step] = field(default_factory=list)
-    finish: str = ""  # as in `Step`, or "interrupted", or "refused": what is asked cannot be done
+    finish: str = ""  # as in `Step`, or "interrupted", or "refused": it cannot be answered
 
     def add(self, step: Step, content: AnswerText) -> None:
-        """Take a step. content: the text of all of them."""
+        """Add a step. content: the text of all steps so far."""
         content.add(step.visible, step.accepted)
         self.steps.append(step)
         self.finish = step.finish or ""
 
     def end(self, content: AnswerText) -> None:
-        """Take the whole text; of an answer that was stopped, half a character, too."""
+        """Take the whole text. If the answer was stopped inside a character, its incomplete bytes
+        count, too.
+        """
         content.end()
         self.text = content.text
         self.finish = self.finish or "interrupted"
@@ -43,7 +45,7 @@ class ChatAnswer:
         return sum(len(step.tokens) for step in self.steps)
 
     def summary(self, plain: float = 0.0) -> str:
-        """The line of statistics below an answer. plain: the rate of the plain model."""
+        """The line of statistics below an answer. plain: tokens per second of the plain model."""
         line = f"{self.tokens} tokens"
         statistics = Statistics.of(self.steps)
         speed = rate(self.steps)
@@ -60,8 +62,9 @@ class ChatAnswer:
 
 
 def rate(steps: Iterable[Step]) -> float:
-    """Tokens per second of these steps but the prefill; 0.0 if there are none. The one definition
-    of speed in a chat: of the plain model at the start, and of answers, by `fair_clock`.
+    """Tokens per second of these steps without the prefill; 0.0 if there are none. This is the only
+    definition of speed in a chat, for the plain model at the start and for answers. Timed by
+    `fair_clock`.
     """
     total = Statistics.of(steps)
     seconds = total.draft_seconds + total.verify_seconds
@@ -69,7 +72,7 @@ def rate(steps: Iterable[Step]) -> float:
 
 
 class History:
-    """The messages of a conversation; drops the oldest turns to fit the context.
+    """The messages of a conversation. Drops the oldest turns to fit the context.
 
     Raises ValueError for a target without tokenizer, and for a system prompt that it cannot take.
     """
@@ -114,7 +117,9 @@ class History:
         return tokens, dropped
 
     def add(self, question: str, answer: str) -> None:
-        """Remember a turn; without a chat template, that one alone, and no prompt has it."""
+        """Remember a turn. Without a chat template only the last turn is kept, and no prompt
+        contains it.
+        """
         if not self.has_template:
             self.messages.clear()
         self.messages += [

@@ -1,4 +1,4 @@
-"""The time in which a chat waits for its user, and a background works."""
+"""Lets a background work while a chat waits for its user."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from draftheads.infer.engine import Speculator
 
 @dataclass
 class IdleTime:
-    """Lets a background work in a thread of its own, from entering to leaving this context, which
-    waits for the end of a piece. So the engine is used by one thread at a time.
+    """Runs a background in a thread of its own while this context is entered. Leaving the context
+    waits for the end of the current piece of work, so only one thread at a time uses the engine.
 
-    engine: for later answers. fault: the exception that ended the work.
+    engine: decodes the answers that follow. fault: the exception that ended the work.
     """
 
     background: Background | None
@@ -24,7 +24,7 @@ class IdleTime:
     _thread: Thread | None = None
 
     def __enter__(self) -> None:
-        self._end()  # of a piece that Ctrl-C has left alone
+        self._end()  # Ctrl-C may have left a piece running
         if self.background is None:
             return
         self._is_over.clear()
@@ -47,6 +47,6 @@ class IdleTime:
             try:
                 self.engine, pause = background.work(self.engine)
                 pause = min(pause, LONGEST_PAUSE)
-            except Exception as error:  # whatever it is, the chat goes on
+            except Exception as error:  # the chat continues after any error
                 self.fault = error
                 return

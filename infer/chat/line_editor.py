@@ -1,4 +1,4 @@
-"""Lines typed at a terminal: history, completion of commands, several lines in one."""
+"""Reads lines at a terminal, with history, completion of commands and input over several lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prompt_toolkit.output import Output
 
 
 def history_path() -> Path:
-    """The file of the lines typed so far: $XDG_STATE_HOME/draftheads/chat-history."""
+    """The file that stores typed lines: $XDG_STATE_HOME/draftheads/chat-history."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "draftheads" / "chat-history"
 
@@ -27,11 +27,11 @@ def typed_lines(
     keys: Input | None = None,
     screen: Output | None = None,
 ) -> Callable[[str], str]:
-    """A function that reads a line at the terminal after showing a prompt.
+    """Returns a function that shows a prompt and reads a line at the terminal.
 
     Alt-Enter, or Enter after a backslash, starts another line; pasted lines stay together. Ctrl-C
     clears the line; on an empty one it raises KeyboardInterrupt, and Ctrl-D raises EOFError. keys,
-    screen: default, the terminal's.
+    screen: input and output; default: the terminal's.
     """
     session: PromptSession[str] = PromptSession(
         history=_history(path or history_path()),
@@ -46,7 +46,7 @@ def typed_lines(
 
 
 def _history(path: Path) -> History:
-    try:  # a home that cannot be written to costs the history, not the chat
+    try:  # without a writable home there is no history, but the chat works
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(0o600)
         path.chmod(0o600)

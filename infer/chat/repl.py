@@ -30,9 +30,9 @@ from draftheads.infer.text import AnswerText, TextStream
 
 LEGEND = "green: draft tokens that the target accepted; plain: the target's own tokens"
 TRIAL_SECONDS, TRIAL_STEPS = 1.5, 48
-"""How long the plain model is measured at most."""
+"""The plain model is measured for at most this many seconds and steps."""
 JUDGED_STEPS = 32
-"""Steps after which the chat says that drafts do not pay."""
+"""Number of steps after which the chat may say that drafts do not pay."""
 HINTS = """Ctrl-C stops an answer. A line that starts with a space is never a command.
 Alt-Enter, or Enter after a backslash, starts another line."""
 
@@ -93,7 +93,7 @@ def chat(
 def sample_chat(
     speculator: Speculator, questions: Sequence[str], *, console: Console
 ) -> list[ChatAnswer]:
-    """Print and return the answers to these questions, accepted drafts in colour."""
+    """Print and return the answers to these questions, with accepted drafts in colour."""
     talk = _Conversation(speculator, ChatOptions(), console)
     answers = []
     for question in questions:
@@ -105,8 +105,8 @@ def sample_chat(
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets; a second one raises KeyboardInterrupt. In other threads than the
-    main one it is never set.
+    """Yields an event that Ctrl-C sets; a second Ctrl-C raises KeyboardInterrupt. Outside the main
+    thread the event is never set.
     """
     stopped = threading.Event()
 
@@ -126,7 +126,9 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def plain_rate(engine: Speculator) -> float:
-    """Tokens per second of an engine without drafts, over a few dozen steps after some untimed."""
+    """Tokens per second of an engine without drafts, measured over a few dozen steps after an
+    untimed warm-up.
+    """
     target = engine.target
     prompt = encode_prompt(target, [{"role": "user", "content": "Hello"}])
     limit = min(TRIAL_STEPS, target.context - len(prompt))
@@ -159,7 +161,7 @@ class _Conversation:
         self.console = console
         self.history = History(speculator.target, options.system, options.max_new_tokens)
         self.session = Session()
-        self.total = ChatAnswer()  # the steps of all
+        self.total = ChatAnswer()  # sums over all answers
         self.answers = 0
         self.is_over = False
         self.prompt_tokens = 0
@@ -187,12 +189,12 @@ class _Conversation:
             self.note(LEGEND)
 
     def renew(self) -> None:
-        """Take over what was done while the user typed."""
+        """Use the engine that the background returned while the user typed."""
         if self.idle.fault is not None:
             self._end_learning(self.idle.fault)
         if self.idle.engine is not self.speculator:
             self.speculator = self.idle.engine
-            self.session = Session()  # the old one has keys and values of other drafts
+            self.session = Session()  # the old session holds keys and values of other drafts
 
     def _end_learning(self, fault: Exception) -> None:
         self.idle.background = self.idle.fault = None
@@ -205,11 +207,11 @@ class _Conversation:
         tokens = [token for step in answer.steps for token in step.tokens]
         try:
             self.idle.background.answered(prompt, tokens)
-        except Exception as error:  # whatever it is, the chat goes on
+        except Exception as error:  # the chat continues after any error
             self._end_learning(error)
 
     def _warn_if_slow(self) -> None:
-        """Say once that drafts cost more than they bring, when enough steps show it."""
+        """Warn once, after enough steps, if drafts cost more time than they save."""
         total = Statistics.of(self.total.steps)
         if self.is_warned or not self.plain or total.steps < JUDGED_STEPS:
             return
@@ -221,7 +223,9 @@ class _Conversation:
             self.is_warned = True
 
     def take(self, line: str) -> ChatAnswer:
-        """Run a command or answer a question; returns the answer, an empty one without."""
+        """Run a command or answer a question. Returns the answer, which is empty for a command
+        without one.
+        """
         text = line.strip()
         if not text:
             return ChatAnswer()
@@ -302,7 +306,7 @@ class _Conversation:
         return answer
 
     def show_statistics(self) -> None:
-        """Print what all answers took."""
+        """Print the statistics of all answers."""
         if not self.answers:
             self.note("No answers yet.")
             return
@@ -333,4 +337,4 @@ COMMANDS: dict[str, tuple[Callable[[_Conversation], ChatAnswer | None], str]] = 
     "/help": (_Conversation.help, "this list"),
     "/quit": (_Conversation.quit, "leave (or Ctrl-D)"),
 }
-"""What each does, and a line of help."""
+"""Command -> the method that runs it, and its line of help."""

@@ -1,4 +1,4 @@
-"""What a chat draws: the text of an answer as it grows, with accepted drafts in colour."""
+"""Draws the text of an answer as it grows, with accepted drafts in colour."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Screen:
     shown: int = 0  # characters
 
     def show(self, content: AnswerText) -> None:
-        """Print what is new; characters that are accepted in green."""
+        """Print the new part of the text. Characters of accepted drafts are green."""
         new = zip(content.text[self.shown :], content.accepted[self.shown :], strict=True)
         for mark, characters in groupby(new, itemgetter(1)):
             part = "".join(character for character, _ in characters)

@@ -1,1 +1,1 @@
-"""What can draft besides heads: n-grams, draft models, and combinations of drafters."""
+"""Drafters other than heads: n-grams, draft models, and combinations of drafters."""

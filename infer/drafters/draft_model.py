@@ -1,4 +1,4 @@
-"""Drafting with a whole causal LM, a smaller one of the same vocabulary.
+"""Drafts with a smaller causal LM of the same vocabulary.
 
 Legend: B batch, C committed tokens of a step, F nodes of a level that are expanded, Q queries, P
 nodes expanded so far, V vocabulary.
@@ -25,9 +25,9 @@ DEFAULT_TREE = DynamicTree(draft_nodes=8, depth=4, top_k=4)
 
 @dataclass(frozen=True)
 class DraftModel(DrafterSource):
-    """A small causal LM that drafts for targets of the same vocabulary.
+    """A small causal LM that drafts for targets with the same vocabulary.
 
-    model: loaded like a target, to the target's device. Raises TypeError for a model that is none.
+    model: loaded like a target, on the target's device. Raises TypeError if it is not a `Target`.
     """
 
     model: Target
@@ -41,8 +41,8 @@ class DraftModel(DrafterSource):
         check_fits(tree, self.model.vocab_size)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> ModelDrafter:
-        """A new drafter, for one generation. Raises ValueError unless both models give the same
-        tokens the same numbers.
+        """A new drafter, for one generation. Raises ValueError unless both models map the same
+        tokens to the same ids.
         """
         model = self.model
         if model.tokenizer is None or target.tokenizer is None:
@@ -60,11 +60,11 @@ class DraftModel(DrafterSource):
 class ModelDrafter:
     """Grows a tree level by level; the nodes of a level pass through the model together.
 
-    Past the model's own context it drafts nothing.
+    Beyond the model's context it drafts nothing.
     """
 
     feature_layers: tuple[int, ...] = ()
-    cache = None  # `slots` are a whole model's, whose rows do not leave
+    cache = None  # `slots` belong to a whole model, whose rows do not leave
 
     def __init__(self, model: Target, tree: Tree, vocabulary: int) -> None:
         if model.is_hybrid:
@@ -78,12 +78,12 @@ class ModelDrafter:
         self.builder = tree_builder(tree, None, model.device)
         self.masks = Masks(model.model)
         self.slots: SlotCache | None = None
-        self.unread: list[list[int]] = []  # of each row, what was committed without a draft
+        self.unread: list[list[int]] = []  # committed, not yet read, per row
         self.is_full = False
 
     def skip(self, committed: Committed) -> None:
-        """Read these tokens when something is drafted again: of a few together, the model has one
-        pass instead of many.
+        """Postpone reading these tokens until the next draft, so that the model needs one pass for
+        several steps.
         """
         unread = self.unread or [[] for _ in committed.counts]
         rows = zip(unread, committed.tokens_BC.tolist(), committed.counts, strict=True)
@@ -115,9 +115,9 @@ class ModelDrafter:
         return replace(committed, tokens_BC=tokens_BC, count_B=integers(counts), counts=counts)
 
     def _commit(self, committed: Committed) -> Tensor:
-        """Append the new tokens; returns logits_B1V after the newest of each row."""
+        """Append the new tokens. Returns logits_B1V after the newest token of each row."""
         known = self.model.model.get_input_embeddings().weight.shape[0]
-        # larger ids are those of a target's padding, of which the model may have less
+        # larger ids pad the target's vocabulary; the model may have fewer of them
         tokens_BC = committed.tokens_BC.clamp(max=known - 1)
         counts = committed.counts
         rows, length = tokens_BC.shape
@@ -134,7 +134,8 @@ class ModelDrafter:
 
     def _pass(self, tokens_BQ: Tensor, seen_BQP: Tensor, depths_1P: Tensor) -> Tensor:
         """Logits (B, Q, V) after Q new nodes, which follow the text and P - Q earlier nodes.
-        seen_BQP: the nodes that each new one sees. depths_1P: distances from the end of the text.
+        seen_BQP: the nodes that each new one attends to. depths_1P: distances from the end of the
+        text.
         """
         assert self.slots is not None
         table = self.slots.table

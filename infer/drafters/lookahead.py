@@ -1,8 +1,9 @@
-"""Lookahead decoding (arXiv 2402.02057): n-grams that the target itself guesses while it verifies.
+"""Lookahead decoding (arXiv 2402.02057): drafts n-grams that the target generates while it
+verifies.
 
-A window of guesses rides in each tree: W tokens after the newest one, and after each of these a
-branch of what the target answered there in the last steps. Its answers at the ends of the branches
-complete W n-grams, which are drafted where the text comes to their first token.
+Each tree contains a window of guesses: W tokens after the newest one, each followed by a branch of
+the target's answers there in the last steps. The target's answers at the ends of the branches
+complete W n-grams, which are drafted when the text reaches their first token.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from draftheads.infer.paths import TokenPath
 
 @dataclass(frozen=True)
 class Lookahead(NGram):
-    """Drafts n-grams of the text, and those that the target guessed beside it.
+    """Drafts n-grams of the text, and those that the target generated beside it.
 
     tree: limits; half of the nodes are for guesses. length: tokens of a guessed n-gram; 2 is
-    parallel Jacobi decoding (arXiv 2305.10427). Raises ValueError for one below 2, and as NGram.
+    parallel Jacobi decoding (arXiv 2305.10427). Raises ValueError for a length below 2, and the
+    errors of NGram.
     """
 
     tree: DynamicTree = DynamicTree(draft_nodes=30, depth=15, top_k=4)
@@ -40,7 +42,7 @@ class Lookahead(NGram):
 
 
 class LookaheadDrafter(NGramDrafter):
-    """Looks up the end of each row's text in the text and among its guesses."""
+    """Looks up the end of each row's text in the text itself and among its guesses."""
 
     def __init__(self, source: Lookahead, limits: DynamicTree) -> None:
         super().__init__(source, limits)
@@ -49,7 +51,7 @@ class LookaheadDrafter(NGramDrafter):
         self.columns = max(0, min(longest, limits.draft_nodes // (2 * self.levels)))
 
     def new_text(self) -> GuessedText:
-        """With a window of random guesses."""
+        """A text with a window of random guesses."""
         return GuessedText(self.lengths, self.limits.top_k, self.levels, self.columns)
 
     def paths(self, text: Any) -> list[TokenPath]:
@@ -63,7 +65,7 @@ class LookaheadDrafter(NGramDrafter):
     def observe(self, choices: Sequence[Sequence[int]]) -> None:
         """See `Observer.observe`."""
         for text, chosen in zip(self.texts, choices, strict=True):
-            if text.nodes:  # none of a finished row
+            if text.nodes:  # empty for a finished row
                 text.learn(chosen)
 
 
@@ -86,8 +88,8 @@ class GuessedText(Text):
             del level[: max(len(tokens) - 1, 0)]
 
     def window(self) -> list[TokenPath]:
-        """A path to the end of the branch of each column."""
-        for level in self.levels:  # here, so that a text that is read in parts has the same guesses
+        """For each column, the path to the end of its branch."""
+        for level in self.levels:  # filled here: the same guesses if a text is read in parts
             level += self._random.choices(self.tokens, k=self.columns - len(level))
         branches = zip(*self.levels, strict=True)
         return [(*self.levels[0][:column], *branch) for column, branch in enumerate(branches)]

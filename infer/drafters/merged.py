@@ -1,4 +1,4 @@
-"""One tree out of several drafters' trees."""
+"""Merges the trees of several drafters into one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from draftheads.infer.sources import DrafterSource, NoDraft
 
 @dataclass(frozen=True)
 class Merged(DrafterSource):
-    """One tree out of several drafters' trees (SpecInfer, arXiv 2305.09781, section 3): each path
-    once. With fewer nodes than they propose, the parts take turns.
+    """Merges the trees of several drafters (SpecInfer, arXiv 2305.09781, section 3), each path
+    once. If they propose more nodes than the limit, the parts take turns.
 
     parts: heads and other sources of drafters; n-grams are moved to the beginning, heads to the
-    end. Raises TypeError for others, and for none, ValueError for lookahead.
+    end. Raises TypeError for anything else or no part, ValueError for lookahead.
     """
 
     parts: Sequence[DrafterSource]
@@ -46,7 +46,7 @@ class Merged(DrafterSource):
 
     @property
     def tree(self) -> DynamicTree:
-        """Room for the nodes of the largest part."""
+        """A tree with room for the nodes of the largest part."""
         trees = [part.tree for part in self.parts]
         nodes = max(tree.draft_nodes for tree in trees)
         return DynamicTree(nodes, max(tree.depth for tree in trees), top_k=nodes)
@@ -56,17 +56,17 @@ class Merged(DrafterSource):
         refuse_fixed(tree, "merged drafters")
 
     def drafter(self, target: Target, tree: Tree | None = None) -> MergedDrafter:
-        """A new drafter, for one generation. tree: only its number of nodes counts."""
+        """A new drafter, for one generation. Of `tree`, only the number of nodes counts."""
         nodes = (tree or self.tree).draft_nodes
         drafters = [part.drafter(target, part.tree.head(nodes)) for part in self.parts]
         return MergedDrafter(drafters, nodes)
 
 
 class MergedDrafter:
-    """Merges what its parts propose. In each row, parts that were right lately have more of the
-    nodes. Where an earlier part that is no head was right most, and proposes again, models and
-    heads do not draft for a row, and do not run if that holds for all: what a text repeats is
-    drafted for nothing.
+    """Merges the trees of its parts. In each row, parts that were right lately get more of the
+    nodes. If an earlier part other than a head was right most and proposes again, models and heads
+    do not draft for that row, and do not run if this holds for all rows: copies of repeated text
+    cost nothing to draft.
 
     parts: heads, the only ones that read features, come last.
     """
@@ -77,11 +77,11 @@ class MergedDrafter:
         self.parts = parts
         self.nodes = nodes
         self.feature_layers = sum((part.feature_layers for part in parts), ())
-        self.rows: list[tuple[list[TokenPath], ...]] = []  # the newest of each row and part
+        self.rows: list[tuple[list[TokenPath], ...]] = []  # the newest paths of each row and part
         self.weights: list[list[float]] = []  # of each row and part
 
     def propose(self, committed: Committed) -> TokenTree:
-        # weights are half a token more than a mean, over recent drafts, of tokens that were right
+        # a weight is half a token plus the mean number of correct tokens over recent drafts
         written = zip(committed.tokens_BC.tolist(), committed.counts, strict=True)
         for trees, weights, (tokens, count) in zip(self.rows, self.weights, written, strict=False):
             for place, paths in enumerate(trees):
@@ -103,7 +103,7 @@ class MergedDrafter:
                     part.skip(committed)
                 part = NoDraft(part if part.feature_layers else None)
             tree = part.propose(replace(committed, features_BCD=features_BCD[:, :, start:end]))
-            # what a row drafts does not depend on the rows beside it
+            # the draft of a row does not depend on other rows
             pairs = zip(row_paths(tree), is_led, strict=True)
             proposed.append([[] if led else own for own, led in pairs])
         self.rows = list(zip(*proposed, strict=True))
@@ -115,8 +115,8 @@ class MergedDrafter:
         return stacked(roots_B.tolist(), rows, roots_B.device)
 
     def _are_led(self, proposed: Sequence[list[list[TokenPath]]], counts: list[int]) -> list[bool]:
-        """Of each row, whether it has ended, or the part of most weight, the first of equals, is no
-        head and has proposed already.
+        """For each row: True if it has ended, or if the part with the largest weight (the first of
+        equals) is not a head and has already proposed.
         """
         led = []
         for row, weights in enumerate(self.weights):
@@ -126,7 +126,7 @@ class MergedDrafter:
         return led
 
     def rewind(self, length: int) -> None:
-        # as a new drafter, so that a seed repeats its text
+        # start like a new drafter, so that a seed gives the same text again
         self.rows = []
         self.weights = []
         for part in self.parts:
@@ -134,8 +134,8 @@ class MergedDrafter:
 
 
 def agreed(paths: Sequence[TokenPath], tokens: Sequence[int]) -> int:
-    """How many of these tokens lie on a path, up to the first that does not: with a path, those to
-    its parents are there.
+    """The number of these tokens that lie on one path from the root, up to the first that does not.
+    If a path is in the tree, so are the paths to its parents.
     """
     tree = set(paths)
     path = tuple(tokens)
@@ -143,8 +143,8 @@ def agreed(paths: Sequence[TokenPath], tokens: Sequence[int]) -> int:
 
 
 def union(parts: Sequence[Sequence[TokenPath]], weights: Sequence[float]) -> list[TokenPath]:
-    """All paths of these trees, each once. The trees take turns, one of twice the weight twice as
-    often; each gives its paths from the root down.
+    """All paths of these trees, each once. The trees take turns, in proportion to their weights;
+    each gives its paths from the root down.
     """
     turns = sorted(
         (turn / weights[part], part, path)

@@ -20,12 +20,14 @@ from draftheads.infer.drafters.retrieve import read_files
 from draftheads.infer.sources import DrafterSource
 
 PLAIN = {"ngram": NGram, "lookahead": Lookahead}
-"""Drafters that need nothing."""
+"""Drafters that need no further arguments."""
 
 
 @dataclass(frozen=True)
 class NamedDrafts:
-    """What a --head option names; so far, only the config.json of its heads has been read."""
+    """The drafts that a --head option names. Only the config.json of its heads has been read so
+    far.
+    """
 
     name: str
     load: Callable[[Target], DrafterSource]
@@ -42,8 +44,8 @@ class NamedDrafts:
 
 
 def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
-    """Find what each --head option names, by the shortest names that differ. Raises as `open_head`,
-    and ValueError for mtp: without a number.
+    """Find the drafts that each --head option names, under the shortest names that differ. Raises
+    the errors of `open_head`, and ValueError for mtp: without a number.
     """
     drafts = list(map(named_drafts, sources))
     names = [each.name for each in drafts]
@@ -53,10 +55,10 @@ def open_drafts(sources: Sequence[str]) -> dict[str, NamedDrafts]:
 
 
 def named_drafts(source: str | Path) -> NamedDrafts:
-    """Find what one --head option names; + joins parts, unless it belongs to the name of a folder.
-    Raises as `open_drafts`.
+    """Find the drafts that one --head option names. + joins parts, unless it belongs to the name of
+    a folder. Raises as `open_drafts`.
     """
-    if isinstance(source, Path):  # never the name of another drafter
+    if isinstance(source, Path):  # a path never names another drafter
         source = os.path.abspath(os.path.expanduser(source))
     if os.path.isdir(os.path.expanduser(source)) or "+" not in source:
         return _part(source)

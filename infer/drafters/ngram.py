@@ -1,4 +1,4 @@
-"""Prompt lookup: continuations of the text's own repeats, and of earlier texts.
+"""Prompt lookup: drafts continuations from earlier places in the text, and from earlier texts.
 
 Legend: B batch, C committed tokens of a step, D feature width.
 """
@@ -21,26 +21,26 @@ from draftheads.infer.paths import TokenPath, refuse_fixed, stacked
 from draftheads.infer.sources import DrafterSource
 
 KEY = 2
-"""Tokens by which a memory finds places."""
+"""Number of tokens by which a memory finds places."""
 TRIES = 32
-"""Unsorted places of a memory that are compared with the end of a text, the newest first."""
+"""Number of unsorted places of a memory that are compared with the end of a text, newest first."""
 UNSORTED = 4096
-"""So many may always be."""
+"""Number of places that may always stay unsorted."""
 REACH = 16
-"""Tokens before a place that are compared."""
+"""Number of tokens before a place that are compared."""
 NOTHING = -1
-"""Stands after each text of a memory."""
+"""Token that separates the texts of a memory."""
 
 
 @dataclass(frozen=True)
 class NGram(DrafterSource):
-    """Prompt lookup: drafts what followed the newest tokens where they occurred before, and nothing
-    where they did not.
+    """Prompt lookup: drafts the tokens that followed earlier occurrences of the newest tokens, and
+    nothing if there are none.
 
-    tree: limits; `top_k` is the number of earlier places, the newest first, and `depth` that of
-    tokens copied from each. longest, shortest: lengths of the suffix that is looked up; the longest
-    that occurred before counts. memory: earlier texts, copied from where they agree with more of
-    the newest tokens. Raises ValueError for lengths out of order.
+    tree: limits; `top_k` is the number of earlier places, newest first, and `depth` the number of
+    tokens copied from each. longest, shortest: lengths of the suffix to look up; the longest one
+    with an earlier occurrence is used. memory: earlier texts, used when they match more of the
+    newest tokens. Raises ValueError for lengths out of order.
     """
 
     tree: DynamicTree = DynamicTree(draft_nodes=15, depth=15, top_k=4)  # 16 with the root
@@ -71,12 +71,12 @@ class NGram(DrafterSource):
 
 
 class NGramIndex:
-    """Earlier texts, to look up n-grams in. Used by one thread at a time.
+    """Earlier texts in which n-grams are looked up. Not thread-safe.
 
-    Places are sorted by the tokens before them, read backwards, as in a suffix array; those of the
-    newest texts are in lists, until they are as many as the others.
+    Places are sorted by the tokens before them, read backwards, as in a suffix array. Places of the
+    newest texts are in lists until there are as many as sorted ones.
 
-    limit: tokens that it holds at most; then the older half is dropped.
+    limit: the most tokens that it holds; beyond it, the older half is dropped.
     """
 
     def __init__(self, limit: int = 250_000) -> None:
@@ -87,8 +87,8 @@ class NGramIndex:
         self._sort()
 
     def append(self, text: Sequence[int]) -> None:
-        """Add a text. Of one that begins with the one before, as a conversation does with itself a
-        turn before, only the rest is stored.
+        """Add a text. If it begins with the text before it, as each turn of a conversation does,
+        only the rest is stored.
         """
         new = list(text)
         known = len(self._last)
@@ -119,9 +119,9 @@ class NGramIndex:
     def continuations(
         self, text: Sequence[int], above: int, limits: DynamicTree
     ) -> list[TokenPath]:
-        """`limits.depth` tokens, or fewer at the end of an earlier text, from the places before
-        which most tokens agree with the end of this text, the newest first; none unless these are
-        more than `above`.
+        """The next `limits.depth` tokens (fewer at the end of an earlier text) after the places
+        whose previous tokens match the end of this text longest, newest first; none unless the
+        match is longer than `above`.
         """
         if len(text) < KEY:
             return []
@@ -144,8 +144,8 @@ class NGramIndex:
         return copies
 
     def _agreeing(self, end: Sequence[int]) -> tuple[int, list[int]]:
-        """How many tokens of the end of a text, the last one first, stand before the sorted places
-        that agree most, and these, rising.
+        """The length of the longest match between the end of a text, reversed in `end`, and the
+        tokens before sorted places; and these places, ascending.
         """
         pair = _pair(*end[:KEY])
         low, high = np.searchsorted(self._pairs, [pair, pair + 1])
@@ -161,12 +161,12 @@ class NGramIndex:
 
 
 def _pair(newest: Any, before: Any) -> Any:
-    """Two tokens as one number, in their order."""
+    """One number for two tokens, which sorts like the pair."""
     return newest * (1 << 32) + before + 1
 
 
 class NGramDrafter:
-    """Looks up the end of each row's text in the text, and in a memory."""
+    """Looks up the end of each row's text in the text itself and in a memory."""
 
     feature_layers: tuple[int, ...] = ()
     cache = None
@@ -175,7 +175,7 @@ class NGramDrafter:
         self.limits = limits
         self.lengths = range(source.shortest, source.longest + 1)
         self.memory = source.memory
-        self.texts: list[Any] = []  # as of `new_text`
+        self.texts: list[Any] = []  # made by `new_text`
 
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:
@@ -189,13 +189,14 @@ class NGramDrafter:
         return stacked(roots, rows, committed.tokens_BC.device)
 
     def paths(self, text: Text) -> list[TokenPath]:
-        """The tree of a row, a path for each node."""
+        """The tree of a row, as a path for each node."""
         return most_shared(self.copies(text), self.limits.draft_nodes)
 
     def copies(self, text: Text) -> list[TokenPath]:
-        """What followed the end of a text, in itself or in the memory: where more tokens before
-        agree, and of equals in itself. A long agreement says more than that a place is near: on 300
-        conversations, to ask the memory only where the text has no place kept fewer tokens.
+        """Continuations of the end of a text, from the text itself or the memory, whichever has the
+        longer match (the text, if equal). A long match says more than a near place: on 300
+        conversations, fewer tokens were accepted when the memory was asked only if the text had no
+        match.
         """
         places = text.places()
         if self.memory is not None:
@@ -206,7 +207,7 @@ class NGramDrafter:
         return text.copies(places, self.limits.depth)
 
     def new_text(self) -> Text:
-        """That of a new row."""
+        """The text of a new row."""
         return Text(self.lengths, self.limits.top_k)
 
     def rewind(self, length: int) -> None:
@@ -216,8 +217,8 @@ class NGramDrafter:
 
 
 def most_shared(copies: Sequence[TokenPath], count: int) -> list[TokenPath]:
-    """The nodes that most copies pass through; of equals the shallower ones, then those of earlier
-    copies.
+    """The `count` nodes that most copies pass through; among equals the shallower ones, then those
+    of earlier copies.
     """
     shared = Counter(copy[:depth] for copy in copies for depth in range(1, len(copy) + 1))
     order = sorted(shared, key=lambda path: (-shared[path], len(path)))
@@ -242,23 +243,23 @@ class Text:
             self.tokens.append(token)
 
     def places(self) -> list[int]:
-        """Those after the longest known suffix, the newest first."""
+        """The places after the longest suffix that occurred before, newest first."""
         for length in reversed(self._lengths):
             if places := self._after.get(tuple(self.tokens[-length:])):
                 return [*reversed(places)]
         return []
 
     def copies(self, places: Sequence[int], depth: int) -> list[TokenPath]:
-        """`depth` tokens from each place. A copy that reaches the end of the text continues with
-        what it has copied.
+        """Copies `depth` tokens from each place. A copy that reaches the end of the text continues
+        with the tokens that it has copied.
         """
         copies = [self.tokens[place : place + depth] for place in places]
         return [tuple(islice(cycle(copy), depth)) for copy in copies]
 
 
 def agreement(text: Sequence[int], other: Sequence[int], place: int) -> int:
-    """How many tokens before a place of another text are those at the end of a text; `REACH` at
-    most.
+    """The number of tokens before a place of another text that match the end of a text; at most
+    `REACH`.
     """
     most = min(len(text), place, REACH)
     length = 0

@@ -1,4 +1,4 @@
-"""The parts of what drafts: heads that are exchanged, n-grams that get a memory."""
+"""Replaces parts of a drafter source: its head, or the memory of its n-grams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftheads.infer.sources import DrafterSource
 
 
 def head_of(source: DrafterSource | None) -> DraftHead:
-    """The head among the parts of what drafts. Raises ValueError unless there is exactly one."""
+    """The only head among the parts of a source. Raises ValueError unless there is exactly one."""
     parts = source.parts if isinstance(source, Merged) else [source]
     heads = [part for part in parts if isinstance(part, DraftHead)]
     if len(heads) != 1:
@@ -24,13 +24,13 @@ def head_of(source: DrafterSource | None) -> DraftHead:
 
 
 def replace_head(source: DrafterSource, head: DraftHead) -> DrafterSource:
-    """The same with this head instead of its own. Raises as `head_of`."""
+    """The same source with this head instead of its own. Raises as `head_of`."""
     old = head_of(source)
     return _changed(source, lambda part: head if part is old else part)
 
 
 def with_memory(source: DrafterSource, memory: NGramIndex) -> DrafterSource:
-    """The same, its n-grams without a memory with this one."""
+    """The same source, in which n-grams without a memory use this one."""
 
     def change(part: DrafterSource) -> DrafterSource:
         if isinstance(part, NGram) and part.memory is None:

@@ -1,4 +1,4 @@
-"""Retrieval (REST, arXiv 2311.08252): n-grams that are looked up in one's own files, too."""
+"""Retrieval (REST, arXiv 2311.08252): n-grams are also looked up in the user's own files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.drafters.ngram import NGramIndex
 
 MOST = 2_000_000
-"""Tokens that are read, at most."""
+"""The most tokens that are read."""
 MOST_CHARACTERS = 8 * MOST
-"""Of one file, which may be a log of gigabytes."""
+"""The most characters that are read of one file, which may be a log of gigabytes."""
 
 
 def read_files(path: Path, target: Target) -> NGramIndex:
-    """The texts of a file or of all files below a folder, in their order; not what begins with a
-    dot or is not UTF-8. Raises ValueError where there are none.
+    """The texts of a file or of all files below a folder, in order. Skips names that begin with a
+    dot and files that are not UTF-8. Raises ValueError if no text is left.
     """
     index = NGramIndex(4 * MOST)
     size = 0

@@ -1,8 +1,9 @@
-"""What dtypes cost on this CPU, by a few matrix products at a target's shape before
+"""Measures the speed of dtypes on this CPU, with a few matrix products at a target's shape before
 it is loaded.
 
 Some CPUs multiply bfloat16 several times as fast as float32 and others more slowly, so no fixed
-rule is right. What learns or writes data keeps a fixed one: its results must not depend on timing.
+rule is right. Commands that learn or write data keep a fixed rule, because their results must not
+depend on timing.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from draftheads.heads.tree import NODES
 from draftheads.infer.threads import fair_clock
 
 LARGEST = 1 << 25
-"""Numbers that are multiplied: more than caches hold."""
+"""Number of weights that are multiplied: more than caches hold."""
 ROUNDS = 3
-"""Of which the fastest counts."""
+"""Number of rounds, of which the fastest counts."""
 FASTER = 1.1
-"""How much faster half precision must be: float32 keeps output token for token."""
+"""Speedup that half precision must reach, because float32 keeps output token for token."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class DtypeTimes:
-    """How fast products are in the two dtypes that a target may be loaded in.
+    """The speed of products in the two dtypes in which a target may be loaded.
 
-    half: the other one than float32. rounds: whether the checkpoint's weights have more digits, so
-    that half precision makes it another model, which is for the user to choose.
+    half: the one other than float32. rounds: True if the checkpoint's weights have more digits, so
+    that half precision changes the model, which only the user may choose.
     """
 
     half: str
@@ -59,15 +60,15 @@ class DtypeTimes:
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The dtype that a checkpoint is in."""
+    """The dtype of a checkpoint."""
     dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.float32
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def measured_pace(config: PretrainedConfig, *, is_exact: bool = True) -> DtypeTimes:
-    """Multiply 1 token and 1 + NODES, in turns, in float32 and in the half precision of the
-    checkpoint, or bfloat16. is_exact: its weights are as they were trained.
+    """Time products of 1 token and of 1 + NODES tokens, in turns, in float32 and in the half
+    precision of the checkpoint, or bfloat16. is_exact: its weights are as they were trained.
     """
     text = config.get_text_config(decoder=True)
     own = own_dtype(config)
@@ -82,9 +83,9 @@ def measured_pace(config: PretrainedConfig, *, is_exact: bool = True) -> DtypeTi
 
 def matrices(config: PretrainedConfig, dtype: torch.dtype) -> list[Tensor | PackedWeight]:
     """Matrices (rows, width) as in a target's layers, of at most LARGEST numbers in all, packed as
-    `Target.pack` would.
+    `Target.pack` packs them.
 
-    Each is memory of its own, written once, so that it is read as weights are.
+    Each has memory of its own, written once, so that it is read as weights are.
     """
     width: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * width

@@ -1,4 +1,4 @@
-"""What a bench measured, as tables on the terminal."""
+"""Prints the measurements of a bench as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draftheads.infer.measure.grid import Grid
 from draftheads.infer.race import GENERATE, PLAIN
 
 MARK = "*"
-"""After the name of the fastest candidate with drafts."""
+"""Marks the name of the fastest candidate with drafts."""
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
     "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
@@ -59,7 +59,7 @@ def fastest(report: BenchReport) -> list[Result]:
 
 
 def print_report(report: BenchReport, console: Console | None = None) -> None:
-    """Print the tables, what was found, and what to know about it."""
+    """Print the tables, the findings and cautions about them."""
     settings = report.settings
     heading = (
         f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
@@ -77,7 +77,7 @@ def print_findings(
     legend: str,
     console: Console | None = None,
 ) -> None:
-    """Print tables under a heading, then what was found, what to know about it, and a legend."""
+    """Print tables under a heading, then the findings, cautions about them, and a legend."""
     console = console or SafeConsole()
     console.print(Text(heading, "italic"), justify="center")
     for grid in tables:
@@ -101,7 +101,7 @@ def best(report: BenchReport) -> Result | None:
 
 
 def _merit(result: Result) -> tuple[bool, float]:
-    """A wrong text is no merit, however fast."""
+    """Sort key of a result: correct texts first, then speed."""
     return result.lossless is not False, result.speedup
 
 
@@ -111,7 +111,7 @@ draft, verify: ms per step. *: the fastest with drafts."""
 
 
 def verdict(report: BenchReport) -> str:
-    """What was found, in a sentence."""
+    """The finding in a sentence."""
     results = drafted(report)
     if not results:
         return "Nothing with drafts was measured."
@@ -154,7 +154,7 @@ def after_rival(report: BenchReport) -> str:
 
 
 def times(ratio: float, interval: list[float]) -> str:
-    """With two decimals where one would hide on which side of 1 it is."""
+    """The ratio with one decimal, or with two if one would hide on which side of 1 it is."""
     places = 2 if any(round(each, 1) == 1 for each in (ratio, *interval)) else 1
     return "{:.{places}f} times ({:.{places}f} to {:.{places}f})".format(
         ratio, *interval, places=places
@@ -173,7 +173,7 @@ def partial(settings: Mapping[str, Any]) -> list[str]:
 
 
 def int8_line(cost: Mapping[str, float] | None) -> list[str]:
-    """What int8 weights cost, if they are."""
+    """A line about the cost of int8 weights, if the target has them."""
     if cost is None:
         return []
     return [
@@ -183,9 +183,9 @@ def int8_line(cost: Mapping[str, float] | None) -> list[str]:
 
 
 def cautions(report: BenchReport) -> list[str]:
-    """What a reader must know before the figures are believed: heads whose fastest tree is slower
-    than this engine without drafts, why texts are not judged, outputs that differ, and prompts that
-    were cut or left out.
+    """Cautions before the figures are believed: heads whose fastest tree is slower than this engine
+    without drafts, the reason why texts are not judged, outputs that differ, and prompts that were
+    cut or left out.
     """
     settings = report.settings
     dtype = report.machine["dtype"]

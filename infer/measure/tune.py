@@ -1,9 +1,9 @@
-"""The tree that pays for itself: the one with the most tokens per second on this machine.
+"""Finds the tree with the most tokens per second on this machine.
 
-The cost of a step is measured in the decoding loop, for trees of a few sizes and depths. What the
-head gets right is observed along texts of the target, all depths jointly, and replayed for every
-candidate tree. The best few candidates then race against the present tree, on other prompts than
-those that trees and costs were fitted to.
+The cost of a step is measured in the decoding loop, for trees of a few sizes and depths. The
+correct drafts of the head are observed along texts of the target, all depths jointly, and replayed
+for every candidate tree. The best few candidates then race against the present tree, on other
+prompts than those to which trees and costs were fitted.
 
 Legend: P prompts, T new tokens of a text, K draft depth.
 """
@@ -54,13 +54,15 @@ from draftheads.infer.threads import fair_clock
 from draftheads.infer.turns import TimedRun, Turns
 
 SIZES = (1, 3, 7, 15, 31, 63)
-"""Draft nodes whose verification is timed. With the root of 7, there are as many rows as an int8
-product takes together: one more costs a quarter of the products.
+"""Numbers of draft nodes whose verification is timed. 7 nodes and the root are as many rows as an
+int8 product takes together; one more costs a quarter of the products.
 """
 COST_PROMPTS, COST_TOKENS = 4, 32
-"""Prompts on which costs are measured, and new tokens of each."""
+"""Number of prompts on which costs are measured, and of new tokens for each."""
 COSTS_END, FIT_END, HELD_END = 0.4, 0.5, 0.6
-"""Shares of the minutes after which costs end, texts to fit trees to, and those to predict on."""
+"""Shares of the minutes at which the measurement of costs ends, then that of texts to fit trees to,
+then that of texts to predict on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +90,12 @@ class Tuned:
 
     @property
     def drafted(self) -> Trial | None:
-        """The fastest one with drafts."""
+        """The fastest trial with drafts."""
         trials = [each for each in self.trials if each.tree.draft_nodes]
         return max(trials, key=lambda each: each.measured, default=None)
 
     def facts(self) -> dict[str, Any]:
-        """What a head's config.json records of the search."""
+        """The facts about the search that a head's config.json records."""
         return {
             "machine": machine_line(self.machine),
             "dtype": self.machine["dtype"],
@@ -116,13 +118,14 @@ def tune(
     others: Sequence[Tree] = (),
     turns: Turns | None = None,
 ) -> Tuned:
-    """Find the tree of `head` with the most tokens per second; no drafts are a tree, too.
+    """Find the tree of `head` with the most tokens per second; decoding without drafts is a
+    candidate, too.
 
-    Every second prompt fits costs and trees; the finalists race on the others. The present tree
-    stays unless the 95 % interval of the gain excludes it. others: more trees whose prefixes are
-    candidates. turns: as of `race`; trees and costs take three fifths of the minutes. Stopped while
-    they race, the trees are compared by what has ended. Raises ValueError unless two prompts fit
-    into the context.
+    Costs and trees are fitted on every second prompt; the finalists race on the others. The present
+    tree stays unless the 95 % interval of the gain excludes it. others: more trees whose prefixes
+    are candidates. turns: as in `race`; trees and costs take three fifths of the minutes. If the
+    race is stopped, the trees are compared by the turns that have ended. Raises ValueError unless
+    two prompts fit into the context.
     """
     fitting = fitting_prompts(target, prompts, options.max_new_tokens)
     fit = fitting[::2]
@@ -161,7 +164,7 @@ def winner(trials: Sequence[Trial]) -> Trial:
 
 @dataclass
 class Track:
-    """Where trees race."""
+    """The conditions under which trees are timed."""
 
     target: Target
     head: DraftHead
@@ -172,8 +175,8 @@ class Track:
         self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int, share: float
     ) -> tuple[list[BenchPrompt], dict[Tree, list[list[TimedRun]]]]:
         """Time every tree on every prompt, in turns, until this share of the minutes is over. A
-        single thread is timed by its CPU seconds, in which other processes hardly count. Returns
-        the prompts that were reached, and the runs of each tree.
+        single thread is timed by CPU seconds, so other processes hardly matter. Returns the prompts
+        that were decoded, and the runs of each tree.
         """
         self.turns.share = share
         candidates = {
@@ -192,7 +195,7 @@ class Track:
         return reached, {tree: runs[candidate.name] for tree, candidate in candidates.items()}
 
     def costs(self, prompts: Sequence[BenchPrompt]) -> Costs:
-        """What steps cost, by those of fixed trees."""
+        """Measures the costs of steps with fixed trees."""
         trees = cost_trees(self.head.depth, self.options.nodes)
         chosen = [
             replace(each, limit=min(each.limit, COST_TOKENS)) for each in prompts[:COST_PROMPTS]
@@ -204,8 +207,8 @@ class Track:
 
     @torch.no_grad()
     def observe(self, prompts: Sequence[BenchPrompt], share: float) -> list[Tensor]:
-        """ranks_TK of what the target writes after each prompt: row i is of the draft whose root is
-        new token i. share: as of `race`.
+        """ranks_TK of the target's tokens after each prompt: row i belongs to the draft whose root
+        is new token i. share: as in `race`.
         """
         reached, runs = self.race([self.head.tree], prompts, 1, share)
         self.turns.check()
@@ -242,7 +245,9 @@ class Track:
 
 
 def cost_trees(depth: int, nodes: int) -> list[StaticTree]:
-    """Trees of the shapes that searches end with, of all `SIZES` up to `nodes` and all depths."""
+    """Trees of the shapes that searches typically find, of all `SIZES` up to `nodes` and all
+    depths.
+    """
     sizes = sorted({0, *(size for size in SIZES if size < nodes), nodes})
     depths = sorted({1, 2, (depth + 1) // 2, depth})
     trees = [

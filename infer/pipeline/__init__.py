@@ -1,1 +1,1 @@
-"""Text in, text out: a target and its drafts, loaded by name, that answer prompts."""
+"""Text in, text out: answers prompts with a target and drafts that are loaded by name."""

@@ -33,7 +33,7 @@ from draftheads.infer.rows import Row, Statistics, Step, is_whole
 from draftheads.infer.text import AnswerText, TextStream
 
 NEW_TOKENS = 512
-"""Of an answer at most, where nothing else is said."""
+"""Default limit of new tokens per answer."""
 
 Prompt = str | Messages | Sequence[int]
 """A text, a conversation ({"role", "content"} messages), or token ids."""
@@ -68,14 +68,14 @@ NUMBERS = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed"), (Integral, "an integer")),
     **dict.fromkeys(("temperature", "top_p"), (Real, "a number")),
 }
-"""Options that are numbers, which True is not here."""
+"""Options that must be numbers, for which True does not count as one."""
 RULE = ("temperature", "top_p", "top_k")
 """Options that a rule replaces."""
 
 
 @dataclass
 class Completion:
-    """The text that answers a prompt, and how it came about. `str` of it is the text.
+    """The text that answers a prompt, with its statistics. `str(completion)` is the text.
 
     finish: "eos", "stop" (a stop string), "length", or "" before the end. seconds: until the end of
     this answer, prompt included.
@@ -93,7 +93,7 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
         return len(self.token_ids)
 
     @property
@@ -108,13 +108,15 @@ class Completion:
 
     @property
     def draft_share(self) -> float:
-        """Share of the tokens that were drafted, 0 to 1."""
+        """Share of the new tokens that came from drafts, 0 to 1."""
         drafts = sum(step.from_drafts for step in self.steps)
         return drafts / max(1, self.tokens)
 
     @property
     def tokens_per_second(self) -> float:
-        """The prefill included. In a batch, of this answer alone."""
+        """Tokens of this answer per second, prefill included; in a batch, the other answers do not
+        count.
+        """
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
@@ -127,7 +129,7 @@ class Growth:
     start: float = field(default_factory=perf_counter)
 
     def add(self, step: Step) -> str:
-        """Take a step; returns the text that it settles."""
+        """Add a step. Returns the text that is final after it."""
         completion = self.completion
         completion.steps.append(step)
         completion.token_ids += step.tokens
@@ -140,8 +142,8 @@ class Growth:
 
 
 class Stream(Iterator[str]):
-    """An answer's text, piece by piece; `completion` grows with it, and has all statistics at the
-    end. The pieces join to its text.
+    """Yields the text of an answer in pieces, which join to the whole text. `completion` grows with
+    it, and has all statistics at the end.
     """
 
     def __init__(self, growth: Growth, steps: Iterator[list[Step | None]]) -> None:
@@ -155,8 +157,8 @@ class Stream(Iterator[str]):
 class TextGenerator:
     """Answers prompts with a target and its drafts; `load` makes one by name.
 
-    A text is a question for targets with a chat template, as in `draftheads chat`, unless raw=True;
-    for others it is continued. batch_size: prompts of a list that are decoded together.
+    A target with a chat template answers a text as a question, as in `draftheads chat`, unless
+    raw=True; other targets continue it. batch_size: prompts of a list that are decoded together.
     """
 
     def __init__(self, engine: Speculator, *, batch_size: int = 8) -> None:
@@ -211,7 +213,7 @@ class TextGenerator:
         return completions if is_batch else completions[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """The same for one prompt, as pieces of text that come with each step."""
+        """As `generate`, for one prompt: yields pieces of text after each step."""
         if _is_batch(prompt):
             raise ValueError(
                 "stream: expected one prompt, got a list of them; stream each, or use generate"
@@ -222,7 +224,7 @@ class TextGenerator:
     def _batches(
         self, prompts: Sequence[Prompt], options: GenerateOptions
     ) -> Iterator[tuple[list[Growth], Iterator[list[Step | None]]]]:
-        """The completions of each batch, and the steps that make them."""
+        """Yields the completions of each batch, with the iterator over their steps."""
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(
                 f"expected {', '.join(GenerateOptions.__annotations__)}, got "
@@ -238,7 +240,7 @@ class TextGenerator:
         if isinstance(stop, str):
             stop = (stop,)
         limit = options.get("max_new_tokens")
-        # a mistake in the last prompt is one before the first answer
+        # so that a mistake in the last prompt is reported before the first answer
         ids = [Row(self.target, prompt, limit, stop).text for prompt, _ in encoded]
         room = self.target.context
         limits = [min(NEW_TOKENS, room - len(prompt)) if limit is None else limit for prompt in ids]
@@ -251,7 +253,7 @@ class TextGenerator:
             part = slice(start, start + self.batch_size)
             growing = []
             for prompt, (_, after) in zip(ids[part], encoded[part], strict=True):
-                stream = TextStream(  # what follows a text has no reasoning
+                stream = TextStream(  # the continuation of a text has no reasoning
                     self.target.tokenizer, after=after, marks=None if after else marks
                 )
                 growing.append(Growth(Completion(prompt), AnswerText(stream, stop)))
@@ -266,7 +268,9 @@ class TextGenerator:
             yield growing, steps
 
     def _encoded(self, prompt: Prompt, options: GenerateOptions) -> tuple[list[int], Sequence[int]]:
-        """Token ids, and those whose text the answer continues: none after a chat template."""
+        """Token ids of a prompt, and those whose text the answer continues: none after a chat
+        template.
+        """
         is_chat = bool(getattr(self.target.tokenizer, "chat_template", None))
         if isinstance(prompt, str):
             is_chat = is_chat and not options.get("raw")
@@ -328,7 +332,7 @@ def load(
 
 
 def _is_batch(prompt: Any) -> bool:
-    """Whether this is a list of prompts, not one. Raises ValueError for anything else."""
+    """Tells a list of prompts from a single prompt. Raises ValueError for anything else."""
     if isinstance(prompt, str):
         return False
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
@@ -343,7 +347,9 @@ def _is_batch(prompt: Any) -> bool:
 
 
 def _row_seeds(seed: int, prompts: Sequence[Sequence[int]]) -> list[str]:
-    """The seed of each prompt's own random numbers; equal prompts are counted."""
+    """The seed of each prompt's own random numbers. Equal prompts are counted, so that their seeds
+    differ.
+    """
     earlier: Counter[str] = Counter()
     seeds = []
     for prompt in prompts:

@@ -1,5 +1,5 @@
-"""Loading the target and the drafts that a command or `load` names. Heavy imports wait, so that
-commands are described at once.
+"""Loads the target and the drafts that a command or `load` names. Heavy imports are delayed, so
+that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger("draftheads")
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
+    """Where and how to load a target. dtype, device: as of `Target.load`. threads: of the CPU;
     None: the fastest number. bits: quantise it, on a CPU to int8. lora, placement: as of
     `Target.load`. report: called with a choice that was made, to be shown.
     """
@@ -44,7 +44,7 @@ class Place:
             raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}; or leave it out")
 
     def recorded(self, head: HeadFolder) -> Self:
-        """The same, with the LoRA of the target that a head records, unless one is named."""
+        """The same, with the target's LoRA that the head records, unless another one is given."""
         return replace(self, lora=self.lora or head.facts.target.lora)
 
 
@@ -97,9 +97,9 @@ def load_fast_target(
     heads: Sequence[HeadFolder],
     template_args: Mapping[str, Any] | None,
 ) -> Target:
-    """`load_target`, with threads chosen; on a CPU with weights packed and, if `bits` asks for it,
-    in int8, and with dtype "auto" as the faster one by a measurement. Not for what learns or writes
-    data: its results would depend on timing.
+    """`load_target`, tuned for speed: picks the number of threads and, on a CPU, packs the weights,
+    quantises them to int8 if `bits` is 8, and takes the faster dtype for "auto" by a measurement.
+    Do not use it to train or to write data, because results would depend on timing.
     """
     from draftheads.heads.target.placement import default_device
     from draftheads.heads.terminal import said_if_long
@@ -124,9 +124,9 @@ def load_fast_target(
 
 
 def faster_dtype(name: str, revision: str | None, place: Place) -> str:
-    """The dtype to load a target in for this CPU: the faster one of float32 and a half precision,
-    unless that would round the checkpoint's weights; reported. What becomes int8 is loaded as it
-    is.
+    """The dtype in which to load a target on this CPU: the faster of float32 and a half precision,
+    unless that would round the checkpoint's weights. The choice is reported. Weights that become
+    int8 are loaded in their own dtype.
     """
     import torch
 
@@ -154,8 +154,9 @@ def load_parts(
     place: Place,
     template_args: Mapping[str, Any] | None = None,
 ) -> tuple[Target, DrafterSource | None]:
-    """Load a target, and what `head` names (as of `open_drafts`), if anything. target: default: the
-    one that the head records, with its LoRA. Raises ValueError for drafts that record none.
+    """Load a target, and the drafts that `head` names (see `open_drafts`), if any. target: default:
+    the one that the head records, with its LoRA. Raises ValueError for drafts that record no
+    target.
     """
     from draftheads.infer.drafters.named import named_drafts
 

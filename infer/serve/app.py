@@ -37,7 +37,7 @@ from draftheads.infer.serve.service import ServeOptions, Service
 logger = logging.getLogger("draftheads")
 
 GRACE = 20
-"""Seconds for open requests when the server ends."""
+"""Seconds that open requests get when the server ends."""
 PAGE = Path(__file__).parent / "page"
 POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -50,7 +50,7 @@ def create_app(
 ) -> FastAPI:
     """The application; its `state.service` decodes until the end of its lifespan.
 
-    hosts: names by which browsers may call it, as of `names_server`, besides localhost, which leads
+    hosts: names by which browsers may call it, as in `names_server`, besides localhost, which leads
     to nothing else. background: works while nothing is asked.
     """
     service = Service(speculator, options, background)
@@ -145,7 +145,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Ends the scheduler together with the connections; at a second signal, without grace."""
+    """Ends the scheduler together with the connections; at a second signal, at once."""
 
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler) -> None:
         super().__init__(config)
@@ -171,7 +171,7 @@ def serve(
     port: int,
     background: Background | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, and answer what is open within GRACE seconds. background:
+    """Serve until SIGTERM or Ctrl-C, then answer open requests within GRACE seconds. background:
     works while nothing is asked; its last piece may take GRACE seconds, too.
 
     Raises ValueError for an address that cannot be used.

@@ -1,4 +1,4 @@
-"""What a request must pass before it is read: the server's name, its key, its size, its time."""
+"""Checks requests before they are read: the server's name, key, size and time of arrival."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.service import Service
 
 ARRIVAL_SECONDS = 20.0
-"""For the body of a request."""
+"""Seconds in which the body of a request must arrive."""
 MOST_BYTES = 4 << 20
-"""Of a body."""
+"""Most bytes of a body."""
 
 
 @dataclass
 class Gate:
-    """Lets requests pass that know the server's name and key, are short enough and arrive in time;
-    counts how they end. hosts: the server's names, as of `names_server`.
+    """Admits requests that know the server's name and key, are short enough and arrive in time, and
+    counts how they end. hosts: the server's names, as in `names_server`.
     """
 
     app: ASGIApp
@@ -49,7 +49,7 @@ class Gate:
             await error_response(refusal)(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request may not pass, by its head."""
+        """The error for a request that may not pass by its head; None if it may."""
         options = self.service.options
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
@@ -60,7 +60,7 @@ class Gate:
                 f"expected the host {names} or an address, got {host[:80]!r}; see --allowed-host",
             )
         path: str = scope["path"]
-        below = path.removeprefix(options.root_path)  # not every proxy removes it
+        below = path.removeprefix(options.root_path)  # some proxies keep the prefix
         is_open = not path.startswith("/v1") and not below.startswith("/v1")
         if is_open or options.key is None:
             return None
@@ -78,8 +78,8 @@ class Gate:
 
 
 def limit_arrival(receive: Receive) -> Receive:
-    """The messages of a request. Those of its body must come in time, and have at most MOST_BYTES
-    together, else ApiError is raised; the one after them says that the client has left.
+    """Wraps the messages of a request. Raises ApiError unless its body arrives in time and has at
+    most MOST_BYTES. The message after the body says that the client has left.
     """
     size = 0
     end: float | None = asyncio.get_running_loop().time() + ARRIVAL_SECONDS
@@ -109,7 +109,7 @@ def limit_arrival(receive: Receive) -> Receive:
 
 
 def error_response(error: HTTPException) -> JSONResponse:
-    """An error in OpenAI's shape."""
+    """Render an error in OpenAI's form."""
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, str(error.detail), None, **(error.headers or {}))
     return JSONResponse(error.body(), error.status_code, error.headers)

@@ -13,9 +13,9 @@ HEADER = re.compile(r"\[?([0-9a-f:.]+(?=\])|[\w.-]+?)\]?\.?(:\d+)?")
 
 
 def names_server(header: str, names: Collection[str]) -> bool:
-    """Whether a request with this Host header passes. A page of another site cannot reach a server
-    by a name that was made to lead to its address (DNS rebinding). Addresses always pass: they lead
-    to nothing else.
+    """True if a request with this Host header may pass. A page of another site cannot reach a
+    server by a name that was made to lead to its address (DNS rebinding). Addresses always pass,
+    because they lead to nothing else.
 
     names: in lower case; "model.example.com", "*.example.com" for all below it, or "*" for all.
     """

@@ -1,8 +1,9 @@
-"""Log-probabilities of tokens: noted while decoding, told in OpenAI's two shapes.
+"""Log-probabilities of tokens, which are recorded while decoding and returned in OpenAI's two
+forms.
 
-They are the target's own (of an answer with a grammar, among the tokens that it allows), before
-temperature, top-k and top-p, also those of drafted tokens: the logits are those of the verified
-nodes.
+They are the target's own, before temperature, top-k and top-p, also for drafted tokens, because
+they come from the logits of the verified nodes. For an answer with a grammar, they are among the
+tokens that it allows.
 
 Legend: B batch, N tree nodes or tokens, V vocabulary, C committed tokens.
 """
@@ -28,14 +29,14 @@ from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT, Marks, TextStream
 
 LEAST = -9999.0
-"""Told in place of minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 CHUNK = 256
-"""Tokens of a prompt whose logits are computed at a time."""
+"""Number of tokens of a prompt whose logits are computed at a time."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """The log-probability of a token, and the likeliest tokens of its place with theirs."""
+    """The log-probability of a token, and the likeliest tokens at its place with theirs."""
 
     token: int
     logprob: float | None  # of the first token of a prompt, which nothing predicts
@@ -44,18 +45,18 @@ class TokenScore:
 
 @dataclass(frozen=True, eq=False)
 class ScoredRule(Acceptance):
-    """A rule for one row that notes the scores of its choices. top: likeliest tokens to note.
-    before: the scores of what comes before the first choice, which are computed there.
+    """A rule for one row that records the scores of its choices. top: number of likeliest tokens to
+    record. before: computes the scores of the tokens before the first choice, at that choice.
     """
 
     rule: Acceptance
     top: int
     before: Iterator[TokenScore] = iter(())
     newest: list[TokenScore] = field(default_factory=list, init=False, repr=False)
-    """Of the newest step, before it is cut at the end of the answer."""
+    """Scores of the newest step, before it is cut at the end of the answer."""
 
     def __eq__(self, other: object) -> bool:
-        """Two rows cannot share one."""
+        """Never equal to another one, because two rows cannot share it."""
         return self is other
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
@@ -74,7 +75,7 @@ class ScoredRule(Acceptance):
 
     @property
     def sees_drafts(self) -> bool:
-        """As the rule."""
+        """True if drafts change the output of the rule."""
         return self.rule.sees_drafts
 
     def prepare(self, rows: Sequence[Place]) -> None:
@@ -83,7 +84,7 @@ class ScoredRule(Acceptance):
 
 
 def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
-    """The scores of tokens, each by the logits of its own place."""
+    """The scores of tokens, each computed from the logits of its own place."""
     logp_NV = torch.log_softmax(logits_NV.float(), dim=-1)
     logp_NV = logp_NV.nan_to_num(nan=LEAST).clamp(min=LEAST)
     own_N1 = logp_NV.gather(1, tokens_N.clamp(min=0)[:, None])
@@ -96,7 +97,7 @@ def scores(logits_NV: Tensor, tokens_N: Tensor, top: int) -> list[TokenScore]:
 
 
 def prompt_scores(target: Target, prompt: Sequence[int], top: int) -> Iterator[TokenScore]:
-    """The scores of the tokens of a prompt, which is read for them alone."""
+    """Yields the scores of the tokens of a prompt, in a forward pass only for them."""
     yield from [TokenScore(token, None, []) for token in prompt[:1]]
     cache = target.new_cache(1, len(prompt))
     for start in range(0, len(prompt) - 1, CHUNK):
@@ -112,8 +113,8 @@ def prompt_scores(target: Target, prompt: Sequence[int], top: int) -> Iterator[T
 
 @dataclass
 class TokenTexts:
-    """The texts of single tokens, with their spaces. A token that is a part of a character has the
-    tokenizer's own name for it. marks: as of `TextStream`, for chats.
+    """The texts of single tokens, with their spaces. A token that is a part of a character gets the
+    tokenizer's own name for it. marks: as in `TextStream`, for chats.
     """
 
     tokenizer: Any
@@ -124,8 +125,8 @@ class TokenTexts:
         self.read = cache(self._read)
 
     def _read(self, token: int) -> tuple[str, list[int] | None]:
-        """The text of a token id, and its bytes; None if the tokenizer's name for it does not tell
-        them.
+        """The text of a token id, and its bytes; None for bytes that the tokenizer's name for it
+        does not show.
         """
         # after another token, as the first one of a text may lose its space
         stream = TextStream(self.tokenizer, after=self._before, skip_special_tokens=False)
@@ -137,7 +138,7 @@ class TokenTexts:
 
 
 def _bytes(name: str) -> list[int] | None:
-    """Those of a token whose name is of byte-level BPE, or SentencePiece's for one byte."""
+    """The bytes of a token with a name of byte-level BPE, or SentencePiece's name for a byte."""
     if re.fullmatch("<0x[0-9A-F]{2}>", name):
         return [int(name[3:5], 16)]
     values = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -147,7 +148,7 @@ def _bytes(name: str) -> list[int] | None:
 
 
 def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
-    """As choices of chats have them."""
+    """The log-probabilities in the form of chats."""
 
     def entry(token: int, logprob: float | None) -> Json:
         text, own_bytes = texts.read(token)
@@ -161,7 +162,9 @@ def chat_logprobs(scored: Sequence[TokenScore], texts: TokenTexts) -> Json:
 
 
 def completion_logprobs(scored: Sequence[TokenScore], texts: TokenTexts, offset: int) -> Json:
-    """As choices of completions have them. offset: characters of the choice before these tokens."""
+    """The log-probabilities in the form of completions. offset: characters of the choice before
+    these tokens.
+    """
     tokens = [texts.read(score.token)[0] for score in scored]
     top: list[dict[str, float] | None] = []
     for score in scored:

@@ -10,16 +10,16 @@ from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import begun
 
 REASONING_KEYS = ("reasoning_content", "reasoning")
-"""Of DeepSeek and of vLLM: clients read one of them."""
+"""Keys for reasoning of DeepSeek and of vLLM; clients read one of them."""
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """How an answer is taken apart while it grows. Calls are told at its end, as nobody knows
-    before whether they are whole.
+    """Splits an answer into its parts while it grows. Calls are only returned at its end, because
+    it is unknown before whether they are complete.
 
-    start: OPEN where the prompt has opened the reasoning. has_reasoning: else it stays in the text,
-    as calls do without their form. most: calls to tell.
+    start: OPEN if the prompt has opened the reasoning. has_reasoning: if not, reasoning stays in
+    the text, and so do calls without their form. most: the most calls to return.
     """
 
     start: str = ""
@@ -29,8 +29,9 @@ class AnswerForm:
     most: int | None = None
 
     def parts(self, text: str, finish: str | None) -> Json:
-        """Of the beginning of an answer, what will stay; of all of it where it has a `finish`, but
-        for a mark or a call that is cut by "length". In the names of messages.
+        """The parts of an answer, under the names of messages. Of the beginning of an answer, only
+        text that is final; of a whole one, which has a `finish`, everything except a mark or a call
+        that is cut by "length".
         """
         reasoning = ""
         calls: list[Json] = []

@@ -1,8 +1,8 @@
-"""OpenAI's requests and errors, as far as this engine can honour them; what it cannot is refused.
+"""OpenAI's requests and errors. Options that this engine does not support are refused.
 
-Beyond OpenAI's: `top_k`, `return_token_ids`, `stop_token_ids`, `structured_outputs` and variables
-of the chat template as vLLM has them, `draft: false` for the plain model, and with
-`stream_options.include_steps` what each forward pass of the target brought.
+Extensions: `top_k`, `return_token_ids`, `stop_token_ids`, `structured_outputs` and variables of the
+chat template as in vLLM, `draft: false` for the plain model, and `stream_options.include_steps` for
+the results of each forward pass of the target.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OFF = {
     "top_logprobs",
     "use_beam_search",
 }
-"""Options that this engine does not have. They ask for nothing if they are 0, false or empty."""
+"""Unsupported options, which have no effect if they are 0, false or empty."""
 NEUTRAL = {
     "best_of": 1,
     "include_reasoning": True,
@@ -54,7 +54,7 @@ NEUTRAL = {
     "repetition_penalty": 1,
     "spaces_between_special_tokens": True,
 }
-"""Others that it does not have, and their values that ask for nothing. Null always does."""
+"""Other unsupported options, and their values without effect. Null never has an effect."""
 HARMLESS = {
     "cache_prompt",
     "metadata",
@@ -66,19 +66,19 @@ HARMLESS = {
     "service_tier",
     "user",
 }
-"""Options that are not read, because no value of them changes an answer."""
+"""Options that are ignored, because no value of them changes an answer."""
 TEMPLATE_VARIABLES = {"documents": None, "reasoning_effort": "medium", "verbosity": "medium"}
-"""Options that are variables of chat templates, and their values that ask for nothing."""
+"""Options that are variables of chat templates, and their values without effect."""
 SAY_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}
 """Keywords of a schema that, without properties, leave every key to the model."""
 MOST_STOPS = 16
 MOST_MESSAGES, MOST_PARTS = 1024, 64
 MOST_TOOLS = 128
 MOST_CHOICES = 128
-"""Prompts x n."""
+"""Most answers to a request: prompts x n."""
 MOST_LOGPROBS = 20
 MOST_BRACKETS = 1 << 17
-"""Of a body. A million lists take Python seconds, in which no other thread runs."""
+"""Most brackets of a body. A million lists take Python seconds, in which no other thread runs."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
@@ -90,7 +90,7 @@ R = TypeVar("R", bound="GenerationRequest")
 
 
 class ApiError(HTTPException):
-    """An error that the client is told of in OpenAI's shape. param: the option that it is about."""
+    """An error that the client gets in OpenAI's form. param: the option that it concerns."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class ApiError(HTTPException):
         self.param = param
 
     def body(self) -> Json:
-        """In OpenAI's shape."""
+        """The error in OpenAI's form."""
         kind = "server_error" if self.status_code >= 500 else "invalid_request_error"
         error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides the text."""
+    """The additional contents of a stream."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -130,7 +130,7 @@ class NamedSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What an answer is. Some clients leave out what stands around the schema."""
+    """The form of an answer. Some clients leave out the object around the schema."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -140,7 +140,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def schemas(self) -> list[Json]:
-        """Those of the answer: one, or by mistake both."""
+        """The given schemas: one, or two by mistake."""
         named = self.json_schema.schema_ if self.json_schema else None
         given = [schema for schema in (named, self.schema_) if schema is not None]
         return given or [{"type": "object"}] * (self.type == "json_object")
@@ -156,7 +156,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """What an answer follows, as of `Grammar`: one of these."""
+    """The constraint of an answer, as in `Grammar`: one of these."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -170,7 +170,7 @@ class StructuredOutputs(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What chats and completions share."""
+    """The options that chats and completions share."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -199,8 +199,8 @@ class GenerationRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, body: Any) -> Any:
-        """Raise ApiError for an option that this engine does not have, unless it asks for nothing:
-        without it, the answer would be another one than was asked for.
+        """Raise ApiError for an unsupported option that has an effect, because without it the
+        answer would not be the one that was asked for.
         """
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")
@@ -216,7 +216,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def grammars(self) -> list[tuple[Any, Any]]:
-        """Those that the answer has to follow: kind and text, as of `Grammar`."""
+        """Kind and text of the grammars that the answer must follow, as in `Grammar`."""
         outputs = self.structured_outputs or StructuredOutputs()
         schemas = self.response_format.schemas if self.response_format else []
         given = [
@@ -240,7 +240,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def required_tools(self) -> list[Tool]:
-        """Tools of which one has to be called."""
+        """The tools of which one must be called."""
         return []
 
     @property
@@ -252,32 +252,32 @@ class GenerationRequest(BaseModel):
 
     @property
     def limit(self) -> int | None:
-        """New tokens of an answer at most."""
+        """Most new tokens of an answer."""
         return self.max_tokens
 
     @property
     def count(self) -> int:
-        """Answers for each prompt."""
+        """Number of answers for each prompt."""
         return self.n or 1
 
     @property
     def scores(self) -> int | None:
-        """How many of the likeliest tokens to tell for each one; None: no log-probabilities."""
+        """Number of likeliest tokens to return for each token; None: no log-probabilities."""
         return None
 
     @property
     def echoes(self) -> bool:
-        """Whether the text of an answer begins with its prompt."""
+        """True if the text of an answer begins with its prompt."""
         return False
 
     @property
     def includes_steps(self) -> bool:
-        """Whether a stream tells what each step brought."""
+        """True if a stream contains the results of each step."""
         return bool(self.stream_options and self.stream_options.include_steps)
 
 
 def parsed(kind: type[R], body: bytes) -> R:
-    """A request of this kind. Raises ApiError."""
+    """Parse a request of this kind. Raises ApiError."""
     if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
         raise ApiError(400, f"expected at most {MOST_BRACKETS} brackets, got more; send fewer")
     try:
@@ -287,7 +287,7 @@ def parsed(kind: type[R], body: bytes) -> R:
 
 
 def _in_one_line(error: ValidationError) -> ApiError:
-    """The fault that says most: of a union's alternatives, one of the right type."""
+    """The most informative fault: of a union's alternatives, one of the right type."""
     faults = error.errors(include_url=False, include_context=False)
     typed = [each for each in faults if not each["type"].endswith(("_type", "_parsing"))]
     fault: Any = max(typed or faults, key=lambda each: len(each["loc"]))
@@ -317,19 +317,19 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Those to continue."""
+        """The prompts to continue."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return [*self.prompt]
 
     @property
     def scores(self) -> int | None:
-        """As OpenAI's: 0 is for those of the answer's own tokens."""
+        """As OpenAI's `logprobs`: 0 asks for the log-probabilities of the answer's own tokens."""
         return self.logprobs
 
     @property
     def echoes(self) -> bool:
-        """As OpenAI's; log-probabilities begin there, too."""
+        """As OpenAI's `echo`; log-probabilities begin at the prompt, too."""
         return bool(self.echo)
 
 
@@ -343,13 +343,13 @@ class TextPart(BaseModel):
 
 
 class Described(BaseModel):
-    """What templates may read more of than is named here."""
+    """The base of request parts whose further keys templates may read."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
 
 def _or_empty(value: Any) -> Any:
-    """The empty object in place of null."""
+    """Replace null by the empty object."""
     return {} if value is None else value
 
 
@@ -361,7 +361,9 @@ class Parameters(Described):
 
     @property
     def closed(self) -> Json:
-        """The schema; the empty object where it says nothing of keys, which could go on and on."""
+        """The schema. If it says nothing about keys, it allows only the empty object, because keys
+        could go on forever.
+        """
         schema = self.model_dump()
         says_nothing = not self.properties and schema.keys() <= SAY_NOTHING
         return {**schema, "additionalProperties": False} if says_nothing else schema
@@ -423,7 +425,7 @@ class Message(Described):
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
 
     def plain(self) -> Json:
-        """As chat templates read it."""
+        """The message as chat templates read it."""
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
@@ -491,7 +493,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def required_tools(self) -> list[Tool]:
-        """Those of which the answer has to be a call."""
+        """The tools of which the answer must be a call."""
         if isinstance(self.tool_choice, ToolName):
             name = self.tool_choice.function.name
             return [tool for tool in self.callable_tools if tool.function.name == name]
@@ -505,7 +507,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def variables(self) -> Json:
-        """Those of the chat template."""
+        """The variables of the chat template."""
         named = {name: getattr(self, name) for name in TEMPLATE_VARIABLES}
         given = {name: value for name, value in named.items() if value is not None}
         given |= self.chat_template_kwargs or {}
@@ -519,10 +521,10 @@ class ChatRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """By the newer name or the older one."""
+        """The limit by its newer name or its older one."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def scores(self) -> int | None:
-        """As OpenAI's `top_logprobs`."""
+        """The number in OpenAI's `top_logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,5 +1,5 @@
-"""Reads requests: their bodies, and the token ids of their prompts. What takes long is done by
-threads, and what is too long is refused before it is tokenized.
+"""Reads requests: their bodies, and the token ids of their prompts. Threads do what takes long, and
+prompts that are too long are refused before all of their text is tokenized.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from draftheads.infer.serve.protocol import (
 )
 
 DENSE = 16
-"""More characters per token than texts have. Of a text that has as many for each token of the
-context, only that much is tokenized at first.
+"""More characters per token than texts have. If a text has this many for each token of the context,
+only that much of it is tokenized at first.
 """
 
 
 class Gone(ApiError):
-    """The client has left: nobody reads this."""
+    """Raised when the client has left, so nobody reads the answer."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client has left")
@@ -40,7 +40,7 @@ class Gone(ApiError):
 class Reader:
     """Reads requests for one model.
 
-    name: of the model. most_choices: answers to one request that the queue can take.
+    name: of the model. most_choices: the most answers to one request that the queue can hold.
     """
 
     def __init__(self, target: Target, name: str, most_choices: int) -> None:
@@ -51,7 +51,7 @@ class Reader:
         self._turn = Lock()  # tokenizers in Python are for one thread at a time
 
     async def read(self, kind: type[R], http: Request) -> tuple[R, list[list[int]]]:
-        """A request of this kind and its prompts. Raises ApiError, and Gone."""
+        """Returns a request of this kind and its prompts. Raises ApiError, and Gone."""
         content_type = http.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(
@@ -104,7 +104,9 @@ class Reader:
             raise ApiError(400, str(error)) from error
 
     def _variables(self, request: ChatRequest) -> Json:
-        """Those of the chat template. Raises ApiError for an option that it does not read."""
+        """The variables of the chat template. Raises ApiError for an option that the template does
+        not read.
+        """
         template = str(self.target.tokenizer.chat_template)
         variables = request.variables
         for name, usual in TEMPLATE_VARIABLES.items():
@@ -143,7 +145,7 @@ class Reader:
         self._fitting(beginning["input_ids"])
 
     def _fitting(self, prompt: list[int]) -> list[int]:
-        """The same prompt. Raises ApiError if it leaves no room for an answer."""
+        """Returns the prompt. Raises ApiError if it leaves no room for an answer."""
         context = self.target.context
         if len(prompt) >= context:
             raise ApiError(

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes: whole, or in the chunks of a stream."""
+"""Writes answers in OpenAI's form: whole, or in the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from draftheads.infer.serve.reader import Gone
 from draftheads.infer.text import AnswerText, TextStream
 
 TAIL = 16
-"""Tokens at the end of a prompt, which show whether it has opened the reasoning."""
+"""Number of tokens at the end of a prompt that show whether it has opened the reasoning."""
 STALL_SECONDS = 60.0
-"""For a client to read what it was sent."""
+"""Seconds in which a client must read what it was sent."""
 
 
 class Choice:
-    """One answer in the making. texts: those of single tokens, for log-probabilities."""
+    """An answer while it is decoded. texts: the texts of single tokens, for log-probabilities."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Choice:
             self._text.add(prompt)
 
     def add(self, step: Step, scores: Sequence[TokenScore] = ()) -> Piece:
-        """Take a step. scores: of its tokens, if the request asks for them."""
+        """Add a step. Returns its piece. scores: of its tokens, if the request asks for them."""
         tokens = step.tokens
         if step.finish:
             self.finish = "length" if step.finish == "length" else "stop"
@@ -117,11 +117,11 @@ class Choice:
         return Piece(self, parts, tokens, scored, facts)
 
     def whole(self) -> Json:
-        """The finished choice."""
+        """The finished choice, in OpenAI's form."""
         return self.entry(Piece(self, self.parts, self.tokens, self.scored, {}))
 
     def entry(self, piece: Piece) -> Json:
-        """A part of this choice, or all of it."""
+        """The entry of a part of this choice, or of all of it."""
         logprobs = None
         if self.request.scores is not None and self.is_chat:
             logprobs = chat_logprobs(piece.scored, self._texts)
@@ -159,7 +159,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a step adds to a choice."""
+    """The part of a choice that a step adds."""
 
     choice: Choice
     parts: Json  # as of `AnswerForm`
@@ -201,11 +201,11 @@ class Reply:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all answers are there."""
+        """True if all answers are complete."""
         return all(choice.finish for choice in self.choices)
 
     def whole(self, jobs: Sequence[Job]) -> Json:
-        """All answers at once, when they are complete."""
+        """All answers at once, after they are complete."""
         entries = [choice.whole() for choice in self.choices]
         prompt_ids = self._prompt_ids(entries)
         return {**self.head, "choices": entries, **prompt_ids, "usage": self.usage(jobs)}
@@ -213,7 +213,7 @@ class Reply:
     async def chunks(
         self, pieces: AsyncGenerator[Piece | None], jobs: Sequence[Job]
     ) -> AsyncGenerator[Json | None]:
-        """The chunks of a stream; None where one waits."""
+        """Yields the chunks of a stream; None while it waits."""
         options = self.request.stream_options
         has_usage = options is not None and options.include_usage
         usage = {"usage": None} if has_usage else {}
@@ -255,7 +255,9 @@ class Reply:
         }
 
     def _prompt_ids(self, entries: Sequence[Json]) -> Json:
-        """If they are asked for, those of the only prompt; those of several are in the entries."""
+        """The token ids of the only prompt, if they are asked for; those of several prompts are in
+        the entries.
+        """
         if not self.request.return_token_ids:
             return {}
         if len(self.prompts) == 1:
@@ -266,8 +268,9 @@ class Reply:
 
 
 class EventStream(StreamingResponse):
-    """Chunks as server-sent events, and a comment where one waits. An error ends the stream, and so
-    does a client that leaves, or reads nothing for a minute. opening: the first chunk.
+    """Sends chunks as server-sent events, and a comment while a chunk is awaited. An error ends the
+    stream, and so does a client that leaves, or reads nothing for a minute. opening: the first
+    chunk.
     """
 
     def __init__(self, opening: Json | None, chunks: AsyncGenerator[Json | None]) -> None:

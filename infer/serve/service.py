@@ -1,4 +1,4 @@
-"""Requests become jobs of the engine, and their steps become answers.
+"""Turns requests into jobs of the engine, and their steps into answers.
 
 The event loop reads requests and writes answers; the `Scheduler`'s thread decodes. Every event of a
 request (step, error, time-out, disconnect) arrives in one queue.
@@ -33,7 +33,9 @@ from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Scheduler
 
 QUIET = 5.0
-"""Seconds after which a stream says that it goes on, before a proxy or a client gives it up."""
+"""Seconds without a token after which a stream sends a sign of life, so that no proxy or client
+gives it up.
+"""
 Event = tuple[Choice, Step, Sequence[TokenScore]] | Exception
 """A step with the scores of its tokens, or what ends the request."""
 Events = asyncio.Queue[Event]
@@ -45,14 +47,14 @@ class ServeOptions:
 
     name: str  # of the model, in requests
     key: str | None = None  # that requests must have
-    temperature: float = 0.0  # this and the next two: where a request says nothing
+    temperature: float = 0.0  # this and the next two: defaults of requests
     top_p: float = 1.0
     top_k: int = 0
     slots: int = 4  # requests decoded at a time
     waiting: int = 64  # more get 429
     timeout: float = 600.0  # seconds for a request, those in the queue included
     allowed_hosts: tuple[str, ...] = ()  # `names_server`; default: by the address it listens on
-    root_path: str = ""  # of the address under which a proxy offers it
+    root_path: str = ""  # path under which a proxy serves it
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"(/[^/?#\s]+)*", self.root_path):
@@ -63,7 +65,7 @@ class ServeOptions:
 
 
 class Metrics:
-    """What /metrics tells."""
+    """The counters of /metrics."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.registry = CollectorRegistry()
@@ -86,7 +88,7 @@ class Metrics:
         waiting.set_function(lambda: len(scheduler.waiting))
 
     def add(self, usage: Json) -> None:
-        """Count what a request used."""
+        """Count the usage of a request."""
         counts = {
             **usage,
             **usage["prompt_tokens_details"],
@@ -136,14 +138,14 @@ class Service:
         pieces = self._pieces(reply, jobs, events, http)
         if request.stream:
             chunks = reply.chunks(pieces, jobs)
-            opening = await anext(chunks)  # once it is queued; an error before has its own status
+            opening = await anext(chunks)  # after it is queued; an earlier error has its own status
             return EventStream(opening, chunks)
-        async for _ in pieces:  # the choices keep what they bring
+        async for _ in pieces:  # the choices collect the pieces
             pass
         return JSONResponse(reply.whole(jobs))
 
     def _constraint(self, reply: Reply) -> Grammar | None:
-        """That of the answers. It may take a while. Raises ApiError."""
+        """The constraint of the answers, which may take a while. Raises ApiError."""
         request = reply.request
         grammars = request.grammars
         calls = self.reader.calls
@@ -154,7 +156,7 @@ class Service:
                     "expected one of response_format, structured_outputs, guided options and a "
                     "required tool, got several; leave the others out"
                 )
-            if grammars:  # a call in place of what follows them
+            if grammars:  # a call may replace the constrained answer
                 tools = request.callable_tools
             if tools and calls is not None:
                 grammars.append(("grammar", calls.grammar(tools, self.target.tokenizer)))
@@ -163,7 +165,7 @@ class Service:
             raise ApiError(400, str(error)) from error
 
     def _job(self, choice: Choice, constraint: Grammar | None, events: Events) -> Job:
-        """That of an answer."""
+        """The job of an answer."""
         request = choice.request
         rule = self.rule(request, choice.index % request.count)
         if request.scores is not None:
@@ -185,8 +187,8 @@ class Service:
         )
 
     def rule(self, request: GenerationRequest, number: int = 0) -> Acceptance:
-        """The lossless rule that a request asks for. number: of the answer to a prompt, which
-        changes its seed.
+        """The lossless rule that a request asks for. number: index of the answer to a prompt, which
+        is added to the seed.
         """
         temperature = request.temperature
         top_p = request.top_p
@@ -207,9 +209,9 @@ class Service:
     async def _pieces(
         self, reply: Reply, jobs: Sequence[Job], events: Events, http: Request
     ) -> AsyncGenerator[Piece | None]:
-        """Queue the jobs. What their steps bring, as they come; None at once, and where nothing
-        comes for QUIET seconds. Raises ApiError, and Gone if the client leaves; the jobs end with
-        this.
+        """Queue the jobs, and yield the pieces of their steps as they come; None at once, and after
+        QUIET seconds without a piece. Raises ApiError, and Gone if the client leaves; the jobs end
+        with this generator.
         """
         self.scheduler.queue(*jobs)
         late = ApiError(504, f"no answer within {self.options.timeout:g} s", "timeout")
@@ -258,8 +260,8 @@ async def _watch(http: Request, events: Events) -> None:
 def delivery(
     choice: Choice, rule: Acceptance, events: Events
 ) -> Callable[[Step | Exception], None]:
-    """A function that brings steps from the engine's thread into the event loop's queue, with the
-    scores that the rule has noted by then.
+    """Returns a function that passes steps from the engine's thread to the event loop's queue, with
+    the scores that the rule has noted by then.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,7 +1,7 @@
-"""The results table of README.md and docs/results.md, from what `bench --json` wrote.
+"""Write the results table of docs/results.md from the report of `bench --json`.
 
     draftheads demo --out out/demo && cp out/demo/bench.json docs/results.json
-    python scripts/benchmarks/results.py docs/results.json README.md docs/results.md
+    python scripts/benchmarks/results.py docs/results.json docs/results.md
 
 Each file has a place for the table, between two HTML comments.
 """

@@ -1,1 +1,1 @@
-"""What a run needs, which recipe suits a target, and why acceptance is low."""
+"""Advice: the needs of a run, a recipe for a target, the causes of low acceptance."""

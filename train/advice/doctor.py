@@ -1,5 +1,5 @@
-"""Why is my acceptance low? One function per check. What was recorded is compared first, then
-drafts are measured.
+"""Finds out why acceptance is low, with one function per check. Facts that training recorded are
+compared first; then drafts are measured.
 
 Legend: M learned positions, K draft depth, v draft vocabulary.
 """
@@ -33,18 +33,22 @@ from draftheads.train.evaluate import Share, calibrate, heldout_ranks
 from draftheads.train.features.sources import OnlineFeatures
 
 TEXT_TOKENS = 4096
-"""Tokens of the documents on which heads are evaluated."""
+"""Number of tokens of the documents on which heads are evaluated."""
 ROWS_PER_BATCH = 4
 BLOCK = 16
-"""Neighbouring positions are correlated, so standard errors come from means of this many."""
+"""Positions per block. Neighbouring positions are correlated, so standard errors are computed from
+means of blocks.
+"""
 SURE = 4.0
-"""Standard errors that make a difference significant; with this many checks, two are too few."""
+"""Number of standard errors that make a difference significant. With this many checks, two are too
+few.
+"""
 TIMED = 4
-"""Answers that are decoded again to compare steps with and without drafts."""
+"""Number of answers that are decoded again to compare steps with and without drafts."""
 MANY_UNKNOWN = 0.1
 """Largest acceptable share of the target's tokens outside the draft vocabulary."""
 PROMPTS = 64
-"""Documents whose prompts are compared with the chat template."""
+"""Number of documents whose prompts are compared with the chat template."""
 SENTINEL = "Prompt42"
 
 
@@ -62,9 +66,10 @@ class DecodedAnswers:
 
 @dataclass(eq=False)
 class Evidence:
-    """A head, what it is examined on, and lazy measurements.
+    """A head, the texts on which it is examined, and measurements that are made when they are
+    needed.
 
-    facts: what its config.json records. openings: token ids of prompts to decode. documents: the
+    facts: the section of its config.json. openings: token ids of prompts to decode. documents: the
     data, if any.
     """
 
@@ -88,12 +93,13 @@ class Evidence:
 
     @cached_property
     def break_even(self) -> float:
-        """What a step with the head's tree costs over one without drafts, here and now: as many
-        tokens per step make decoding as fast as without. 0 if that cannot be told.
+        """The time of a step with the head's tree over that of a step without drafts, measured now:
+        with as many tokens per step, decoding is as fast as without drafts. 0 if it cannot be
+        measured.
         """
         drafted: list[float] = []
         plain: list[float] = []
-        for answer in self.decoded.answers[:TIMED]:  # in turns: other work slows both alike
+        for answer in self.decoded.answers[:TIMED]:  # in turns, so that other work slows both alike
             opening = answer.tokens[: answer.learn[0][0]]
             drafted += self.decode([opening]).seconds
             plain += self.decode([opening], drafts=False).seconds
@@ -121,7 +127,7 @@ class Evidence:
 
     @property
     def on_data(self) -> bool:
-        """Whether `rows` are documents of the data."""
+        """True if `rows` are documents of the data."""
         return self.rows is not self.decoded_rows
 
     @cached_property
@@ -131,8 +137,8 @@ class Evidence:
 
     @cached_property
     def used_MK(self) -> Tensor:
-        """Ranks of the decoded tokens, except at the ends, where no deep draft token can be right:
-        short texts have more of these.
+        """Ranks of the decoded tokens, except at the ends of texts, where no deep draft token can
+        be right and of which short texts have more.
         """
         ranks_MK = self.ranks_of(self.decoded_rows)
         inside_M = truth(self.decoded_rows, ranks_MK.shape[1])[:, -1] >= 0
@@ -162,7 +168,9 @@ class Evidence:
         *,
         drafts: bool = True,
     ) -> DecodedAnswers:
-        """Answer the openings, greedily. Raises ValueError when none leaves room in the context."""
+        """Answer the openings, greedily. Raises ValueError if none of them leaves room in the
+        context.
+        """
         context = self.target.context
         room = [opening for opening in openings if len(opening) + 2 <= context]
         if not room:
@@ -190,7 +198,9 @@ class Evidence:
 
 
 def truth(rows: Rows, depth: int) -> Tensor:
-    """int64 (M, K): the tokens after each learned position; -1: not written by the target."""
+    """int64 (M, K): the tokens after each learned position; -1 for tokens that the target did not
+    write.
+    """
     parts = []
     for number in range(len(rows)):
         batch = rows.batch([number])
@@ -217,8 +227,8 @@ def error(values_M: Tensor) -> float:
 
 
 def is_above(values_M: Tensor, other: Tensor | float) -> bool:
-    """Whether the mean is larger than another one by SURE standard errors."""
-    spread = error(values_M)  # infinite for none: then nothing is above
+    """True if the mean is larger than another one by SURE standard errors."""
+    spread = error(values_M)  # infinite without values, so nothing is above
     if isinstance(other, Tensor):
         spread = math.hypot(spread, error(other))
         other = float(other.float().mean())
@@ -226,7 +236,7 @@ def is_above(values_M: Tensor, other: Tensor | float) -> bool:
 
 
 def unseen(training: dict[str, Any], documents: Documents) -> Array:
-    """Held-out documents if training recorded that it saw this data, otherwise all."""
+    """The held-out documents if training recorded that it saw this data, otherwise all."""
     digest = training.get("data", {}).get("digest")
     heldout = training.get("recipe", {}).get("data", {}).get("heldout")
     if heldout is None or digest not in (None, documents.digest()):
@@ -246,7 +256,7 @@ def openings_of(documents: Documents, spans: Array) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A failed check. found: the numbers, and what they should be; advice: the next step."""
+    """A failed check. found: the measured and the expected numbers; advice: the next step."""
 
     check: str
     found: str
@@ -283,7 +293,7 @@ def other_target(evidence: Evidence) -> Finding | None:
 
 
 def other_template(evidence: Evidence) -> Finding | None:
-    """Prompts of the data that differ from what a chat with the target has now."""
+    """Prompts of the data that differ from those that the target's chat template renders now."""
     documents, tokenizer = evidence.documents, evidence.target.tokenizer
     if documents is None or tokenizer is None:
         return None
@@ -297,7 +307,7 @@ def other_template(evidence: Evidence) -> Finding | None:
     if len(other) <= 0.5 * len(texts):
         return None
     few = texts[: len(evidence.openings)]
-    start = end = ""  # what all prompts share is the other template
+    start = end = ""  # the text that all prompts share is the other template
     if len(few) > 1:
         start = commonprefix(few)
         end = commonprefix([text[::-1] for text in few])[::-1]
@@ -407,15 +417,16 @@ CHECKS = (
     slower_than_plain,
 )
 SKIPPED = (other_use, fallen_short, undertrained)
-"""Checks that fail because of other faults, too: skipped once something was found."""
+"""Checks that other faults make fail, too; skipped once something was found."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """findings: in the order of `CHECKS`.
+    """The result of an examination. findings: in the order of `CHECKS`.
 
     Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
-    prediction that training recorded), break_even (that are as fast as no drafts; 0: not measured).
+    prediction that training recorded), break_even (as fast as decoding without drafts; 0: not
+    measured).
     """
 
     findings: list[Finding]
@@ -426,10 +437,10 @@ class Diagnosis:
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """Examine a head. Raises ValueError where nothing can be decoded."""
+    """Examine a head. Raises ValueError if nothing can be decoded."""
     findings: list[Finding] = []
     for check in CHECKS:
-        # ranks of NaN mean nothing
+        # ranks from NaN are meaningless
         if findings and (check in SKIPPED or not evidence.finite):
             continue
         finding = check(evidence)

@@ -1,8 +1,8 @@
-"""What a run needs, before it is started: memory and time.
+"""Predicts the memory and time of a run before it starts.
 
 Weights, gradients and optimizer state are counted from shapes on the meta device, rows and steps
-from the data. Then activations and seconds are measured by a few of the run's own steps, where the
-answers are there and memory can hold the run.
+from the data. Activations and seconds are then measured with a few of the run's own steps, if the
+answers exist and memory can hold the run.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ ENGINES = {
     "zero3": ("optimizer", "gradients", "weights"),
     "fsdp2": ("optimizer", "gradients", "weights"),
 }
-"""What each engine divides over the processes of a launch."""
+"""Engine -> the parts that it divides over the processes of a launch."""
 CLEAR = Path("/proc/self/clear_refs")
-"""Where Linux lets a process reset its peak."""
+"""The file through which Linux lets a process reset its peak memory."""
 
 
 TRIAL = "draftheads-plan-"
 """Beginning of the names of temporary folders."""
 LONG_S = 5.0
-"""Seconds of a step that is not tried once more."""
+"""A first step that takes longer than this many seconds is not repeated."""
 
 
 class ShapeTarget(Target):
@@ -187,8 +187,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class StepTrial:
-    """What a few steps predict for the run. base, activations: bytes. load, save: seconds per run
-    and per save. features: the target's seconds of a step; rest: the others.
+    """Measurements of a few steps. base, activations: bytes. load, save: seconds per run and per
+    save. features: the target's seconds in a step; rest: the other seconds.
     """
 
     base: int
@@ -200,8 +200,8 @@ class StepTrial:
 
 
 def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
-    """Start the run, in another folder, and take two or three steps of one micro batch each. Raises
-    what training raises.
+    """Start the run in a temporary folder, and take two or three steps of one micro batch each.
+    Raises what training raises.
     """
     sweep(Path(tempfile.gettempdir()), f"{TRIAL}*")
     owner = own_name(Path(TRIAL)).name.removeprefix(f".{TRIAL}")
@@ -219,7 +219,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
     rows = recipe.data.rows_per_batch
     known = base + shapes.target_bytes() + 4 * shapes.trained  # weights, gradients, two moments
     if short.data.cache_gb and not _on_gpu():
-        known += shapes.feature_bytes(2 * rows * work.row_tokens)  # of two steps
+        known += shapes.feature_bytes(2 * rows * work.row_tokens)  # features of two steps
     # the target's forward pass and the head's, a third of its step, for each held-out row
     of_row = (max(0.0, first - again) + again / 3) / rows
     return StepTrial(
@@ -233,7 +233,7 @@ def try_steps(recipe: Recipe, shapes: Shapes, work: Workload) -> StepTrial:
 
 
 def trial_seconds(run: Run) -> tuple[float, float]:
-    """Seconds of a step, and of one whose features are in memory."""
+    """Seconds of a step, and of a step whose features are in memory."""
 
     def seconds(step: int) -> float:
         part = replace(run, state=replace(run.state, step=step, steps=step + 1))
@@ -247,13 +247,13 @@ def trial_seconds(run: Run) -> tuple[float, float]:
         if first > LONG_S:
             break
     for parameter in run.engine.learner.trained().values():
-        parameter.grad = torch.zeros_like(parameter)  # as of a micro batch before
+        parameter.grad = torch.zeros_like(parameter)  # as left by an earlier micro batch
     return first, seconds(number)
 
 
 def _short(recipe: Recipe, work: Workload, output: Path) -> Recipe:
-    """The recipe of a trial, which writes no features and keeps those that the run keeps, and whose
-    adapter learns from the first step, as that costs most.
+    """The recipe of a trial. It writes no features, keeps those in memory that the run would keep,
+    and lets an adapter learn from the first step, because that costs most.
     """
     features = recipe.features
     is_known = bool(recipe.data.cache_gb or features.server) or features.mode == "cached"
@@ -286,7 +286,7 @@ def _in_silence() -> Iterator[None]:
 
 
 def forget_peak() -> None:
-    """Begin to count `peak_memory` anew."""
+    """Reset `peak_memory`."""
     if _on_gpu():
         torch.cuda.reset_peak_memory_stats()
     elif CLEAR.exists():
@@ -294,11 +294,13 @@ def forget_peak() -> None:
 
 
 def peak_memory() -> int:
-    """Most bytes of memory since `forget_peak`; those of now where the system cannot forget."""
+    """Most bytes of memory since `forget_peak`; the present bytes if the system cannot reset the
+    peak.
+    """
     if _on_gpu():
         return int(torch.cuda.max_memory_allocated())
     if CLEAR.exists():
-        # getrusage's begins with the peak of the process that started this one
+        # getrusage includes the peak of the parent process
         kilobytes = re.findall(r"VmHWM:\s*(\d+)", CLEAR.with_name("status").read_text())[0]
         return int(kilobytes) * 1024
     return _resident()
@@ -310,7 +312,7 @@ def _resident() -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run needs. trial: None, for `reason`, where only shapes were counted."""
+    """The predicted needs of a run. trial: None if, for `reason`, only shapes were counted."""
 
     recipe: Recipe
     processes: int
@@ -348,7 +350,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of memory of one process, without what was not measured."""
+        """Peak bytes of one process, without parts that were not measured."""
         return sum(self.memory.values())
 
     @property
@@ -358,7 +360,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether memory holds the run, as far as it is known."""
+        """True if memory can hold the run, as far as it was counted or measured."""
         return self.peak <= self.limit
 
     @cached_property
@@ -372,7 +374,9 @@ class Plan:
         first = later = trial.rest
         if work.stores:
             load += trial.features * epoch
-        elif self.recipe.features.mode == "online" and not self.shapes.is_served:  # asked for ahead
+        elif (
+            self.recipe.features.mode == "online" and not self.shapes.is_served
+        ):  # servers work ahead
             room = self.recipe.data.cache_gb * 1e9
             first += trial.features
             known = min(1.0, room / self.shapes.feature_bytes(work.tokens))
@@ -388,7 +392,9 @@ class Plan:
 
     @property
     def servers(self) -> list[str]:
-        """Lines on what servers of features must give, and how they are started; none without."""
+        """Lines about the servers of features: the tokens per second that they must deliver, and
+        the command that starts them. Empty without servers.
+        """
         shapes, trial = self.shapes, self.trial
         if not shapes.is_served:
             return []
@@ -410,7 +416,8 @@ def make_plan(
     probe: bool = True,
     counted: Callable[[Plan], object] | None = None,
 ) -> Plan:
-    """Count shapes and, with `probe`, try a few steps. counted: called with what is known before.
+    """Count shapes and, with `probe`, try a few steps. counted: called with the plan before the
+    trial.
 
     engine: a key of ENGINES. Raises the ValueError or OSError that training would raise for target,
     head, adapter, data and launch.
@@ -435,7 +442,7 @@ def make_plan(
         counted(plan)
     if not probe:
         return plan
-    alone = replace(plan, processes=1, engine="ddp")  # as it is tried
+    alone = replace(plan, processes=1, engine="ddp")  # the launch of the trial
     if work.rows is None:
         return replace(plan, reason=f"no answers in {recipe.data.path} to try a step with")
     if not alone.fits:
@@ -443,7 +450,7 @@ def make_plan(
     try:
         return replace(plan, trial=try_steps(recipe, shapes, work), reason="")
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        # shapes are worth printing
+        # the counted shapes are still useful
         return replace(plan, reason=f"a trial failed: {one_line(error)}")
 
 

@@ -1,4 +1,4 @@
-"""A recipe for one model on this machine: each choice with the reason for it."""
+"""Suggests a recipe for one model on this machine, with a reason for each choice."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ WHY_KIND = {
     "mtp": "one more layer of the target's kind; engines serve it inside the checkpoint",
 }
 SMALL = 512
-"""Width below which a target is a toy, for which the demo's numbers were found."""
+"""Width below which a target counts as a toy, for which the demo's numbers are used."""
 RATES = {"sequential": 1e-3, "medusa": 1e-3, "eagle3": 3e-4, "block": 6e-4, "mtp": 3e-4}
 """Peak learning rates of the shipped recipes for targets of 0.6 B parameters."""
 TUNED = 5e-5
-"""The same for a layer that is trained already."""
+"""Peak learning rate for a layer that is already trained."""
 SHARED = 3e-3
-"""The same with the target's lm_head: 100 steps at this rate reach what 200 at 1e-3 do."""
+"""Peak learning rate with the target's lm_head: 100 steps at this rate reach what 200 at 1e-3 do.
+"""
 REDUCED = 32_768
-"""Tokens of the draft vocabulary of a large target at most, as in the shipped recipes."""
+"""Largest draft vocabulary for a large target, as in the shipped recipes."""
 REDUCED_ON_CPU = 8_192
-"""The same where no answers are counted yet, on a CPU."""
+"""Largest draft vocabulary on a CPU if there are no answers to count yet."""
 COVERED = 0.97
-"""Share of the answers' tokens that the draft vocabulary holds."""
+"""Share of the answers' tokens that the draft vocabulary must cover."""
 LONGEST = 2048
-"""Tokens per row at most, where the answers do not ask for more."""
+"""Most tokens per row, unless the answers need more."""
 EPOCHS = {300_000: 12, 3_000_000: 6}
-"""Passes over so many tokens, at most; three over more."""
+"""Tokens of the data, at most -> passes over them; three passes over more tokens."""
 STATES = {"eagle3": 3, "block": 5}
-"""Hidden states that heads read of each token, more than one."""
+"""Hidden states per token that heads of these kinds read; other kinds read one."""
 CACHED = 0.25
-"""Share of the memory for these."""
+"""Share of the memory for hidden states."""
 MINUTES = 30
-"""Of training on a CPU."""
+"""Minutes of training on a CPU."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of a recipe, its value, and why it is that."""
+    """A key of a recipe, its value, and the reason for it."""
 
     key: str
     value: Any
@@ -72,10 +73,10 @@ def suggest(
     revision: str | None = None,
     lora: str | None = None,
 ) -> str:
-    """The text of a recipe for this target. data: a folder of answers, or where they will be. lora:
-    as of `Target.load`.
+    """The text of a recipe for this target. data: a folder of answers, which need not exist yet.
+    lora: as in `Target.load`.
 
-    Raises ValueError for an unknown kind, and what reading the target's config raises.
+    Raises ValueError for an unknown kind, and the errors of reading the target's config.
     """
     if kind not in WHY_KIND:
         raise ValueError(f"--kind: expected {', '.join(WHY_KIND)}, got {kind!r}; choose one")
@@ -176,7 +177,7 @@ def _head(
         reduced = min(REDUCED, max(1024, covered))
         share = f"{COVERED:.0%} of the answers' tokens, {share}"
     reduced = vocabulary // 4 if is_small else reduced
-    is_served = kind == "block" and not on_cpu  # by engines that take all tokens
+    is_served = kind == "block" and not on_cpu  # engines that serve blocks need all tokens
     if not is_served and vocabulary >= 1.5 * reduced and reduced >= 512:
         yield Setting("head.vocabulary", reduced, share)
     yield Setting("optim.lr", TUNED if is_native else rate, "lower it if the loss jumps")

@@ -1,1 +1,1 @@
-"""Learning from use: what was asked and answered trains the head that answers."""
+"""Learning from use: questions and answers train the head that drafts the answers."""

@@ -1,8 +1,9 @@
-"""The head that answers, trained a short piece at a time while nothing is asked.
+"""Trains the served head on its own conversations, one short piece at a time while nothing is
+asked.
 
-A round waits for new answers, trains on them with a replay of earlier ones and of the head's own
-training data, and compares the head with the served one on conversations that it never learns from.
-The better one is served from then on.
+A round waits for new answers, trains on them and on a replay of earlier ones and of the head's own
+training data, and compares the trained head with the served one on conversations that are never
+learned. The better one is served from then on.
 
 Legend: B batch, T tokens, D feature width, K draft depth, M held-out positions.
 """
@@ -38,41 +39,41 @@ from draftheads.train.learn.versions import Versions
 from draftheads.train.recipe import OptimChoices
 
 APART = 5
-"""Of so many conversations, one is held out."""
+"""One of this many conversations is held out."""
 HELD_OUT = 4096
-"""Tokens of the newest held-out conversations that decide."""
+"""Number of tokens of the newest held-out conversations on which heads are compared."""
 FEWEST = 128
-"""Held-out answers' tokens without which nothing is decided."""
+"""Fewest tokens of held-out answers for a comparison."""
 NEWS = 512, 2048
-"""Tokens of answers that a round waits for, and the most that are new in it: also rounds that are
-interrupted by the end of the process must get done.
+"""Number of new tokens that a round waits for, and the most that it takes, so that a round ends
+even in a process that is often stopped.
 """
 PASSES = 4
-"""Times that a round reads what is new."""
+"""Number of times that a round reads the new answers."""
 REPLAY = 1.0
-"""Tokens of earlier conversations and of the head's own data in a round, for one of the new."""
+"""Replayed tokens (earlier conversations and the head's own data) per new token of a round."""
 STEP = 256
-"""Learned tokens of an optimizer step."""
+"""Number of learned tokens in an optimizer step."""
 PIECE_SECONDS = 0.04
-"""Time of a piece, for which a request may wait."""
+"""Seconds of a piece of work, for which a request may have to wait."""
 PIECE_TOKENS = 16, 1024
 """Fewest and most tokens of a piece."""
 LONGEST = 2048
-"""Tokens of a conversation that are read in one context."""
+"""Most tokens of a conversation that are read in one context."""
 PATIENCE = 2
 """Rounds without improvement after which training starts from the served head again, slower."""
 PAUSE = 5.0
-"""Seconds until new answers are looked for again."""
+"""Seconds between two checks for new answers."""
 RATE = 1.0
-"""Of the peak learning rate with which the head was trained, at first."""
+"""Initial learning rate, as a factor of the peak rate with which the head was trained."""
 SLOWER = 0.3
-"""Factor of the rate each time training starts again."""
+"""Factor of the learning rate each time that training starts again."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is learned from, besides use. folder: of the head that learning started from. replay:
-    the data that it was trained on, if that is here.
+    """The head and data that learning starts from. folder: of that head. replay: its training data,
+    if it is on this machine.
     """
 
     folder: HeadFolder
@@ -86,14 +87,14 @@ class Source:
 
 
 class Pace:
-    """How many tokens a piece of some work gets, by what the ones before took."""
+    """Chooses the number of tokens in a piece of work by the time of earlier pieces."""
 
     def __init__(self) -> None:
         self.tokens, _ = PIECE_TOKENS
 
     @contextmanager
     def measure(self, tokens: int) -> Iterator[None]:
-        """Time work on so many tokens."""
+        """Time work on this many tokens."""
         began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
@@ -105,8 +106,8 @@ class Pace:
 class UseLearner:
     """A `Background` that trains the head of an engine.
 
-    memory: of n-grams, which is given all conversations. Raises ValueError for a head that cannot
-    be trained on this target.
+    memory: of n-grams; receives all conversations. Raises ValueError for a head that cannot be
+    trained on this target.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class UseLearner:
                 memory.append(talk.tokens.tolist())
 
     def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep an answer, and learn from it later."""
+        """Store an answer, to learn from it later."""
         if not answer:
             return
         talk = self.texts.add(prompt, answer)
@@ -155,7 +156,9 @@ class UseLearner:
             self.memory.append(talk.tokens.tolist())
 
     def work(self, engine: Speculator) -> tuple[Speculator, float]:
-        """A piece of training or of comparing; the engine with the better head after a round."""
+        """Train or compare for one piece. Returns the engine (with the better head after a round)
+        and the seconds to wait before the next piece.
+        """
         if self._adopted is not None:
             engine, self._adopted = with_version(engine, self._adopted), None
             return engine, 0.0
@@ -163,21 +166,21 @@ class UseLearner:
             return engine, next(self._rounds)
 
     def points(self) -> list[Point]:
-        """What each round came to."""
+        """The result of each round."""
         return list(self.versions.state.points)
 
     def _restart(self) -> None:
         """Train from the served head on."""
         self.head = copy.deepcopy(self.served)
         self.head.train_with(self.choices)
-        self.head.tree = self.served.tree  # which may be a tuned one
+        self.head.tree = self.served.tree  # tuning may have changed it
         self.head.train()
         self._learner = Learner(self.head, "fp32")
         self._optimizer = self._learner.optimizer(self.source.optim)
         self._rejected = 0
 
     def _work(self) -> Iterator[float]:
-        """All pieces; yields seconds to wait before the next."""
+        """Work in pieces forever; yields the seconds to wait before the next piece."""
         while True:
             while self._news < NEWS[0] or sum(talk.answered for talk in self._heldout()) < FEWEST:
                 self.texts.tidy()
@@ -186,7 +189,7 @@ class UseLearner:
             yield from self._decide()
 
     def _lesson(self) -> list[Answer]:
-        """Documents of a round: what is new, each PASSES times, and a replay."""
+        """The documents of a round: each new one PASSES times, and a replay."""
         talks = [talk for talk in self.texts.conversations if not is_apart(talk)]
         new: list[Dialogue] = []
         for talk in reversed(talks):
@@ -239,7 +242,7 @@ class UseLearner:
 
     def _decide(self) -> Iterator[float]:
         """Serve the trained head unless it is worse than the served one on held-out text."""
-        ranks: list[list[Tensor]] = []  # of the trained head and of the served one
+        ranks: list[list[Tensor]] = []  # ranks by the trained head and by the served one
         heldout = [answer_of(talk) for talk in self._heldout()]
         for part in self._parts(heldout, self._comparing):
             if part is None:
@@ -283,8 +286,8 @@ class UseLearner:
     def _parts(
         self, answers: Sequence[Answer], pace: Pace
     ) -> Iterator[tuple[Batch, Tensor] | None]:
-        """Parts of documents that have learned tokens, with their features. None: a request may
-        come first.
+        """Yields parts of documents that have learned tokens, with their features; None where a
+        request may come first.
         """
         documents = Documents.read(answers)
         length = min(LONGEST, self.target.context)
@@ -293,7 +296,7 @@ class UseLearner:
             [(first, end)] = rows.pieces(row)
             features_1TD = yield from self._features(documents.tokens(first, end).tolist())
             start = first
-            while start < end - 1:  # the first token of a part is not learned in it
+            while start < end - 1:  # the first token of a part has no loss in it
                 stop = min(start + pace.tokens, end)
                 part = Rows(documents, [(start, stop)], length, pack=False, seed=0)
                 if len(part):
@@ -305,7 +308,9 @@ class UseLearner:
 
     @torch.no_grad()
     def _features(self, tokens: list[int]) -> Generator[None, None, Tensor]:
-        """Features of a text by the alignment law, with the cache of what was read before."""
+        """The features of a text by the alignment law. Uses the cache of the text that was read
+        before.
+        """
         size = len(tokens)
         cache = self.target.new_cache(1, size)
         states: list[Tensor] = []
@@ -340,19 +345,19 @@ def with_version(engine: Speculator, folder: Path) -> Speculator:
 
 
 def is_apart(talk: Dialogue) -> bool:
-    """Whether a conversation is held out: for good, however it goes on."""
+    """True if a conversation is held out. It stays held out, however it continues."""
     return talk.key % APART == 0
 
 
 def answer_of(talk: Dialogue) -> Answer:
-    """A document that learns its answers."""
+    """The conversation as a document whose answers are learned."""
     return Answer(talk.tokens.tolist(), talk.answers)
 
 
 def replay(
     talks: Sequence[Dialogue], documents: Documents | None, chance: random.Random
 ) -> Iterator[Answer]:
-    """Earlier conversations and documents of the head's own data in turns, at random."""
+    """Yields earlier conversations and documents of the head's own data alternately, at random."""
     while talks or documents is not None:
         if talks:
             yield answer_of(chance.choice(talks))

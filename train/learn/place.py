@@ -1,9 +1,9 @@
-"""Where learning from use keeps a head's texts and versions, and what one process opens there.
+"""Finds and opens the folder in which learning from use keeps the texts and versions of a head.
 
-NAME-1f2e3d4c/
-    texts/        what was asked and answered
-    heads/        what was learned from it
-    target.json   the target whose token ids they are, by its fingerprint; the head; days of texts
+    NAME-1f2e3d4c/
+        texts/        questions and answers
+        heads/        heads that learned from them
+        target.json   fingerprint of the target whose token ids they are; the head; days of texts
 
 A folder without such a target.json was not made here, and is never changed.
 """
@@ -32,7 +32,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt")
 
 
 def place_of(folder: HeadFolder, root: Path) -> Path:
-    """The folder of a head: another one once its weights change."""
+    """The folder of a head. If the head's weights change, it gets another folder."""
     digest = hashlib.sha256()
     for path in sorted(folder.path.iterdir()):
         if path.suffix in WEIGHTS:
@@ -42,13 +42,15 @@ def place_of(folder: HeadFolder, root: Path) -> Path:
 
 
 def address(folder: HeadFolder) -> str:
-    """The name by which a head is known, also once its weights have changed."""
+    """The name of a head, which stays the same if its weights change."""
     path = Path(folder.name).expanduser()
     return str(path.absolute()) if path.exists() else folder.name
 
 
 def hold(folder: Path) -> AcquireReturnProxy[Any]:
-    """A context that no other process has the folder open in. Raises ValueError if one has."""
+    """Locks the folder, so that no other process can open it in this context. Raises ValueError if
+    one has it open.
+    """
     try:
         return FileLock(folder / LOCK, thread_local=False).acquire(blocking=False)
     except Timeout:
@@ -58,10 +60,10 @@ def hold(folder: Path) -> AcquireReturnProxy[Any]:
 
 
 class HeadStore:
-    """A head's folder, open in this process alone.
+    """A head's folder, open in this process only.
 
-    head: its `address`. Raises ValueError if another process has it open, if it is of another
-    target, or damaged.
+    head: its `address`. Raises ValueError if another process has the folder open, or if it belongs
+    to another target or is damaged.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class HeadStore:
 
 
 def target_facts(path: Path, target: Target) -> dict[str, Any]:
-    """What is recorded of a target. Raises ValueError if there is a record of another one."""
+    """The recorded facts of a target. Raises ValueError if the record is of another target."""
     now = target.quantisation or "none"
     facts = {"name": str(target.name), "fingerprint": target.fingerprint(), "quantisation": now}
     there = read_json(path) if path.exists() else facts
@@ -105,15 +107,15 @@ def target_facts(path: Path, target: Target) -> dict[str, Any]:
 def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The folders that `HeadStore` made in `root`, each with its target.json."""
     for path in sorted(root.glob(f"*/{TARGET}")):
-        with suppress(ValueError):  # a file of somebody else
+        with suppress(ValueError):  # a file that was not made here
             facts = read_json(path)
             if facts.keys() >= {"name", "fingerprint", "quantisation"}:
                 yield path.parent, facts
 
 
 def learning_root(root: Path | None) -> Path:
-    """The folder of all heads that learn, by default in the user's data, without the texts that are
-    older than was asked for. Those of a process that learns are deleted by itself.
+    """The folder of all heads that learn, by default in the user's data. Deletes expired texts in
+    it, except those of a running process, which deletes them itself.
     """
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     root = root or Path(data).expanduser() / "draftheads" / "learned"
@@ -132,12 +134,14 @@ def rollback(path: Path) -> int:
 
 
 def delete(path: Path) -> None:
-    """Delete what a `HeadStore` wrote; other files stay. Raises ValueError if one has it open."""
+    """Delete the files that a `HeadStore` wrote; other files stay. Raises ValueError if a process
+    has it open.
+    """
     with hold(path):
         for folder in (TEXTS, HEADS):
             if (path / folder).is_dir():
                 shutil.rmtree(path / folder)
-        (path / TARGET).unlink()  # last, by which an interrupted deletion is continued
+        (path / TARGET).unlink()  # last, so that an interrupted deletion can continue
     (path / LOCK).unlink(missing_ok=True)
-    with suppress(OSError):  # it has files of somebody else
+    with suppress(OSError):  # it contains files of others
         path.rmdir()

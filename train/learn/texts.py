@@ -1,4 +1,4 @@
-"""What was asked and answered, as token ids, for training on this machine: one line per answer.
+"""Stores questions and answers as token ids for training on this machine: one line per answer.
 
     1764100000000.jsonl    {"time": seconds, "start": 17, "tokens": [...]}
 
@@ -21,18 +21,19 @@ from pathlib import Path
 SUFFIX = ".jsonl"
 FILE_BYTES = 1 << 20
 FILE_SHARE = 0.1
-"""A file is no longer written to when it is larger, or older than this share of the time for which
-texts are kept: files are deleted as a whole.
+"""A file that is larger, or older, than this share of the limits is not written to any more,
+because files are deleted as a whole.
 """
 NEAR = 64
-"""Conversations, from the newest, of which an answer may be the next one."""
+"""Number of newest conversations that an answer may continue."""
 
 
 @dataclass(eq=False)
 class Dialogue:
-    """The tokens of a conversation so far, and the half-open spans of them that are answers.
+    """The tokens of a conversation so far, and the half-open spans of its answers.
 
-    time: of the last answer. key: of the text up to the first answer's end, the same for ever.
+    time: of the last answer. key: derived from the text up to the end of the first answer, so it
+    never changes.
     """
 
     tokens: array[int]
@@ -42,14 +43,14 @@ class Dialogue:
 
     @property
     def answered(self) -> int:
-        """Tokens of its answers."""
+        """Number of tokens in its answers."""
         return sum(stop - start for start, stop in self.answers)
 
 
 class Texts:
-    """A store of at most `most_bytes`, whose texts are deleted after `keep_days`.
+    """A store of at most `most_bytes` that deletes texts after `keep_days`.
 
-    Raises OSError where nothing can be written.
+    Raises OSError if nothing can be written.
     """
 
     def __init__(self, folder: Path, *, most_bytes: int, keep_days: float) -> None:
@@ -59,7 +60,7 @@ class Texts:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.conversations: list[Dialogue] = []
         now = time.time()
-        for number, path in enumerate(self.files):  # of a clock that was ahead
+        for number, path in enumerate(self.files):  # the clock may have been ahead
             if begin_of(path) > now:
                 path.rename(folder / f"{int(now * 1000) + number}{SUFFIX}")
         self.tidy()
@@ -68,11 +69,11 @@ class Texts:
 
     @property
     def files(self) -> list[Path]:
-        """The oldest first."""
+        """The files of texts, oldest first."""
         return files_in(self.folder)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> Dialogue:
-        """Keep an answer; returns its conversation."""
+        """Store an answer. Returns its conversation."""
         now = time.time()
         values = {"time": now, "start": len(prompt), "tokens": [*prompt, *answer]}
         line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
@@ -81,7 +82,7 @@ class Texts:
         file = os.open(path, flags, 0o600)
         try:
             size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":  # a line that was cut
+            if size and os.pread(file, 1, size - 1) != b"\n":  # the last line is incomplete
                 line = b"\n" + line
             os.write(file, line)
             os.fsync(file)
@@ -91,7 +92,7 @@ class Texts:
         return self._append(prompt, answer, now)
 
     def tidy(self) -> None:
-        """Delete files with a text that is too old, and the oldest ones of too many bytes; and
+        """Delete files with expired texts, and the oldest files beyond the limit of bytes, with
         their conversations.
         """
         delete_older(self.folder, self.keep_seconds)
@@ -113,7 +114,7 @@ class Texts:
         return self.folder / f"{int(now * 1000)}{SUFFIX}"
 
     def _append(self, prompt: Sequence[int], answer: Sequence[int], seconds: float) -> Dialogue:
-        """The newest conversation that the prompt continues grows; else a new one begins."""
+        """Extend the newest conversation that the prompt continues, or begin one. Returns it."""
         span = (len(prompt), len(prompt) + len(answer))
         tokens = array("i", [*prompt, *answer])
         grown = Dialogue(tokens, [span], seconds, zlib.crc32(tokens.tobytes()))
@@ -126,13 +127,13 @@ class Texts:
         return grown
 
     def _read(self) -> Iterator[tuple[list[int], list[int], float]]:
-        """Prompts, answers and times of all intact lines, the oldest first."""
+        """Yields prompts, answers and times of all intact lines, oldest first."""
         for path in self.files:
             for line in path.read_bytes().splitlines():
                 try:
                     values = json.loads(line)
                     tokens, start = values["tokens"], int(values["start"])
-                    seconds = min(float(values["time"]), time.time())  # not of a wrong clock
+                    seconds = min(float(values["time"]), time.time())  # clocks may be wrong
                     array("i", tokens)
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     continue
@@ -152,5 +153,5 @@ def delete_older(folder: Path, seconds: float) -> None:
 
 
 def begin_of(path: Path) -> float:
-    """When a file of texts was begun, in Unix seconds; 0.0 for a file of somebody else."""
+    """The Unix time at which a file of texts was begun; 0.0 for any other file."""
     return int(path.stem) / 1000 if path.stem.isdecimal() else 0.0

@@ -1,7 +1,7 @@
-"""The heads that learning from use has made, and which of them is served.
+"""Keeps the heads that learning from use has made, and the choice of the served one.
 
     v000001/      a head folder, renamed into place when it is complete
-    state.json    which is served, and what was measured; replaced as a whole
+    state.json    the served version, and measurements; replaced as a whole
 
 Version 0 is the head that learning started from, which stays where it is.
 """
@@ -21,15 +21,15 @@ from draftheads.infer.background import Point
 
 STATE = "state.json"
 KEPT = 3
-"""Versions that stay on disk, the served one included."""
+"""Number of versions that stay on disk, the served one included."""
 POINTS = 500
-"""The newest rounds that are remembered."""
+"""Number of newest rounds whose results are stored."""
 
 
 @dataclass(frozen=True)
 class State:
-    """served: the version that answers. newest: the last that was made. points: after each round of
-    learning.
+    """The contents of state.json. served: the version in use. newest: the latest version that was
+    made. points: results of the rounds of learning.
     """
 
     served: int = 0
@@ -60,8 +60,8 @@ class Versions:
 
     @property
     def served(self) -> Path | None:
-        """The served head; None: the one that learning started from. Raises ValueError if it is
-        gone.
+        """The folder of the served head; None for the head that learning started from. Raises
+        ValueError if it is gone.
         """
         if not self.state.served:
             return None
@@ -75,7 +75,9 @@ class Versions:
         return self.folder / f"v{version:06d}"
 
     def adopt(self, write: Callable[[Path], None], point: Point) -> Path:
-        """Serve a new version. write: its files into a folder. Versions that were taken back go."""
+        """Serve a new version. write: writes its files into a folder. Deletes versions that were
+        rolled back.
+        """
         before = self.state.served
         version = self.state.newest + 1
         with staged(self.path(version)) as folder:
@@ -87,13 +89,13 @@ class Versions:
         return self.path(version)
 
     def note(self, point: Point, **versions: int) -> None:
-        """Keep what was measured. versions: fields of `State` that change with it."""
+        """Store a measurement. versions: fields of `State` that change with it."""
         points = (*self.state.points, point)[-POINTS:]
         self._replace(points=points, **versions)
 
     def rollback(self) -> int:
-        """Serve the version before the served one that is still there, in the end the head that
-        learning started from; returns it. Raises ValueError if that is served already.
+        """Serve the newest existing version before the served one, or else the head that learning
+        started from. Returns its number. Raises ValueError if that head is already served.
         """
         served = self.state.served
         if not served:
@@ -106,7 +108,7 @@ class Versions:
         return before
 
     def _there(self) -> set[int]:
-        """The versions that have a folder."""
+        """Numbers of the versions that have a folder."""
         names = [path.name[1:] for path in self.folder.glob("v*") if path.is_dir()]
         return {int(name) for name in names if name.isdecimal()}
 
