@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draftheads.scripts.benchmarks.kill_test import Options, compare, kill_test
+from draftheads.scripts.checks.kill_test import Options, compare, kill_test
 
 pytestmark = pytest.mark.slow
 
