@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from draftheads.scripts.cli import app
 ROOT = Path(__file__).parents[1]
 ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to its left
 MODULES = modules(ROOT)
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+TESTS = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
 CORE = {"heads": 37_250, "infer": 17_250, "train": 24_750}
 """Code tokens of the core's floors, without comments and docstrings, so that nothing is gained by
 writing tighter. Who must raise one says in the commit what went for it.
@@ -132,7 +135,8 @@ NEIGHBOURS = {
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},
 }
 """The wings that a wing imports. This list only shrinks."""
-MENDS = "tests/mends.txt"
+MENDS, MENDED = "tests/mends.txt", 287
+"""The mends that were listed before tests were marked with them, and how many mends there are."""
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
 PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
@@ -175,25 +179,18 @@ def test_a_file_that_is_no_text_is_listed():
     assert binaries == BINARIES
 
 
-@pytest.fixture(params=MODULES, scope="module")
-def tree(request) -> ast.Module:
-    return ast.parse(MODULES[request.param].read_text())
-
-
 def functions(tree: ast.AST):
     return [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_a_part_stays_within_its_tokens(name):
+def test_parts_and_the_whole_stay_within_their_tokens():
     """A total, so that what is added somewhere is paid for somewhere else."""
-    files = [path for module, path in MODULES.items() if part(module) == name]
-    total = sum(len(code_tokens(file.read_text())) for file in files)
-    assert total <= PARTS[name]
-
-
-def test_the_whole_stays_within_its_tokens():
-    assert sum(len(code_tokens(path.read_text())) for path in MODULES.values()) <= TOTAL
+    tokens = Counter()
+    for name, path in MODULES.items():
+        tokens[part(name)] += len(code_tokens(path.read_text()))
+    assert tokens.keys() == PARTS.keys()
+    assert {name: count for name, count in tokens.items() if count > PARTS[name]} == {}
+    assert tokens.total() <= TOTAL
 
 
 def test_an_f_string_is_one_token():
@@ -211,10 +208,10 @@ def test_a_clone_shows_tools_the_package():
 
 def test_the_core_imports_no_wing():
     """But for their doors, and the façades, which import what a name needs when it is used."""
-    for name, path in MODULES.items():
+    for name, tree in TREES.items():
         if part(name) in WINGS or name.endswith(".__init__"):
             continue
-        used = imports(ast.parse(path.read_text()), set(MODULES))
+        used = imports(tree, set(MODULES))
         wings = {other for other in used if part(other) in WINGS}
         assert wings <= DOORS, f"{name} imports {sorted(wings - DOORS)}"
 
@@ -223,8 +220,7 @@ def test_the_kernel_takes_an_afternoon():
     """It is small, imports what is named here alone, and is what a newcomer is told to read."""
     sources = {name: MODULES[name].read_text() for name in KERNEL}
     assert sum(len(code_tokens(source)) for source in sources.values()) <= KERNEL_TOKENS
-    trees = map(ast.parse, sources.values())
-    used = set().union(*(imports(tree, set(MODULES)) for tree in trees))
+    used = set().union(*(imports(TREES[name], set(MODULES)) for name in KERNEL))
     assert used - {*KERNEL} == {*BEYOND}
     text = (ROOT / "ARCHITECTURE.md").read_text()
     order = re.search(r"The kernel takes an afternoon.*?Then", text, re.DOTALL)
@@ -233,14 +229,13 @@ def test_the_kernel_takes_an_afternoon():
     assert listed == [name.split(".")[-1] for name in KERNEL]
 
 
-@pytest.mark.parametrize("wing", [name for name in WINGS if name != "scripts"])
-def test_a_wing_imports_few_others(wing):
-    used = set()
-    for name, path in MODULES.items():
-        if part(name) == wing:
-            used |= imports(ast.parse(path.read_text()), set(MODULES))
-    others = {part(module) for module in used} & WINGS.keys() - {wing}
-    assert others == NEIGHBOURS.get(wing, set())
+def test_a_wing_imports_few_others():
+    neighbours = {}
+    for name, tree in TREES.items():
+        if (wing := part(name)) in WINGS.keys() - {"scripts"}:
+            used = {part(module) for module in imports(tree, set(MODULES))}
+            neighbours.setdefault(wing, set()).update(used & WINGS.keys() - {wing})
+    assert {wing: others for wing, others in neighbours.items() if others} == NEIGHBOURS
 
 
 def test_decoding_loads_no_wing():
@@ -253,17 +248,17 @@ def test_decoding_loads_no_wing():
     assert loaded & WINGS.keys() <= {"heads.formats"}
 
 
-@pytest.mark.parametrize("folder", ORDER)
-def test_functions_stay_simple(folder):
+def test_functions_stay_simple():
     """By the linter's own count; none is over 12."""
-    over = complexities(ROOT / folder)
-    assert len(over) <= COMPLEX[folder], over
-    assert all(complexity <= 12 for complexity in over.values()), over
+    for folder in ORDER:
+        over = complexities(ROOT / folder)
+        assert len(over) <= COMPLEX[folder], over
+        assert {name: count for name, count in over.items() if count > 12} == {}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_stays_short(page):
-    assert len((ROOT / page).read_text().splitlines()) <= PAGES[page]
+def test_pages_stay_short():
+    lines = {page: len((ROOT / page).read_text().splitlines()) for page in PAGES}
+    assert {page: count for page, count in lines.items() if count > PAGES[page]} == {}
 
 
 def test_the_picture_shows_every_part():
@@ -273,67 +268,73 @@ def test_the_picture_shows_every_part():
 
 
 def test_the_map_names_every_module():
-    """A reader finds where to change a thing without a search."""
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    named = {name for group in re.findall(r"`([^`]+)`", text) for name in re.findall(r"\w+", group)}
-    modules = {module.rpartition(".")[2] for module in MODULES} - {"__init__"}
-    assert modules <= named, sorted(modules - named)
+    """In the row of its folder, since two folders may have modules of one name."""
+    named, folder = set(), ""
+    for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines():
+        if title := re.fullmatch(r"\| `([\w/]+)/` \| \|", line):
+            folder = title[1].replace("/", ".")
+        elif folder and line.startswith("| `"):
+            cells = [re.findall(r"`([\w/]+)`", cell) for cell in line.split("|")[1:3]]
+            inner = [name.strip("/") for name in cells[0] if name.endswith("/")]
+            for room in inner or [""]:
+                room = f"{folder}.{room}".rstrip(".")
+                named |= {f"{room}.{name}" for name in cells[1]}
+            named |= {f"{folder}.{name}" for name in cells[0]}
+    modules = {name for name in MODULES if not name.endswith("__init__")}
+    assert sorted(modules - named) == []
 
 
-def test_functions_are_short(tree):
+def test_functions_are_short():
     """Without their signatures, which for commands are the options that a person types."""
-    lengths = {f.name: (f.end_lineno or 0) - f.body[0].lineno + 1 for f in functions(tree)}
-    assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
+    lengths = {
+        f"{name}.{f.name}": (f.end_lineno or 0) - f.body[0].lineno + 1
+        for name, tree in TREES.items()
+        for f in functions(tree)
+    }
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
 
 
-def test_functions_take_few_parameters(tree):
+def test_functions_take_few_parameters():
     """Of a command's, each is an option that a person types, or a dataclass of them."""
     commands = {command.callback.__name__ for command in app.registered_commands}
-    counts = {
-        node.name: len(
-            [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
-        )
-        for node in functions(tree)
-        if node.name != "__init__"
-    }
-    most = {name: MOST_OPTIONS if name in commands else MOST_PARAMETERS for name in counts}
-    assert {name: n for name, n in counts.items() if n > most[name]} == {}
+    for name, tree in TREES.items():
+        for node in functions(tree):
+            arguments = {a.arg for a in (*node.args.args, *node.args.kwonlyargs)} - {"self", "cls"}
+            most = MOST_OPTIONS if node.name in commands else MOST_PARAMETERS
+            is_few = len(arguments) <= most or node.name == "__init__"
+            assert is_few, f"{name}.{node.name} takes {len(arguments)} parameters"
 
 
 def test_imports_point_to_the_left():
-    for name, path in MODULES.items():
-        parsed = ast.parse(path.read_text())
-        relative = [n for n in ast.walk(parsed) if isinstance(n, ast.ImportFrom) and n.level]
+    for name, tree in TREES.items():
+        relative = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level]
         assert not relative, f"{name}: imports are absolute"
         allowed = ORDER[: ORDER.index(name.split(".")[0]) + 1]
-        for other in imports(parsed, set(MODULES)):
+        for other in imports(tree, set(MODULES)):
             assert other.split(".")[0] in allowed, f"{name} imports {other}"
 
 
 def test_imports_form_no_circle():
     """Type-only imports and imports inside functions included."""
     names = set(MODULES)
-    edges = {
-        name: imports(ast.parse(path.read_text()), names) - {name} for name, path in MODULES.items()
-    }
+    edges = {name: imports(tree, names) - {name} for name, tree in TREES.items()}
     assert circles(edges) == []
 
 
 def test_what_a_protocol_only_declares_says_so():
     """Its body is `...`, or it is abstract, where classes inherit from the protocol."""
-    for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            if "Protocol" not in map(ast.unparse, node.bases):
-                continue
-            for method in functions(node):
-                marks = [
-                    *map(ast.unparse, method.decorator_list),
-                    *map(ast.unparse, method.body[1:]),
-                ]
-                says = ast.get_docstring(method) is None or marks not in ([], ["property"])
-                assert says, f"{path}: {node.name}.{method.name}"
+    classes = [
+        (name, node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and "Protocol" in map(ast.unparse, node.bases)
+    ]
+    assert classes
+    for name, node in classes:
+        for method in functions(node):
+            marks = [*map(ast.unparse, [*method.decorator_list, *method.body[1:]])]
+            says = ast.get_docstring(method) is None or marks not in ([], ["property"])
+            assert says, f"{name}.{node.name}.{method.name}"
 
 
 def test_no_module_shadows_an_installed_package():
@@ -345,22 +346,44 @@ def test_no_module_shadows_an_installed_package():
 
 def test_test_modules_share_by_helpers_alone():
     """What two of them need is in tests/helpers, fixtures in a conftest.py."""
-    pattern = re.compile(r"^\s*(?:from|import) test_", re.MULTILINE)
-    files = (ROOT / "tests").rglob("*.py")
-    assert [file.name for file in files if pattern.search(file.read_text())] == []
+    for path, tree in TESTS.items():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith("test_")], path
 
 
 def test_every_mend_keeps_its_test():
-    """A mend was lost, twice, with a test that a rewrite dropped. The list names, for each fault
-    that was mended, the tests that hold it: a rewrite moves a line, and does not remove it.
+    """A mend was lost, twice, with a test that a rewrite dropped. A test says with
+    `@pytest.mark.mend("...")` which fault must not come back, once for each; a rewrite moves the
+    marks of what it merges. So their number only grows.
     """
-    lines = [line.split() for line in (ROOT / MENDS).read_text().splitlines()]
-    tests = [word for words in lines if words and words[0] != "#" for word in words[:1]]
-    missing = [test for test in tests if not is_test(*test.split("::"))]
-    assert tests and missing == []
+    marks = [
+        (f"{path.name}::{function.name}", [*map(ast.unparse, mark.args)])
+        for path, tree in TESTS.items()
+        for function in functions(tree)
+        for mark in function.decorator_list
+        if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.mend"
+    ]
+    wordless = [test for test, said in marks if len(said) != 1 or not ast.literal_eval(said[0])]
+    assert wordless == []
+    assert [test for test, _ in marks if "::test_" not in test] == []
+    assert len(marks) + len(listed_mends()) >= MENDED
 
 
-def is_test(file: str, name: str) -> bool:
-    """Does a file under tests/ have a test of this name?"""
-    path = ROOT / "tests" / file
-    return path.is_file() and name in {f.name for f in functions(ast.parse(path.read_text()))}
+def listed_mends() -> list[str]:
+    """The lines of the list that is there until each of its tests has its mark."""
+    path = ROOT / MENDS
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_a_listed_mend_names_a_test_and_what_must_not_come_back():
+    names = {
+        f"{path.relative_to(ROOT / 'tests')}::{function.name}"
+        for path, tree in TESTS.items()
+        for function in functions(tree)
+    }
+    for line in listed_mends():
+        test, _, words = line.partition(" ")
+        assert test in names and words.strip(), line

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 FOLDERS = ("heads", "infer", "train", "scripts")
+UNPACKAGED = {"benchmarks", "checks"}
 ROOMS = (
     *("heads.target", "heads.hybrid", "heads.cpu", "heads.mtp"),
     *("infer.fixed", "train.features"),
@@ -81,7 +82,7 @@ PARTICIPLES = frozenset(
 def modules(root: Path) -> dict[str, Path]:
     """Packaged modules by dotted name, `__init__` files included."""
     paths = [path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))]
-    packaged = [path for path in paths if "benchmarks" not in path.parts]
+    packaged = [path for path in paths if UNPACKAGED.isdisjoint(path.parts)]
     return {".".join(path.relative_to(root).with_suffix("").parts): path for path in packaged}
 
 
@@ -101,7 +102,7 @@ def complexities(folder: Path, least: int = 10) -> dict[str, int]:
     messages = [
         re.match(r"`(.+)` is too complex \((\d+) > ", fault["message"])
         for fault in json.loads(run.stdout)
-        if "benchmarks" not in fault["filename"]
+        if UNPACKAGED.isdisjoint(Path(fault["filename"]).parts)
     ]
     return {match[1]: int(match[2]) for match in messages if match}
 

@@ -11,7 +11,7 @@ from io import StringIO
 import pytest
 from tiny_chat import llama
 from tiny_heads import make_head
-from typed_commands import failed, questions
+from typed_commands import questions
 
 from draftheads.heads.formats.hub import save_head
 from draftheads.heads.medusa import MedusaHead
@@ -67,27 +67,6 @@ def test_a_chat_says_that_it_compiles_where_it_does(fault, target, monkeypatch, 
     assert ("compiling takes" in capsys.readouterr().err) is (fault is None)
     said = [str(each.message) for each in refused if "without compilation" in str(each.message)]
     assert [line.endswith("no compiler") for line in said] == ([True] if fault else [])
-
-
-def test_lenient_is_a_rule_of_its_own(run, target):
-    chat = ["chat", "--head", f"model:{target}", "--target", target, "--max-new-tokens", 11]
-    failed(run(*chat, "--lenient", "top=2", "--typical"), "expected greedy decoding by one rule")
-    failed(run(*chat, "--lenient", "top=2", "--temperature", 1), "got it with --temperature")
-    for value in ("none=1", "top", "gap=x", "2", "top=1.5", "top=inf"):
-        failed(run(*chat, "--lenient", value), f"gap and surprise, got '{value}'")
-    failed(run(*chat, "--lenient", "top=0"), "lenient: expected top of 1 or more")
-
-
-def test_bad_drafters(run, target, heads):
-    failed(run("chat", "--head", "ngram"), "ngram does not say which target", "pass --target")
-    bench = ["bench", "--target", target, "--prompts", questions(heads), "--head"]
-    failed(run(*bench, "mtp:two"), "expected a number of tokens", "got 'two'")
-    failed(run(*bench, f"retrieve:{heads}/none"), "expected a file or folder of texts, got nothing")
-    failed(run(*bench, "retrieve:"), "expected a file or folder of texts, got nothing")
-    failed(run(*bench, f"{heads}/medusa+nothing"), "head nothing: expected a head, got nothing")
-    failed(run(*bench, "ngram", "--tree", "2,1"), "got a fixed tree")
-    both = ["--tree", "2,1", "--nodes", "4"]
-    failed(run(*bench, heads / "medusa", *both), "--nodes: expected a head without a --tree")
 
 
 def test_prompts_are_taken_evenly_from_all_categories(tmp_path):

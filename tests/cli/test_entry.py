@@ -224,39 +224,34 @@ def test_a_script_runs_by_path(path, tmp_path, script, key):
     assert result.stderr == (f"error: command line: {key}z: unknown key; did you mean '{key}'?\n")
 
 
-@pytest.mark.parametrize(
-    ("module", "advice"),
-    [
-        ("pyarrow", "pip install 'draftheads[train]'"),
-        ("datasets.exceptions", "pip install 'draftheads[train]'"),
-        ("peft", "pip install 'draftheads[medusa2]'"),
-        ("prometheus_client", "pip install prometheus_client"),
-        ("gguf", "pip install gguf"),
-        ("wandb", "pip install wandb"),
-    ],
-)
-def test_a_missing_package_is_one_line_that_says_how_to_install_it(
-    capsys: pytest.CaptureFixture[str], module: str, advice: str
-) -> None:
-    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+INSTALL = "expected an installed package, got: No module named {!r}; {}"
+FSSPEC = 'HTTPFileSystem requires "requests" and "aiohttp" to be installed'  # so spec-bench failed
+MISSING = [
+    *(
+        (ModuleNotFoundError(f"No module named {name!r}", name=name), INSTALL.format(name, advice))
+        for name, advice in {
+            "pyarrow": "pip install 'draftheads[train]'",
+            "datasets.exceptions": "pip install 'draftheads[train]'",
+            "peft": "pip install 'draftheads[medusa2]'",
+            "prometheus_client": "pip install prometheus_client",
+            "gguf": "pip install gguf",
+            "wandb": "pip install wandb",
+        }.items()
+    ),
+    (ImportError(FSSPEC), "; pip install 'draftheads[train]'"),
+    (  # a message of our own stays
+        ImportError("these heads need draftheads:\nan installation"),
+        "error: these heads need draftheads: an installation",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), MISSING, ids=str)
+def test_a_missing_package_is_one_line_that_says_how_to_install_it(capsys, error, said):
     with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
         raise error
     [line] = capsys.readouterr().err.splitlines()
-    said = f"error: expected an installed package, got: No module named {module!r}; {advice}"
-    assert (ended.value.code, line) == (2, said)
-
-
-def test_a_message_of_our_own_about_a_package_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit), mistakes_in_one_line():
-        raise ImportError("these heads need draftheads:\nan installation")
-    assert capsys.readouterr().err == "error: these heads need draftheads: an installation\n"
-
-
-def test_a_librarys_own_words_about_a_package_name_the_extra(capsys) -> None:
-    """As fsspec's, which is how spec-bench failed."""
-    with pytest.raises(SystemExit), mistakes_in_one_line():
-        raise ImportError('HTTPFileSystem requires "requests" and "aiohttp" to be installed')
-    assert capsys.readouterr().err.endswith("; pip install 'draftheads[train]'\n")
+    assert ended.value.code == 2 and line.startswith("error: ") and line.endswith(said)
 
 
 def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:

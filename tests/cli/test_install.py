@@ -29,18 +29,13 @@ from draftheads.extras import extras
 from draftheads.heads import MedusaHead, Target, save_head
 from draftheads.recipes import NAMED
 from draftheads.scripts import options
-from draftheads.scripts.benchmarks.house import code_tokens
+from draftheads.scripts.benchmarks.house import UNPACKAGED, code_tokens, modules
 from draftheads.scripts.cli import app
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = ("heads", "infer", "train", "recipes", "scripts")
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for folder in ("heads", "infer", "train", "scripts")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-    if "benchmarks" not in path.parts
-}
+MODULES = modules(ROOT)
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 PACKAGE = sorted((ROOT / "src" / "draftheads").glob("*.py"))
 
@@ -124,7 +119,8 @@ def test_clone_sdist_and_a_checkout_without_links_make_the_same_wheel(tmp_path):
     expected |= {"draftheads/recipes/demo-target/model.safetensors"}
     assert expected <= wheel.keys()
     assert {name.split("/")[0].split("-")[0] for name in wheel} == {"draftheads"}
-    assert not any("benchmarks" in name or "test" in Path(name).name.split("_") for name in wheel)
+    parts = [{*Path(name).parts, *Path(name).name.split("_")} for name in wheel]
+    assert not any(each & {*UNPACKAGED, "test"} for each in parts)
     modules = {f"draftheads/{name.replace('.', '/')}.py" for name in MODULES}
     assert modules <= wheel.keys()
 

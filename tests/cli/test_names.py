@@ -35,33 +35,57 @@ def model(empty_folder):
     return target
 
 
-def chat(run, target: object, head: object = "ngram"):
-    return run("chat", "--target", target, "--head", head)
+NOBODY = "http://127.0.0.1:9"
+STATES = {
+    "online": lambda hub, patch: None,
+    "gated": lambda hub, patch: hub.gated.add("them/model"),
+    "no network": lambda hub, patch: patch.setattr(constants, "ENDPOINT", NOBODY),
+    "switched off": lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True),
+}
+GATED = (
+    "them/model: expected access to a gated repository",
+    "accept its licence at {url}/them/model, then log in: hf auth login",
+)
+NEITHER = (
+    "out/modl: expected a folder here or a repository on {url}, found neither",
+    "(did you mean out/model?)",
+    "hf auth login",
+)
+ALONE = (
+    "expected a folder, or its files in",
+    f"{NOBODY} cannot be reached; check the network, or pass a folder",
+)
+LEADS_NOWHERE = [
+    ("gated", "them/model", "ngram", *GATED),
+    ("gated", "out/model", "them/model", *GATED),
+    ("online", "out/modl", "ngram", *NEITHER),
+    ("online", "out/model", "out/modl", *NEITHER),
+    ("no network", "them/model", "ngram", *ALONE),
+    ("no network", "out/model", "them/head", *ALONE),
+    ("switched off", "them/model", "ngram", "HF_HUB_OFFLINE is set; unset it to load them once, "),
+    ("online", "run", "ngram", "target run: expected a model", "got a draft head; pass it"),
+    ("online", "run/step-000002", "ngram", "expected a model", "got a draft head; pass it"),
+    (
+        "online", "out/model", "out/model", "expected a head, got a whole model; pass it as "
+        "--target, or let it draft: --head model:",
+    ),
+    ("online", "them/model.gguf", "ngram", "expected a model", "got nothing; pass"),
+]  # fmt: skip
+"""State of the Hub, target, head, parts of the line."""
 
 
-@pytest.mark.parametrize(("target", "head"), [("them/model", "ngram"), ("out/model", "them/model")])
 @pytest.mark.usefixtures("model")
-def test_a_gated_repository_names_its_licence_and_the_login(run, hub, target, head):
-    hub.gated.add("them/model")
-    said = f"accept its licence at {hub.url}/them/model, then log in: hf auth login"
-    failed(chat(run, target, head), "them/model: expected access to a gated repository", said)
-
-
-@pytest.mark.parametrize(("target", "head"), [("out/modl", "ngram"), ("out/model", "out/modl")])
-@pytest.mark.usefixtures("model")
-def test_a_folder_that_does_not_exist_is_not_silently_a_hub_id(run, hub, target, head):
-    said = f"out/modl: expected a folder here or a repository on {hub.url}, found neither"
-    failed(chat(run, target, head), said, "(did you mean out/model?)", "hf auth login")
-
-
-@pytest.mark.parametrize(("target", "head"), [("them/model", "ngram"), ("out/model", "them/head")])
-@pytest.mark.usefixtures("model")
-def test_without_a_network_nobody_waits(run, monkeypatch, caplog, target, head):
-    """transformers would ask for each file six times, with pauses between them."""
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+@pytest.mark.parametrize(
+    ("state", "target", "head", "said"), [(*r[:3], r[3:]) for r in LEADS_NOWHERE]
+)
+def test_a_name_that_leads_nowhere_is_one_line(
+    run, hub, monkeypatch, caplog, state, target, head, said
+):
+    """Nobody waits: transformers would ask for each file six times, with pauses between them."""
+    STATES[state](hub, monkeypatch)
     with caplog.at_level(logging.WARNING, "huggingface_hub"):
-        said = "http://127.0.0.1:9 cannot be reached; check the network, or pass a folder"
-        failed(chat(run, target, head), "expected a folder, or its files in", said)
+        answer = run("chat", "--target", target, "--head", head)
+    failed(answer, *(words.format(url=hub.url) for words in said))
     assert "Retrying" not in caplog.text
 
 
@@ -78,11 +102,6 @@ def test_without_a_network_a_ready_set_is_not_waited_for(monkeypatch, caplog, na
     assert not constants.HF_HUB_OFFLINE, "for this set alone"
 
 
-def test_with_the_hub_switched_off_that_is_the_reason(run, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    failed(chat(run, "them/model"), "HF_HUB_OFFLINE is set; unset it to load them once, or")
-
-
 def test_a_target_in_the_cache_is_loaded_without_a_network(hub, monkeypatch, model):
     files = {path.name: path.read_bytes() for path in Path("out/model").iterdir()}
     hub.repos["them/model"] = {"private": False, "files": files, "branches": {}}
@@ -90,19 +109,3 @@ def test_a_target_in_the_cache_is_loaded_without_a_network(hub, monkeypatch, mod
     hub.close()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert Target.load("them/model").fingerprint() == model.fingerprint()
-
-
-@pytest.mark.usefixtures("model")
-def test_a_head_is_not_a_target(run):
-    for head in ("run", "run/step-000002"):
-        failed(chat(run, head), f"target {head}: expected a model", "got a draft head; pass it")
-
-
-@pytest.mark.usefixtures("model")
-def test_a_model_is_not_a_head(run):
-    said = "expected a head, got a whole model; pass it as --target, or let it draft: --head model:"
-    failed(chat(run, "out/model", "out/model"), said)
-
-
-def test_a_gguf_file_that_does_not_exist_is_no_hub_id(run):
-    failed(chat(run, "them/model.gguf"), "expected a model", "got nothing; pass")

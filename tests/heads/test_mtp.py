@@ -49,18 +49,16 @@ def family(request, tmp_path_factory):
 
 
 def assert_same(left, right):
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert left and left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
 def test_the_weights_are_those_of_the_checkpoint(family):
     target, head, truth = family
-    tensors = head.state_dict()
-    assert tensors.keys() == truth.keys()
-    assert all(torch.equal(tensors[name], truth[name]) for name in truth)
+    assert_same(head.state_dict(), truth)
     shape = native_shape(target)
     assert {name: x.shape for name, x in shape.state_dict().items()} == {
-        name: x.shape for name, x in tensors.items()
+        name: x.shape for name, x in truth.items()
     }
 
 
@@ -178,7 +176,7 @@ def test_a_folder_needs_no_target_to_be_read(family, tmp_path):
     target, head, _ = family
     save_head(head, tmp_path / "head", target=target)
     shape, _ = open_head(tmp_path / "head").read()
-    assert all(parameter.is_meta for parameter in shape.parameters())
+    assert {parameter.is_meta for parameter in shape.parameters()} == {True}
     loaded = load_head(tmp_path / "head")
     assert loaded.design == head.design
     assert_same(loaded.state_dict(), head.state_dict())
@@ -276,7 +274,7 @@ def test_any_target_may_get_one_and_it_begins_as_its_last_layer():
     target = tiny_target()
     head = make_head(MtpHead, target)
     last = target.model.model.layers[-1].state_dict()
-    assert all(torch.equal(x, last[name]) for name, x in head.mtp_block.state_dict().items())
+    assert_same(head.mtp_block.state_dict(), last)
 
 
 @pytest.mark.parametrize("fault", ["quantised", "not in memory"])
@@ -420,8 +418,8 @@ def test_a_head_is_put_back_into_its_checkpoint(family, tmp_path):
     assert_same(native_head(load_mtp_target(out)).state_dict(), head.state_dict())
     after = load_file(out / "model.safetensors")
     assert after.keys() == before.keys()
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert all(name not in target.model.state_dict() for name in changed)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and changed.isdisjoint(target.model.state_dict())
     assert_same(native_head(target).state_dict(), truth)
 
 

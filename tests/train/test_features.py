@@ -155,7 +155,7 @@ def test_memory_for_one_row_gives_the_features_of_memory_for_all(target):
     for gb in (1.0, rows.sizes[0] * 2 * HIDDEN * 4 / 1e9):
         source = MemoryFeatures(OnlineFeatures(target, LAYERS), rows, gb)
         found += [source(numbers, batch), source(numbers, batch)]
-    assert all(torch.equal(features_BTD, found[0]) for features_BTD in found)
+    assert [torch.equal(features_BTD, found[0]) for features_BTD in found] == [True] * 4
     torch.testing.assert_close(found[0][inside_BT], online_BTD[inside_BT], rtol=1e-5, atol=1e-5)
 
 

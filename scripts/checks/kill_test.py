@@ -1,6 +1,6 @@
 """Does a command that is killed again and again come to the same files as one that is left alone?
 
-    python scripts/benchmarks/kill_test.py --kills 50 --compare 'step-*/model.safetensors' \
+    python scripts/checks/kill_test.py --kills 50 --compare 'step-*/model.safetensors' \
         --compare 'step-*/trainer/*.safetensors' -- \
         python train/medusa.py recipes/demo-medusa.yaml run.output={out} run.save_every=5
 

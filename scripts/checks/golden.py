@@ -1,8 +1,8 @@
 """Did a rebuilding of the code change what it computes? Records what the commands come to on the
 demo target, and compares two records.
 
-    python scripts/benchmarks/golden.py record golden.json [--kinds medusa ...]
-    python scripts/benchmarks/golden.py compare before.json after.json
+    python scripts/checks/golden.py record golden.json [--kinds medusa ...]
+    python scripts/checks/golden.py compare before.json after.json
 
 A record holds, for every head kind: the losses of 20 seeded training steps, the checkpoint's hash,
 the same after a SIGKILL and a resume, tokens per step and text of greedy decoding, the hashes of

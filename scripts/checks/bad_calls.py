@@ -1,6 +1,6 @@
 """Does every wrong call of every command end in one clear line?
 
-    python scripts/benchmarks/bad_calls.py [--calls 400] [--seed 0] [--only COMMAND] [--verbose]
+    python scripts/checks/bad_calls.py [--calls 400] [--seed 0] [--only COMMAND] [--verbose]
 
 A small target, answers and heads are made first. Each call is then a good call of a command with
 one fault in it, drawn with the seed: a strange value of an option, a missing or an unknown
@@ -40,6 +40,7 @@ from typer import Option
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from draftheads.scripts.benchmarks.house import modules
 from draftheads.scripts.cli import app, main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -417,12 +418,9 @@ def import_everything() -> None:
     """What commands import when they run, so that forks need not."""
     import importlib
 
-    for package in ("heads", "infer", "train", "scripts"):
-        root = Path(__file__).parents[2] / package
-        for file in root.rglob("*.py"):
-            if "benchmarks" not in file.parts and file.stem not in ("__init__", "__main__"):
-                parts = file.relative_to(root).with_suffix("").parts
-                importlib.import_module(".".join(["draftheads", package, *parts]))
+    for module in modules(Path(__file__).parents[2]):
+        if module.rpartition(".")[2] not in ("__init__", "__main__"):
+            importlib.import_module(f"draftheads.{module}")
 
 
 def bad_calls(

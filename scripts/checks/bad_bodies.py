@@ -1,6 +1,6 @@
 """Does a server answer every wrong request with one clear error, and stay as it was?
 
-    python scripts/benchmarks/bad_bodies.py [--bodies 300] [--seed 0] [--verbose]
+    python scripts/checks/bad_bodies.py [--bodies 300] [--seed 0] [--verbose]
 
 Starts `draftheads serve` on the demo target and sends it requests that are drawn with the seed: a
 good one with a strange value, a missing or unknown key, broken JSON, a wrong content type, deep
