@@ -1,8 +1,9 @@
 """How large is the house, and how dense? Prints a Markdown table of the packaged code.
 
     python scripts/benchmarks/house.py [CHECKOUT ...]
+    python scripts/benchmarks/house.py --since REVISION
 
-One column per checkout, by default this one.
+One column per checkout, by default this one; or a revision of this repository beside it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 FOLDERS = ("heads", "infer", "train", "scripts")
 UNPACKAGED = {"benchmarks", "checks"}
 ROOMS = (
@@ -228,6 +231,7 @@ def measure(root: Path) -> dict[str, str]:
         "modules": str(len(files)),
         "packaged lines": f"{counts['lines']:,}",
         "code tokens": f"{counts['tokens']:,}",
+        "code tokens per line of code": f"{counts['tokens'] / code:.1f}",
         "code tokens of the core": f"{counts['core tokens']:,}",
         **{f"- {name}": f"{counts[f'{name} tokens']:,}" for name in FOLDERS[:3]},
         "code tokens of the rooms": f"{counts['room tokens']:,}",
@@ -262,12 +266,27 @@ def measure(root: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    roots = [Path(each) for each in sys.argv[1:]] or [Path(__file__).parents[2]]
-    columns = [measure(root) for root in roots]
-    print("| | " + " | ".join(root.resolve().name for root in roots) + " |")
-    print("|" + " --- |" * (len(roots) + 1))
-    for row in columns[0]:
-        print(f"| {row} | " + " | ".join(column[row] for column in columns) + " |")
+    if sys.argv[1:2] != ["--since"]:
+        roots = [Path(each) for each in sys.argv[1:]] or [ROOT]
+        show({root.resolve().name: measure(root) for root in roots})
+        return
+    [revision] = sys.argv[2:]
+    with tempfile.TemporaryDirectory() as folder:
+        files = subprocess.run(
+            ["git", "-C", ROOT, "archive", revision, *FOLDERS, "docs", "*.md"],
+            capture_output=True,
+            check=True,
+        )
+        subprocess.run(["tar", "-x", "-C", folder], input=files.stdout, check=True)
+        show({revision: measure(Path(folder)), "now": measure(ROOT)})
+
+
+def show(columns: dict[str, dict[str, str]]) -> None:
+    """Print the columns, with their names above them."""
+    print("| | " + " | ".join(columns) + " |")
+    print("|" + " --- |" * (len(columns) + 1))
+    for row in next(iter(columns.values())):
+        print(f"| {row} | " + " | ".join(column[row] for column in columns.values()) + " |")
 
 
 if __name__ == "__main__":
