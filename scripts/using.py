@@ -136,12 +136,17 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
     from draftheads.infer.grammar import Grammar
 
-    rule = sampling.rule(seed, **vars(lossy))
+    rule = sampling.rule(seed, lossy)
     engine = load_engine(target, drafts, placement, speed, template_args)
     constraint = None
     if schema:
         constraint = Grammar(engine.target, "json_schema", schema.read_text(encoding="utf-8"))
-    options = ChatOptions(sampling=rule, constraint=constraint, **vars(dialogue))
+    options = ChatOptions(
+        system=dialogue.system,
+        sampling=rule,
+        max_new_tokens=dialogue.max_new_tokens,
+        constraint=constraint,
+    )
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
 
@@ -197,8 +202,12 @@ def serve(
         key=secret(address.api_key_env) if address.api_key_env else None,
         allowed_hosts=tuple(address.allowed_host or ()),
         root_path=address.root_path.rstrip("/"),
-        **vars(sampling),
-        **vars(requests),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        slots=requests.slots,
+        waiting=requests.waiting,
+        timeout=requests.timeout,
     )
     engine = load_engine(target, drafts, placement, speed, template_args)
     if not options.name:
@@ -225,7 +234,7 @@ def load_engine(
     from draftheads.infer.engine import Speculator
 
     variables = parsed_template_args(template_args)
-    place = placement.place(bits=speed.bits)
+    place = placement.place(speed.bits)
     model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)

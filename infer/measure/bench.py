@@ -3,7 +3,7 @@
 All candidates run in one process on the same prompts, in rotating order, so that a machine that
 slows down slows all of them alike. `report.py` shows what was measured.
 
-Legend: P units of the bootstrap (prompts, or batches of them).
+Legend: P prompts.
 """
 
 from __future__ import annotations
@@ -248,13 +248,12 @@ def summarize(
     )
 
 
-def sums_of(runs: Sequence[Sequence[TimedRun]], batch: int = 1) -> Tensor:
-    """float64 (P, 2): tokens and seconds of each batch of prompts, summed over repetitions."""
+def sums_of(runs: Sequence[Sequence[TimedRun]]) -> Tensor:
+    """float64 (P, 2): tokens and seconds of each prompt, summed over repetitions."""
     sums = []
-    for first in range(0, len(runs), batch):
-        together = [run for repeated in runs[first : first + batch] for run in repeated]
-        tokens = sum(len(run.tokens) for run in together)
-        sums.append([tokens, sum(run.seconds for run in together)])
+    for repeated in runs:
+        tokens = sum(len(run.tokens) for run in repeated)
+        sums.append([tokens, sum(run.seconds for run in repeated)])
     return torch.tensor(sums, dtype=torch.float64)
 
 

@@ -65,13 +65,12 @@ class LlamaServer:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """Continue one prompt, greedily: a step per token, which takes the mean by the server's own
+    def generate(
+        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[Step]:
+        """Continue a prompt, greedily: a step per token, which takes the mean by the server's own
         clock.
         """
-        [prompt] = prompts
         body = {
             "prompt": list(prompt),
             "n_predict": max_new_tokens,
@@ -86,9 +85,9 @@ class LlamaServer:
             raise OSError(f"{self.url}: expected an answer of llama.cpp, got {error}") from error
         seconds = answer["timings"]["predicted_per_token_ms"] / 1e3
         tokens = answer["tokens"]
-        yield [Step(tokens[:1], -1, None, 0.0, 0.0)]
+        yield Step(tokens[:1], -1, None, 0.0, 0.0)
         for token in tokens[1:]:
-            yield [Step([token], 0, None, 0.0, seconds)]
+            yield Step([token], 0, None, 0.0, seconds)
 
 
 @contextmanager
