@@ -120,6 +120,8 @@ def check_file(file: Path) -> None:
     folder = nearest(file.absolute().parent)
     if not takes_files(folder):
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
+    if str(file) == "-":
+        raise ValueError("expected a file to write, got -, and stdout has the table; give a name")
     if file.is_symlink() or (file.exists() and not file.is_file()):  # it would be replaced
         raise ValueError(
             f"{file}: expected a file to write, got a folder, a link or a device; give another name"

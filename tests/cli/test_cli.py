@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.infer import threads
-from draftheads.scripts import cli
+from draftheads.scripts import cli, training
 from draftheads.train.data.answers import count
 from draftheads.train.recipe import AdapterChoices, Recipe
 
@@ -222,8 +223,24 @@ def test_figures_that_could_not_be_written_are_refused_before_measuring(
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/null")
     for name in ("fifo", "link"):  # in whose place a file would stand
-        failed(run(*bench, "--json", tmp_path / name), f"{name}: expected a file to write, got a")
+        failed(run(*bench, "--json", tmp_path / name), f"{name}: expected a file to write, got")
+    failed(run(*bench, "--json", "-"), "expected a file to write, got -, and stdout has the table")
     assert run(*bench, "--seed", 2**63)[0] == 2
+
+
+def test_stdout_has_results_alone(monkeypatch, capsys):
+    """Warnings stood in what `draftheads ... > file` wrote."""
+
+    def names() -> list[str]:
+        logging.getLogger("draftheads.recipes").warning("this is no result")
+        return []
+
+    monkeypatch.setattr(training, "recipe_names", names)
+    monkeypatch.setattr(sys, "argv", ["draftheads", "recipes"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out, err = capsys.readouterr()
+    assert out == "" and "this is no result" in err
 
 
 DEVICES = {
