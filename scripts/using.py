@@ -22,8 +22,6 @@ from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
     OUT_CHECK,
-    PROMPT_CHECK,
-    TARGET_CHECK,
     Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
@@ -91,30 +89,13 @@ def demo(
     out: Annotated[
         Path, Option(callback=OUT_CHECK, help="folder for all outputs of the demo")
     ] = Path("out/demo"),
-    target: Annotated[
-        str | None,
-        Option(
-            callback=TARGET_CHECK,
-            help="instead of the embedded one: a folder, a Hub id, or smollm2",
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        Option(callback=PROMPT_CHECK, help="for --target; default: it asks itself questions"),
-    ] = None,
-    minutes: Annotated[float, Option(min=0.1, help="of training, for --target")] = 30,
 ) -> None:
-    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network.
-
-    Or all of it for your own --target. The same command again resumes.
+    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network. The
+    same command again resumes.
     """
-    from draftheads.scripts import demo as journeys
+    from draftheads.scripts.demo import demo as run
 
-    run = partial(context.find_root().command.main, standalone_mode=False)
-    if target:
-        journeys.own_demo(out, run, target, prompts, minutes)
-    else:
-        journeys.demo(out, run)
+    run(out, partial(context.find_root().command.main, standalone_mode=False))
 
 
 def chat(
