@@ -5,6 +5,7 @@ target.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from draftheads.heads.formats.hub import (
 )
 from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.mtp import write_target
-from draftheads.heads.formats.stored import named
+from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
@@ -47,19 +48,13 @@ def converted(
     check_new(out)
     folder = open_head(source)
     head, stored = folder.read(target)
-    if target is not None:
-        origin = about_target(target)
-    else:
-        origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
-        if target_file is not None:
-            origin.setdefault("layers", target_file.layers)
     facts = {
         "training": {},
         **stored.facts.json,
         **tree_facts(head.tree),
         "format": FORMAT,
         "kind": head.kind,
-        "target": origin,
+        "target": origin_of(stored, target, target_file),
         "feature_layers": list(head.feature_layers),
     }
     public = public_config(facts)
@@ -86,6 +81,20 @@ def converted(
         if to == "draftheads":
             write_remote_code(staging)
     return out
+
+
+def origin_of(
+    stored: Stored, target: Target | None, target_file: TargetFile | None
+) -> dict[str, Any]:
+    """What a head's config.json says of its target: by the target that is loaded, else as it was
+    written, with the layers of a GGUF file where they are missing.
+    """
+    if target is not None:
+        return about_target(target)
+    origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
+    if target_file is not None:
+        origin.setdefault("layers", target_file.layers)
+    return origin
 
 
 def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:

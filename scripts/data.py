@@ -38,6 +38,7 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
+    from draftheads.train.data.server import ServerOptions
 
 SETS = {
     "to distil from (--prompts NAME; the Hub's need a network)": {
@@ -98,6 +99,17 @@ class AnswerServers:
     ] = None
     server: Annotated[list[str] | None, Option(help=SERVER)] = None
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32
+
+    def options(self, urls: list[str]) -> ServerOptions:
+        """How these servers are asked."""
+        from draftheads.train.data.server import ServerOptions
+
+        return ServerOptions(
+            urls=urls,
+            model=self.server_model,
+            api_key_env=self.api_key_env,
+            concurrency=self.concurrency,
+        )
 
 
 def check_places(context: Context) -> None:
@@ -172,7 +184,7 @@ def distill(
     from draftheads.infer.engine import Speculator
     from draftheads.train.data import distill as distillation
     from draftheads.train.data.prompts import read_prompts
-    from draftheads.train.data.server import ServedTarget, ServerOptions
+    from draftheads.train.data.server import ServedTarget
 
     check_places(context)
     options = distillation.DistillOptions(
@@ -192,13 +204,7 @@ def distill(
     )
     answerer: distillation.Answerer
     if servers.server:
-        asked = ServerOptions(
-            urls=servers.server,
-            model=servers.server_model,
-            api_key_env=servers.api_key_env,
-            concurrency=servers.concurrency,
-        )
-        answerer = ServedTarget(target, asked, revision)
+        answerer = ServedTarget(target, servers.options(servers.server), revision)
     else:
         loaded = answering_target(target, revision, placement, answers.batch_size)
         drafts = load_head(head, target=loaded) if head else None

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.infer.engine import DrafterSource
-    from draftheads.infer.measure.bench import Entry, Result
+    from draftheads.infer.measure.bench import BenchOptions, Entry, Result
+    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.turns import Turns
 
@@ -91,6 +92,25 @@ class Contestants:
     tree: Annotated[list[str] | None, Option(help=TREES)] = None
 
 
+def bench_options(
+    runs: BenchRuns, sampling: Sampling, lossy: Lossy, contestants: Contestants, speed: Speed
+) -> BenchOptions:
+    """The settings of a bench. Raises ValueError for --nodes beside --tree."""
+    from draftheads.infer.measure.bench import BenchOptions
+
+    if contestants.nodes and contestants.tree:
+        raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
+    return BenchOptions(
+        sampling=sampling.rule(runs.seed, lossy),
+        nodes=node_counts(contestants.nodes) if contestants.nodes else (),
+        compile=speed.compile,
+        max_new_tokens=runs.max_new_tokens,
+        repetitions=runs.repetitions,
+        minutes=runs.minutes,
+        seed=runs.seed,
+    )
+
+
 def bench(
     target: TargetName,
     texts: BenchPrompts,
@@ -111,17 +131,7 @@ def bench(
     from draftheads.infer.measure.report import best, print_report
     from draftheads.scripts.openings import opening_ids
 
-    options = benches.BenchOptions(
-        sampling=sampling.rule(runs.seed, lossy),
-        nodes=node_counts(contestants.nodes) if contestants.nodes else (),
-        compile=speed.compile,
-        max_new_tokens=runs.max_new_tokens,
-        repetitions=runs.repetitions,
-        minutes=runs.minutes,
-        seed=runs.seed,
-    )
-    if options.nodes and contestants.tree:
-        raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
+    options = bench_options(runs, sampling, lossy, contestants, speed)
     drafts = open_drafts(contestants.head)
     folders = [folder for each in drafts.values() for folder in each.folders]
     place = placement.place(speed.bits)
@@ -240,6 +250,19 @@ class Search(BenchRuns):
     max_new_tokens: Annotated[int, Option(min=2)] = 64
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64
 
+    def options(self, sampling: Sampling) -> TuneOptions:
+        """The settings of the search."""
+        from draftheads.infer.measure.tune import TuneOptions
+
+        return TuneOptions(
+            sampling=sampling.rule(self.seed),
+            max_new_tokens=self.max_new_tokens,
+            nodes=self.nodes,
+            repetitions=self.repetitions,
+            minutes=self.minutes,
+            seed=self.seed,
+        )
+
 
 def tune(
     texts: TunePrompts,
@@ -255,19 +278,11 @@ def tune(
 ) -> None:
     """Find the tree with the most tokens per second on this machine and write it into the head."""
     from draftheads.heads.formats.hub import open_head, record_tuned
-    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
-    options = TuneOptions(
-        sampling=sampling.rule(search.seed),
-        max_new_tokens=search.max_new_tokens,
-        nodes=search.nodes,
-        repetitions=search.repetitions,
-        minutes=search.minutes,
-        seed=search.seed,
-    )
+    options = search.options(sampling)
     if not dry_run:
         check_writable_head(head)
     folder = open_head(head)

@@ -155,10 +155,15 @@ def bench(
     plain, *others = results
     rival = others.pop() if options.rival else None
     settings = {
-        **vars(options),
-        "target": target.title,
         "sampling": rule_name(options.sampling),
+        "repetitions": options.repetitions,
+        "seed": options.seed,
+        "compile": options.compile,
+        "minutes": options.minutes,
+        "max_new_tokens": options.max_new_tokens,
+        "nodes": options.nodes,
         "rival": options.rival is not None,
+        "target": target.title,
         "prompts": len(fitting),
         "turns_left_out": turns.left_out,
         "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
