@@ -11,13 +11,12 @@ import json
 import os
 import platform
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -45,14 +44,9 @@ class RaceOptions:
     """Settings of a race."""
 
     sampling: Acceptance = field(default_factory=Greedy)
-    repetitions: int = 1  # at least 1; runs per prompt and candidate
     seed: int = 0  # of sampling
     compile: bool = False  # of a bench: every candidate once more, compiled
     minutes: float | None = None  # since `Turns` began, in which turns end
-
-    def __post_init__(self) -> None:
-        if self.repetitions < 1:
-            raise ValueError(f"repetitions: expected 1 or more, got {self.repetitions}")
 
 
 @dataclass(frozen=True)
@@ -86,13 +80,13 @@ class Candidate:
     clock: Callable[[], float] | None = None
 
 
-Runs = Mapping[str, list[list[TimedRun]]]
-"""Name of a candidate -> for each prompt, its repetitions."""
+Runs = Mapping[str, list[TimedRun]]
+"""Name of a candidate -> its run of each prompt."""
 
 
-def steps_of(runs: Sequence[Sequence[TimedRun]]) -> Iterator[Step]:
+def steps_of(runs: Sequence[TimedRun]) -> Iterator[Step]:
     """All steps of a candidate but the prefills."""
-    for run in chain.from_iterable(runs):
+    for run in runs:
         yield from (step for step in run.steps if step.accepted >= 0)
 
 
@@ -139,8 +133,7 @@ def race(
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
-    repeated = [*prompts] * options.repetitions
-    keys = [json.dumps([turn, prompt.number, names]) for turn, prompt in enumerate(repeated)]
+    keys = [json.dumps([turn, prompt.number, names]) for turn, prompt in enumerate(prompts)]
     if not turns.ended.keys() >= {*keys}:
         timings = len(keys) * len(candidates)
         with said_if_long(f"warming up; then {timings} timed runs, with the time that is left"):
@@ -157,28 +150,17 @@ def race(
             for each in (*candidates[first:], *candidates[:first]):
                 torch.manual_seed(options.seed + turn)
                 options.sampling.seed(options.seed + turn)
-                times[each.name] = timed(each, repeated[turn], options.sampling, clock)
+                times[each.name] = timed(each, prompts[turn], options.sampling, clock)
                 turns.tick()
             turns.keep(key, times)
     except (KeyboardInterrupt, SystemExit) as stop:
         turns.stop = stop
     turns.left_out += sum(key not in turns.ended for key in keys)
-    runs = {each.name: by_number(each.name, keys, repeated, turns) for each in candidates}
-    reached = [prompt for prompt in prompts if prompt.number in runs[names[0]]]
+    reached = [prompt for key, prompt in zip(keys, prompts, strict=True) if key in turns.ended]
     if not reached:
         turns.check()
-    return reached, {name: [own[each.number] for each in reached] for name, own in runs.items()}
-
-
-def by_number(
-    name: str, keys: Sequence[str], prompts: Sequence[BenchPrompt], turns: Turns
-) -> dict[int, list[TimedRun]]:
-    """The repetitions of one candidate, by the numbers of prompts."""
-    runs: dict[int, list[TimedRun]] = defaultdict(list)
-    for key, prompt in zip(keys, prompts, strict=True):
-        if key in turns.ended:
-            runs[prompt.number].append(turns.ended[key][name])
-    return runs
+    ended = [turns.ended[key] for key in keys if key in turns.ended]
+    return reached, {each.name: [times[each.name] for times in ended] for each in candidates}
 
 
 def warm_up(

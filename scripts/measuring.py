@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.turns import Turns
 
-MINUTES = "end after about so long: fewer runs and prompts, the same for all rows"
+MINUTES = "end after about so long: fewer prompts, the same for all rows"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,6 @@ class BenchRuns:
     """Runs."""
 
     max_new_tokens: Annotated[int, Option(min=1)] = 128
-    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 1
     minutes: Annotated[float | None, Option(min=0.01, help=MINUTES)] = None
     seed: Seed = 0
 
@@ -105,7 +104,6 @@ def bench_options(
         nodes=node_counts(contestants.nodes) if contestants.nodes else (),
         compile=speed.compile,
         max_new_tokens=runs.max_new_tokens,
-        repetitions=runs.repetitions,
         minutes=runs.minutes,
         seed=runs.seed,
     )
@@ -258,7 +256,6 @@ class Search(BenchRuns):
             sampling=sampling.rule(self.seed),
             max_new_tokens=self.max_new_tokens,
             nodes=self.nodes,
-            repetitions=self.repetitions,
             minutes=self.minutes,
             seed=self.seed,
         )

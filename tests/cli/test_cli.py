@@ -67,7 +67,7 @@ def test_the_whole_journey(run, target, tmp_path, kind):
     assert run("train", recipe(tmp_path, target, kind=kind))[0] == 0
     report = tmp_path / "bench.json"
     bench = ["bench", "--target", target, "--head", tmp_path / "run", "--prompts", source]
-    code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8, "--repetitions", 1,
+    code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8,
                          "--nodes", "2,4", "--json", report)  # fmt: skip
     assert code == 0 and "run@4" in table
     heads = json.loads(report.read_text())["heads"]
@@ -83,7 +83,7 @@ def test_trees_of_the_command_line(run, target, tmp_path):
     tiny, source = llama(), questions(tmp_path)
     for kind in ("eagle3", "medusa"):
         save_head(KINDS[kind].create(tiny), tmp_path / kind, target=tiny)
-    bench = ["bench", "--target", target, "--prompts", source, "--limit", 1, "--repetitions", 1,
+    bench = ["bench", "--target", target, "--prompts", source, "--limit", 1,
              "--max-new-tokens", 4, "--json", tmp_path / "bench.json"]  # fmt: skip
     trees = ["nodes=3,depth=2,top_k=2", "2,1"]
     options = ["--tree", trees[0], "--tree", trees[1]]
