@@ -35,7 +35,6 @@ class Stages:
         self.console = SafeConsole()
         self._run = run
         self._numbers = count(1)
-        self._began = time.monotonic()
 
     def stage(self, title: str, command: str = "", *more: object) -> None:
         """Run a command. more: words after it, such as paths. Raises Exit where it fails."""
@@ -47,13 +46,10 @@ class Stages:
             if code:
                 raise Exit(code)
 
-    def say_time(self) -> None:
-        """That of all stages."""
-        self.console.print(f"\nTotal time: {time.monotonic() - self._began:.0f} s.")
-
 
 def demo(out: Path, run: Command) -> None:
     """Run all stages in `out`; an earlier run is resumed."""
+    began = time.monotonic()
     stages = Stages(run)
     stages.console.print(
         "The target: a frozen Llama of 3.1 M parameters that answers questions about Python's "
@@ -85,4 +81,4 @@ def demo(out: Path, run: Command) -> None:
     )
     stages.stage("a chat with this tree; accepted draft tokens are coloured")
     sample_chat(load(out / best).engine, QUESTIONS, console=stages.console)
-    stages.say_time()
+    stages.console.print(f"\nTotal time: {time.monotonic() - began:.0f} s.")

@@ -172,7 +172,8 @@ class TextGenerator:
             )
         if not (is_whole(batch_size) and batch_size >= 1):
             raise ValueError(f"batch_size: expected 1 or more, got {batch_size!r}")
-        self.engine, self.batch_size = engine, batch_size
+        self.engine = engine
+        self.batch_size = batch_size
 
     def __repr__(self) -> str:
         return f"TextGenerator({self.engine!r})"
