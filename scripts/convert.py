@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftheads.arguments import check_new
+from draftheads.heads.base import DraftHead
 from draftheads.heads.files import staged
 from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.hub import (
@@ -48,15 +49,7 @@ def converted(
     check_new(out)
     folder = open_head(source)
     head, stored = folder.read(target)
-    facts = {
-        "training": {},
-        **stored.facts.json,
-        **tree_facts(head.tree),
-        "format": FORMAT,
-        "kind": head.kind,
-        "target": origin_of(stored, target, target_file),
-        "feature_layers": list(head.feature_layers),
-    }
+    facts = facts_of(head, stored, target, target_file)
     public = public_config(facts)
     # other programs look for a target on this machine by its path, in a key of their own
     known = public if to == "draftheads" else facts
@@ -83,18 +76,27 @@ def converted(
     return out
 
 
-def origin_of(
-    stored: Stored, target: Target | None, target_file: TargetFile | None
+def facts_of(
+    head: DraftHead, stored: Stored, target: Target | None, target_file: TargetFile | None
 ) -> dict[str, Any]:
-    """What a head's config.json says of its target: by the target that is loaded, else as it was
-    written, with the layers of a GGUF file where they are missing.
+    """Our section of config.json for a head in any layout. Of the target it says what the loaded
+    one says, else what was written, with the layers of a GGUF file where they are missing.
     """
     if target is not None:
-        return about_target(target)
-    origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
-    if target_file is not None:
-        origin.setdefault("layers", target_file.layers)
-    return origin
+        origin = about_target(target)
+    else:
+        origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
+        if target_file is not None:
+            origin.setdefault("layers", target_file.layers)
+    return {
+        "training": {},
+        **stored.facts.json,
+        **tree_facts(head.tree),
+        "format": FORMAT,
+        "kind": head.kind,
+        "target": origin,
+        "feature_layers": list(head.feature_layers),
+    }
 
 
 def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:

@@ -155,13 +155,7 @@ def bench(
     plain, *others = results
     rival = others.pop() if options.rival else None
     settings = {
-        "sampling": rule_name(options.sampling),
-        "seed": options.seed,
-        "compile": options.compile,
-        "minutes": options.minutes,
-        "max_new_tokens": options.max_new_tokens,
-        "nodes": options.nodes,
-        "rival": options.rival is not None,
+        **_settings(options),
         "target": target.title,
         "prompts": len(fitting),
         "turns_left_out": turns.left_out,
@@ -170,6 +164,19 @@ def bench(
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     return BenchReport(describe_machine(target), settings, plain, others, rival)
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    """As a report has them."""
+    return {
+        "sampling": rule_name(options.sampling),
+        "seed": options.seed,
+        "compile": options.compile,
+        "minutes": options.minutes,
+        "max_new_tokens": options.max_new_tokens,
+        "nodes": options.nodes,
+        "rival": options.rival is not None,
+    }
 
 
 def _candidates(
