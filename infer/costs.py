@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from operator import mul
 
 import numpy as np
@@ -87,8 +87,8 @@ class Trial:
     gain_ci95: Sequence[float] = (1.0, 1.0)  # measured speed over that of the present tree
 
 
-TreeRuns = Mapping[StaticTree, Sequence[Sequence[TimedRun]]]
-"""Tree -> for each prompt, its repetitions."""
+TreeRuns = Mapping[StaticTree, Sequence[TimedRun]]
+"""Tree -> its run of each prompt."""
 
 
 def fitted_costs(runs: TreeRuns) -> Costs:
@@ -117,16 +117,16 @@ def _prompt_seconds(runs: TreeRuns, halves: Mapping[StaticTree, tuple[float, flo
     over a typical one.
     """
     seconds = []
-    for tree, prompts in runs.items():
+    for tree, own in runs.items():
         drafting, _ = halves[tree]
-        for run in chain.from_iterable(prompts):
+        for run in own:
             if len(run.steps) > 1:
                 prefill, first = run.steps[:2]
                 seconds.append(prefill.verify_seconds + first.draft_seconds - drafting)
     return max(typical(seconds), 0.0)
 
 
-def _halves(runs: Sequence[Sequence[TimedRun]]) -> tuple[float, float]:
+def _halves(runs: Sequence[TimedRun]) -> tuple[float, float]:
     """Seconds of drafting and of verifying in a typical step."""
     steps = list(steps_of(runs))
     if not steps:

@@ -79,6 +79,8 @@ READING: tuple[type, ...] = (
 USED = {"input_ids", "attention_mask", "position_ids", "logits_to_keep", "use_cache", *CACHE}
 """Inputs that `generate` prepares for every model."""
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+KEPT = "_draft_heads"
+"""The attribute of a model with the heads that it was given last."""
 NOT_KEPT = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -208,12 +210,7 @@ class SpeculativeDecoding:
             accept = Processed(others, sample)
         criteria = StoppingCriteriaList(stopping_criteria)
         if stop_strings is not None:
-            if self.tokenizer is None:
-                raise ValueError(
-                    "stop_strings need a tokenizer, and generate does not pass its own on; use "
-                    "speculative(head, tokenizer=tokenizer)"
-                )
-            criteria.append(StopStringCriteria(self.tokenizer, stop_strings))
+            criteria.append(self._stops_at(stop_strings))
         ends = [int(i) for each in criteria for i in getattr(each, "eos_token_id", ())]
         pad = int(generation_config._pad_token_tensor) if ends else None
         streamer = _argument_of_generate("streamer")
@@ -235,6 +232,14 @@ class SpeculativeDecoding:
         if generation_config.return_dict_in_generate:
             return SpeculativeOutput(replay.sequences_BT, tokens_per_step=replay.tokens_per_step())
         return replay.sequences_BT
+
+    def _stops_at(self, strings: str | list[str]) -> StopStringCriteria:
+        if self.tokenizer is None:
+            raise ValueError(
+                "stop_strings need a tokenizer, and generate does not pass its own on; use "
+                "speculative(head, tokenizer=tokenizer)"
+            )
+        return StopStringCriteria(self.tokenizer, strings)
 
     def _loaded(self, model: PreTrainedModel) -> Speculator:
         if self.speculator is None or self.speculator.target.model is not model:
@@ -267,7 +272,8 @@ def generate_from_repository(
     weights = Path(source) / WEIGHTS
     written = weights.stat().st_mtime_ns if weights.is_file() else None  # a folder may be retrained
     key = (source, revision, written)
-    loaded = vars(model).setdefault("_draft_heads", {})  # lives as long as the model
+    loaded = getattr(model, KEPT, {})
+    setattr(model, KEPT, loaded)  # lives as long as the model
     if key not in loaded:
         folder = open_head(source, revision=revision).path
         loaded.clear()

@@ -1,7 +1,7 @@
 """Times candidates that decode the same prompts in turns, so that a slow moment of the machine
 slows all of them alike.
 
-Legend: P units of the bootstrap (prompts, or batches of them), R bootstrap resamples.
+Legend: P prompts, R bootstrap resamples.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import json
 import os
 import platform
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -45,14 +44,9 @@ class RaceOptions:
     """Settings of a race."""
 
     sampling: Acceptance = field(default_factory=Greedy)
-    repetitions: int = 1  # at least 1; runs per prompt and candidate
-    seed: int = 0  # for sampling
-    compile: bool = False  # for a bench: also time every candidate compiled
-    minutes: float | None = None  # from the beginning of `Turns`; turns end within them
-
-    def __post_init__(self) -> None:
-        if self.repetitions < 1:
-            raise ValueError(f"repetitions: expected 1 or more, got {self.repetitions}")
+    seed: int = 0  # of sampling
+    compile: bool = False  # of a bench: every candidate once more, compiled
+    minutes: float | None = None  # since `Turns` began, in which turns end
 
 
 @dataclass(frozen=True)
@@ -64,27 +58,13 @@ class BenchPrompt:
     limit: int
 
 
-class WithContext(Protocol):
-    """What has so many tokens of context."""
+class Engine(Protocol):
+    """What continues a prompt: a `Speculator`, transformers' own `generate`, or llama.cpp."""
 
-    @property
-    def name(self) -> str:
-        """For error messages."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """Tokens of prompt and answer, at most."""
-        ...
-
-
-class BatchEngine(Protocol):
-    """What decodes a batch of prompts: a `Speculator`, or transformers' own `generate`."""
-
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """As `Speculator.generate_batch`."""
+    def generate(
+        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[Step]:
+        """As `Speculator.generate`."""
         ...
 
 
@@ -95,18 +75,18 @@ class Candidate:
     """
 
     name: str
-    engine: BatchEngine
+    engine: Engine
     nodes: int | None = None
     clock: Callable[[], float] | None = None
 
 
-Runs = Mapping[str, list[list[TimedRun]]]
-"""Name of a candidate -> for each prompt, its repetitions."""
+Runs = Mapping[str, list[TimedRun]]
+"""Name of a candidate -> its run of each prompt."""
 
 
-def steps_of(runs: Sequence[Sequence[TimedRun]]) -> Iterator[Step]:
-    """All steps of a candidate, without prefills."""
-    for run in chain.from_iterable(runs):
+def steps_of(runs: Sequence[TimedRun]) -> Iterator[Step]:
+    """All steps of a candidate but the prefills."""
+    for run in runs:
         yield from (step for step in run.steps if step.accepted >= 0)
 
 
@@ -124,7 +104,7 @@ def own_randomness(target: Target) -> AbstractContextManager[None]:
 
 
 def fitting_prompts(
-    target: WithContext, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[BenchPrompt]:
     """The prompts that leave room for new tokens in the context. Raises ValueError if there are
     none.
@@ -147,27 +127,21 @@ def race(
     prompts: Sequence[BenchPrompt],
     options: RaceOptions,
     clock: Callable[[], float] = perf_counter,
-    begin: Callable[[], object] = lambda: None,
     turns: Turns | None = None,
 ) -> tuple[list[BenchPrompt], Runs]:
-    """Warm up, then time every candidate on every batch; the order rotates by one each time.
+    """Warm up, then time every candidate on every prompt; the order rotates by one each time.
 
-    Seeds torch's global random stream. clock: of `TimedRun.seconds`. begin: called once between the
-    two. turns: where a race goes on, and where it ends early. Once one turn has ended, Ctrl-C and
-    SIGTERM are left to `turns`. Returns the prompts that it reached, with their runs.
+    Seeds torch's global random stream. clock: of `TimedRun.seconds`. turns: where a race goes on,
+    and where it ends early. Once one turn has ended, Ctrl-C and SIGTERM are left to `turns`.
+    Returns the prompts that it reached, with their runs.
     """
     turns = turns or Turns()
     names = sorted(each.name for each in candidates)
-    batches = batched(prompts, turns.batch) * options.repetitions
-    keys = [
-        json.dumps([turn, [each.number for each in batch], names])
-        for turn, batch in enumerate(batches)
-    ]
+    keys = [json.dumps([turn, prompt.number, names]) for turn, prompt in enumerate(prompts)]
     if not turns.ended.keys() >= {*keys}:
         timings = len(keys) * len(candidates)
         with said_if_long(f"warming up; then {timings} timed runs, with the time that is left"):
-            warm_up(candidates, batches, options)
-    begin()
+            warm_up(candidates, prompts, options)
     turns.open(keys, len(candidates), options.minutes)
     try:
         for turn, key in enumerate(keys):
@@ -180,75 +154,54 @@ def race(
             for each in (*candidates[first:], *candidates[:first]):
                 torch.manual_seed(options.seed + turn)
                 options.sampling.seed(options.seed + turn)
-                times[each.name] = timed(each, batches[turn], options.sampling, clock)
+                times[each.name] = timed(each, prompts[turn], options.sampling, clock)
                 turns.tick()
             turns.keep(key, times)
     except (KeyboardInterrupt, SystemExit) as stop:
         turns.stop = stop
     turns.left_out += sum(key not in turns.ended for key in keys)
-    runs = {each.name: by_number(each.name, keys, batches, turns) for each in candidates}
-    reached = [prompt for prompt in prompts if prompt.number in runs[names[0]]]
+    reached = [prompt for key, prompt in zip(keys, prompts, strict=True) if key in turns.ended]
     if not reached:
         turns.check()
-    return reached, {name: [own[each.number] for each in reached] for name, own in runs.items()}
-
-
-def by_number(
-    name: str, keys: Sequence[str], batches: Sequence[Sequence[BenchPrompt]], turns: Turns
-) -> dict[int, list[TimedRun]]:
-    """Prompt index -> the repetitions of one candidate."""
-    runs: dict[int, list[TimedRun]] = defaultdict(list)
-    for key, batch in zip(keys, batches, strict=True):
-        if key in turns.ended:
-            for prompt, run in zip(batch, turns.ended[key][name], strict=True):
-                runs[prompt.number].append(run)
-    return runs
+    ended = [turns.ended[key] for key in keys if key in turns.ended]
+    return reached, {each.name: [times[each.name] for times in ended] for each in candidates}
 
 
 def warm_up(
-    candidates: Sequence[Candidate], batches: Sequence[Sequence[BenchPrompt]], options: RaceOptions
+    candidates: Sequence[Candidate], prompts: Sequence[BenchPrompt], options: RaceOptions
 ) -> None:
-    """Decode the shortest batch by a step. Compiled code may know one length only, and
+    """Decode the shortest prompt by a step. Compiled code may know one length only, and
     transformers compiles again for a longer cache: it decodes the longest, too, as long as in the
     race. On a GPU so does this engine, as each length is recorded.
     """
-    ordered = sorted(batches, key=lambda batch: max(len(p.prompt) + p.limit for p in batch))
-    shortest = [replace(each, limit=min(each.limit, WARM_TOKENS)) for each in ordered[0]]
+    ordered = sorted(prompts, key=lambda each: len(each.prompt) + each.limit)
+    shortest = replace(ordered[0], limit=min(ordered[0].limit, WARM_TOKENS))
     chosen = [ordered[-1], shortest] if options.compile or torch.cuda.is_available() else [shortest]
-    for each, batch in product(candidates, chosen):
-        timed(each, batch, options.sampling)
-
-
-def batched(prompts: Sequence[BenchPrompt], size: int) -> list[Sequence[BenchPrompt]]:
-    """Prompts that are decoded together, up to `size`."""
-    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+    for each, prompt in product(candidates, chosen):
+        timed(each, prompt, options.sampling)
 
 
 def timed(
     candidate: Candidate,
-    batch: Sequence[BenchPrompt],
+    prompt: BenchPrompt,
     rule: Acceptance,
     clock: Callable[[], float] = perf_counter,
-) -> list[TimedRun]:
-    """Time one generation, with Python's garbage collector off, as in `timeit`; one run per row.
-    Each prompt is continued by the new tokens that fit after all of them. clock: unless the
+) -> TimedRun:
+    """Time one generation, with Python's garbage collector off, as in `timeit`. clock: unless the
     candidate has its own.
 
     Token ids reach the CPU in every step, so no device work is left when the clock is read.
     """
     clock = candidate.clock or clock
-    prompts = [each.prompt for each in batch]
-    limit = min(each.limit for each in batch)
     was_enabled = gc.isenabled()
     gc.disable()
     try:  # turn the collector on again after an error or Ctrl-C
         start = clock()
-        steps = list(candidate.engine.generate_batch(prompts, sampling=rule, max_new_tokens=limit))
-        share = (clock() - start) / len(batch)
+        steps = candidate.engine.generate(prompt.prompt, sampling=rule, max_new_tokens=prompt.limit)
+        return TimedRun(list(steps), clock() - start)
     finally:
         if was_enabled:
             gc.enable()
-    return [TimedRun(list(filter(None, row)), share) for row in zip(*steps, strict=True)]
 
 
 def speed(sums_P2: Tensor) -> float:
@@ -260,8 +213,8 @@ def speed(sums_P2: Tensor) -> float:
 def speedup_interval(ours_P2: Tensor, baseline_P2: Tensor) -> list[float]:
     """95 % interval [low, high] of the ratio of tokens per second: a paired bootstrap over prompts.
 
-    ours_P2, baseline_P2: as of `speed`, of the same prompts or batches of them. Each resample draws
-    P prompts with replacement, the same for both sides, and takes the ratio of the sums.
+    ours_P2, baseline_P2: as of `speed`, of the same prompts. Each resample draws P
+    prompts with replacement, the same for both sides, and takes the ratio of the sums.
     """
     prompts = len(ours_P2)
     generator = torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TimedRun:
-    """One timed generation. A row of a batch has its share of the batch's times."""
+    """One timed generation."""
 
     steps: list[Step]
     seconds: float
@@ -36,27 +36,24 @@ class TimedRun:
         return [token for step in self.steps for token in step.tokens]
 
 
-TURN = TypeAdapter(tuple[str, dict[str, list[TimedRun]]])
-"""A line of the file: a key, and for each candidate the runs of a batch."""
+TURN = TypeAdapter(tuple[str, dict[str, TimedRun]])
+"""A line of the file: a key, and the run of each candidate."""
 
 
 class Turns:
-    """One turn: every candidate once, on one batch of prompts.
+    """One turn: every candidate once, on one prompt.
 
     path: of the file, which needs a folder; None keeps nothing. facts: what must be the same for
-    the file to count, else a warning says what is not. batch: prompts of a turn.
+    the file to count, else a warning says what is not.
     """
 
-    def __init__(
-        self, path: Path | None = None, facts: Mapping[str, str] | None = None, batch: int = 1
-    ) -> None:
+    def __init__(self, path: Path | None = None, facts: Mapping[str, str] | None = None) -> None:
         self.path = path
-        self.batch = batch
         self.runs = 0  # of all races, as far as it is known, for the progress bar
         self.share = 1.0  # of the minutes, after which the present race ends
         self.left_out = 0  # turns
         self.stop: BaseException | None = None  # Ctrl-C or SIGTERM
-        self.ended: dict[str, dict[str, list[TimedRun]]] = {}
+        self.ended: dict[str, dict[str, TimedRun]] = {}
         self._bar: tqdm[Any] | None = None
         self._is_estimated = False  # in a line
         self._began = time.monotonic()
@@ -126,7 +123,7 @@ class Turns:
             self._bar.refresh()
             self._is_estimated = True
 
-    def keep(self, key: str, runs: dict[str, list[TimedRun]]) -> None:
+    def keep(self, key: str, runs: dict[str, TimedRun]) -> None:
         """Note a turn that has ended."""
         self.ended[key] = runs
         self._turns += 1

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
+from rich import reconfigure
 from rich.logging import RichHandler
 
 from draftheads import __version__
@@ -93,6 +94,7 @@ def draftheads(
 def main() -> None:
     """The console script."""
     log = logging.getLogger("draftheads")
+    reconfigure(stderr=True)  # stdout is for results
     log.addHandler(RichHandler(show_time=False, show_path=False))
     log.propagate = False
     arguments = sys.argv[1:]

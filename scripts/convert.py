@@ -5,10 +5,12 @@ target.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftheads.arguments import check_new
+from draftheads.heads.base import DraftHead
 from draftheads.heads.files import staged
 from draftheads.heads.formats.card import render_card, write_remote_code
 from draftheads.heads.formats.hub import (
@@ -22,7 +24,7 @@ from draftheads.heads.formats.hub import (
 )
 from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
 from draftheads.heads.formats.mtp import write_target
-from draftheads.heads.formats.stored import named
+from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
@@ -47,21 +49,7 @@ def converted(
     check_new(out)
     folder = open_head(source)
     head, stored = folder.read(target)
-    if target is not None:
-        origin = about_target(target)
-    else:
-        origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
-        if target_file is not None:
-            origin.setdefault("layers", target_file.layers)
-    facts = {
-        "training": {},
-        **stored.facts.json,
-        **tree_facts(head.tree),
-        "format": FORMAT,
-        "kind": head.kind,
-        "target": origin,
-        "feature_layers": list(head.feature_layers),
-    }
+    facts = facts_of(head, stored, target, target_file)
     public = public_config(facts)
     # other programs look for a target on this machine by its path, in a key of their own
     known = public if to == "draftheads" else facts
@@ -86,6 +74,29 @@ def converted(
         if to == "draftheads":
             write_remote_code(staging)
     return out
+
+
+def facts_of(
+    head: DraftHead, stored: Stored, target: Target | None, target_file: TargetFile | None
+) -> dict[str, Any]:
+    """Our section of config.json for a head in any layout. Of the target it says what the loaded
+    one says, else what was written, with the layers of a GGUF file where they are missing.
+    """
+    if target is not None:
+        origin = about_target(target)
+    else:
+        origin = {"name": None, "revision": None, **(stored.facts.json.get("target") or {})}
+        if target_file is not None:
+            origin.setdefault("layers", target_file.layers)
+    return {
+        "training": {},
+        **stored.facts.json,
+        **tree_facts(head.tree),
+        "format": FORMAT,
+        "kind": head.kind,
+        "target": origin,
+        "feature_layers": list(head.feature_layers),
+    }
 
 
 def cast(tensors: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:

@@ -5,9 +5,10 @@ instant.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Exit, Option
 
@@ -27,10 +28,8 @@ from draftheads.scripts.options import (
     Revision,
     Sampling,
     Seed,
-    ServerAccess,
     TargetName,
     TemplateArgs,
-    check_places,
     names,
     say_next,
     target_options,
@@ -39,6 +38,7 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
+    from draftheads.train.data.server import ServerOptions
 
 SETS = {
     "to distil from (--prompts NAME; the Hub's need a network)": {
@@ -90,11 +90,42 @@ SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one mod
 
 
 @dataclass(frozen=True)
-class AnswerServers(ServerAccess):
+class AnswerServers:
     """Servers that answer instead of this process."""
 
+    server_model: Annotated[str | None, Option(help="the server's name for the target")] = None
+    api_key_env: Annotated[
+        str | None, Option(help="environment variable with the server's key")
+    ] = None
     server: Annotated[list[str] | None, Option(help=SERVER)] = None
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32
+
+    def options(self, urls: list[str]) -> ServerOptions:
+        """How these servers are asked."""
+        from draftheads.train.data.server import ServerOptions
+
+        return ServerOptions(
+            urls=urls,
+            model=self.server_model,
+            api_key_env=self.api_key_env,
+            concurrency=self.concurrency,
+        )
+
+
+def check_places(context: Context) -> None:
+    """Raise ValueError for options of servers without --server, and, with it, for options of a
+    target in this process, which mean nothing then.
+    """
+    source: Callable[[str], Any] = context.get_parameter_source
+    options = {str(each.name): each.opts[0] for each in context.command.params}
+    typed = {name for name in options if source(name).name == "COMMANDLINE"}
+    useless = typed & names(AnswerServers)
+    line = "expected --server, too, got none; pass it"
+    if "server" in typed:
+        useless = typed & {"head", "lora"}
+        line = "omit these with --server, the server decodes"
+    if useless:
+        raise ValueError(f"{', '.join(sorted(options[name] for name in useless))}: {line}")
 
 
 def questions(
@@ -155,19 +186,25 @@ def distill(
     from draftheads.train.data.prompts import read_prompts
     from draftheads.train.data.server import ServedTarget
 
-    check_places(context, names(AnswerServers), {"head", "lora"})
+    check_places(context)
     options = distillation.DistillOptions(
         out=out,
         source=prompts,
         template_args=questions.template_args(template_args),
-        **vars(sampling),
-        **vars(answers),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=answers.max_new_tokens,
+        batch_size=answers.batch_size,
+        reasoning=answers.reasoning,
+        seed=answers.seed,
     )
-    texts = read_prompts(prompts, **vars(questions))
+    texts = read_prompts(
+        prompts, split=questions.split, limit=questions.limit, tools=questions.tools
+    )
     answerer: distillation.Answerer
     if servers.server:
-        asked = servers.options(urls=servers.server, concurrency=servers.concurrency)
-        answerer = ServedTarget(target, asked, revision)
+        answerer = ServedTarget(target, servers.options(servers.server), revision)
     else:
         loaded = answering_target(target, revision, placement, answers.batch_size)
         drafts = load_head(head, target=loaded) if head else None
@@ -223,7 +260,9 @@ def import_answers(
 
     side = TextSide.load(target)
     arguments = subset.template_args(template_args)
-    talks = read_conversations(conversations, learn=learn, **vars(subset))
+    talks = read_conversations(
+        conversations, split=subset.split, limit=subset.limit, tools=subset.tools, learn=learn
+    )
     counts = run(
         side, talks, out, template_args=arguments, source=conversations, reasoning=reasoning
     )

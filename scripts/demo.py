@@ -22,12 +22,6 @@ KINDS = {
     "sequential": "six heads learn it that also see the preceding draft tokens",
     "eagle3": "an EAGLE-3 head learns to continue its own drafts",
 }
-ASKED = 1500
-"""Questions to learn from, where there are no prompts."""
-HELDOUT = 24
-"""Questions to measure with."""
-DECODING = 4
-"""Minutes for each of these measurements."""
 QUESTIONS = ("What does os.path.join do?", "And its signature?", "What does json.dumps do?")
 
 Command = Callable[[list[str]], int | None]
@@ -41,7 +35,6 @@ class Stages:
         self.console = SafeConsole()
         self._run = run
         self._numbers = count(1)
-        self._began = time.monotonic()
 
     def stage(self, title: str, command: str = "", *more: object) -> None:
         """Run a command. more: words after it, such as paths. Raises Exit where it fails."""
@@ -53,13 +46,10 @@ class Stages:
             if code:
                 raise Exit(code)
 
-    def say_time(self) -> None:
-        """That of all stages."""
-        self.console.print(f"\nTotal time: {time.monotonic() - self._began:.0f} s.")
-
 
 def demo(out: Path, run: Command) -> None:
     """Run all stages in `out`; an earlier run is resumed."""
+    began = time.monotonic()
     stages = Stages(run)
     stages.console.print(
         "The target: a frozen Llama of 3.1 M parameters that answers questions about Python's "
@@ -91,63 +81,4 @@ def demo(out: Path, run: Command) -> None:
     )
     stages.stage("a chat with this tree; accepted draft tokens are coloured")
     sample_chat(load(out / best).engine, QUESTIONS, console=stages.console)
-    stages.say_time()
-
-
-def own_demo(
-    out: Path,
-    run: Command,
-    target: str,
-    prompts: str | None,
-    minutes: float,
-) -> None:
-    """The same for a target of one's own, with sequential heads. prompts: default: questions that
-    it asks itself. minutes: of training. What an earlier run has made is used again.
-    """
-    stages = Stages(run)
-    named = ["--target", target]
-    heldout = out / "heldout.jsonl"
-    own = out / "questions.jsonl"
-    for file, number in ((heldout, HELDOUT), (own, ASKED)):
-        if not file.exists() and not (prompts and file == own):
-            stages.stage(
-                "the target asks itself questions",
-                f"questions --count {number} --seed {number} --out",
-                file,
-                *named,
-            )
-    stages.stage(
-        "the target answers them, its tokens are the data",
-        "distill --max-new-tokens 256 --batch-size 64 --prompts",
-        prompts or own,
-        *named,
-        "--out",
-        out / "data",
-    )
-    recipe = out / "recipe.yaml"
-    if not recipe.exists():
-        stages.stage(
-            "a recipe for this target and this machine",
-            "init --out",
-            recipe,
-            *named,
-            "--data",
-            out / "data",
-        )
-    head = out / "head"
-    drafts = ["--head", head, "--prompts", heldout]
-    stages.stage(
-        "heads learn to predict the next tokens",
-        "train",
-        recipe,
-        f"run.output={head}",
-        f"run.minutes={minutes:g}",
-    )
-    stages.stage(
-        "how fast is it on held-out questions, against transformers' generate?",
-        f"bench --nodes 4,8 --minutes {DECODING}",
-        *named,
-        *drafts,
-    )
-    stages.stage("which tree is fastest here?", f"tune --minutes {DECODING}", *drafts)
-    stages.say_time()
+    stages.console.print(f"\nTotal time: {time.monotonic() - began:.0f} s.")

@@ -6,20 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Context, Option
+from typer import Option
 
 from draftheads.infer.pipeline.loading import load_fast_target, load_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
-    TARGET_CHECK,
     Bits,
     Json,
     Lossy,
@@ -30,11 +27,9 @@ from draftheads.scripts.options import (
     Revision,
     Sampling,
     Seed,
-    ServerAccess,
     Speed,
-    check_places,
+    TargetName,
     early,
-    names,
     parsed_template_args,
     say_compiling,
     say_next,
@@ -46,13 +41,13 @@ from draftheads.train.entry import say
 if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.infer.measure.bench import Entry, Result
-    from draftheads.infer.measure.served import ServedReport
+    from draftheads.infer.measure.bench import BenchOptions, Entry, Result
+    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.sources import DrafterSource
     from draftheads.infer.turns import Turns
 
-MINUTES = "end after about so long: fewer runs and prompts, the same for all rows"
+MINUTES = "end after about so long: fewer prompts, the same for all rows"
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,6 @@ class BenchRuns:
     """Runs."""
 
     max_new_tokens: Annotated[int, Option(min=1)] = 128
-    repetitions: Annotated[int, Option(min=1, help="runs of every prompt")] = 1
     minutes: Annotated[float | None, Option(min=0.01, help=MINUTES)] = None
     seed: Seed = 0
 
@@ -90,59 +84,44 @@ repeatable"""
 class Contestants:
     """Drafts."""
 
-    head: Annotated[
-        list[str] | None, Option(callback=HEAD_CHECK, help="as for chat; repeatable")
-    ] = None
+    head: Annotated[list[str], Option(callback=HEAD_CHECK, help="as for chat; repeatable")]
     nodes: Annotated[
         str | None, Option(callback=early(node_counts), help="draft nodes to try: 4,8,16")
     ] = None
     tree: Annotated[list[str] | None, Option(help=TREES)] = None
 
 
-BENCH_SERVER = """measure a head where it is served: http://HOST:PORT of a server with drafts, such
-as vLLM's with --speculative-config"""
+def bench_options(
+    runs: BenchRuns, sampling: Sampling, lossy: Lossy, contestants: Contestants, speed: Speed
+) -> BenchOptions:
+    """The settings of a bench. Raises ValueError for --nodes beside --tree."""
+    from draftheads.infer.measure.bench import BenchOptions
 
-
-@dataclass(frozen=True)
-class BenchServers(ServerAccess):
-    """Servers, in place of --head."""
-
-    server: Annotated[str | None, Option(help=BENCH_SERVER)] = None
-    server_plain: Annotated[str | None, Option(help="the same model there without drafts")] = None
-    concurrency: Annotated[int, Option(min=1, help="requests at a time, to --server")] = 1
-
-
-LOCAL = names(Contestants, Placement, Lossy, Speed)
-"""Parameters that mean nothing for a server."""
+    if contestants.nodes and contestants.tree:
+        raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
+    return BenchOptions(
+        sampling=sampling.rule(runs.seed, lossy),
+        nodes=node_counts(contestants.nodes) if contestants.nodes else (),
+        compile=speed.compile,
+        max_new_tokens=runs.max_new_tokens,
+        minutes=runs.minutes,
+        seed=runs.seed,
+    )
 
 
 def bench(
-    context: Context,
+    target: TargetName,
     texts: BenchPrompts,
     runs: BenchRuns,
     sampling: Sampling,
     contestants: Contestants,
-    servers: BenchServers,
     placement: Placement,
     speed: Speed,
     lossy: Lossy,
-    target: Annotated[
-        str | None,
-        Option(callback=TARGET_CHECK, help="model; default: the one --server serves"),
-    ] = None,
     revision: Revision = None,
     json_out: Json = None,
 ) -> None:
-    """Measure heads and other drafters against `generate` and this engine without drafts. With
-    --server: a server with drafts against one without.
-    """
-    if check_places(context, names(BenchServers), LOCAL):
-        measured = bench_server(target, revision, servers, texts, sampling, runs)
-        write_figures(json_out, asdict(measured))
-        return
-    head = contestants.head
-    if not (target and head):
-        raise ValueError("bench: expected --target and --head, or --server; pass them")
+    """Measure heads and other drafters against `generate` and this engine without drafts."""
     from draftheads.infer.accept import Greedy
     from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
@@ -150,17 +129,10 @@ def bench(
     from draftheads.infer.measure.report import best, print_report
     from draftheads.scripts.openings import opening_ids
 
-    options = benches.BenchOptions(
-        sampling=sampling.rule(runs.seed, **vars(lossy)),
-        nodes=node_counts(contestants.nodes) if contestants.nodes else (),
-        compile=speed.compile,
-        **vars(runs),
-    )
-    if options.nodes and contestants.tree:
-        raise ValueError("--nodes: expected a head without a --tree, got both; leave one out")
-    drafts = open_drafts(head)
+    options = bench_options(runs, sampling, lossy, contestants, speed)
+    drafts = open_drafts(contestants.head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    place = placement.place(bits=speed.bits)
+    place = placement.place(speed.bits)
     variables = parsed_template_args(texts.template_args)
     model = load_fast_target(target, place, revision, folders, variables)
     loaded = {name: each.load(model) for name, each in drafts.items()}
@@ -182,64 +154,8 @@ def bench(
             report = replace(report, int8=benches.int8_cost(model, whole, ids))
         print_report(report)
         write_figures(json_out, asdict(report))
-    sources = dict(zip(drafts, dict.fromkeys(head), strict=True))
+    sources = dict(zip(drafts, dict.fromkeys(contestants.head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
-
-
-def bench_server(
-    target: str | None,
-    revision: str | None,
-    servers: BenchServers,
-    texts: BenchPrompts,
-    sampling: Sampling,
-    runs: BenchRuns,
-) -> ServedReport:
-    """Measure a server with drafts against one without, and print it. Raises ValueError unless
-    there are two addresses.
-    """
-    from draftheads.infer.measure.bench import BenchOptions
-    from draftheads.infer.measure.served import measure, print_served
-    from draftheads.infer.race import fitting_prompts
-    from draftheads.scripts.openings import opening_ids
-    from draftheads.train.data import distill
-    from draftheads.train.data.server import ServedEngine, ServedTarget
-
-    if not (servers.server and servers.server_plain):
-        raise ValueError(
-            "--server: expected --server-plain, too, got none; start the same model without drafts"
-        )
-    urls = [servers.server, servers.server_plain]
-    options = servers.options(urls=urls, concurrency=servers.concurrency, tries=1)
-    model = ServedTarget(target, options, revision)
-    if len(model.servers) < len(urls):
-        raise ValueError(
-            "--server-plain: expected another server than --server, got the same address; "
-            "start one without drafts"
-        )
-    if sampling.temperature:
-        model.servers[0].warn_of_speculation()
-    variables = parsed_template_args(texts.template_args)
-    side = replace(model.text_side, template_args=variables or {})
-    ids = opening_ids(side, texts.prompts, texts.limit)
-    prompts = fitting_prompts(model, ids, runs.max_new_tokens)
-    race = BenchOptions(sampling=sampling.rule(runs.seed), **vars(runs))
-    rule = distill.AnswerSampling(seed=runs.seed, **vars(sampling))
-    settings = {
-        "target": model.name,
-        "model": model.model,
-        "batch": servers.concurrency,
-        "servers": [server.url for server in model.servers],
-        "prompts_skipped": len(ids) - len(prompts),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-    }
-    with ExitStack() as stack:
-        head, plain = (
-            stack.enter_context(closing(ServedEngine(model, server, rule)))
-            for server in model.servers
-        )
-        report = measure(head, plain, prompts, race, settings)
-    print_served(report)
-    return report
 
 
 def turns_of(
@@ -332,6 +248,18 @@ class Search(BenchRuns):
     max_new_tokens: Annotated[int, Option(min=2)] = 64
     nodes: Annotated[int, Option(min=1, help="draft nodes of the largest tree")] = 64
 
+    def options(self, sampling: Sampling) -> TuneOptions:
+        """The settings of the search."""
+        from draftheads.infer.measure.tune import TuneOptions
+
+        return TuneOptions(
+            sampling=sampling.rule(self.seed),
+            max_new_tokens=self.max_new_tokens,
+            nodes=self.nodes,
+            minutes=self.minutes,
+            seed=self.seed,
+        )
+
 
 def tune(
     texts: TunePrompts,
@@ -347,17 +275,16 @@ def tune(
 ) -> None:
     """Find the tree with the most tokens per second on this machine and write it into the head."""
     from draftheads.heads.formats.hub import open_head, record_tuned
-    from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
 
-    options = TuneOptions(sampling=sampling.rule(search.seed), **vars(search))
+    options = search.options(sampling)
     if not dry_run:
         check_writable_head(head)
     folder = open_head(head)
     name, commit = (target, revision) if target else folder.target
-    place = placement.place(bits=bits)
+    place = placement.place(bits)
     if target is None:
         place = place.recorded(folder)
     variables = parsed_template_args(texts.template_args)

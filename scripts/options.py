@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.sources import DrafterSource
-    from draftheads.train.data.server import ServerOptions
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -116,28 +115,13 @@ def check_head(source: str | Path) -> None:
             text_files(part)
 
 
-def check_places(context: Context, remote: Set[str], local: Set[str]) -> bool:
-    """Whether --server is there. Raises ValueError for `remote` parameters without it, and for
-    `local` ones with it, which mean nothing then.
-    """
-    source: Callable[[str], Any] = context.get_parameter_source
-    options = {str(each.name): each.opts[0] for each in context.command.params}
-    typed = {name for name in options if source(name).name == "COMMANDLINE"}
-    is_served = "server" in typed
-    useless = typed & (local if is_served else remote)
-    if useless:
-        others = ", ".join(sorted(options[name] for name in useless))
-        if is_served:
-            raise ValueError(f"{others}: omit these with --server, the server decodes")
-        raise ValueError(f"{others}: expected --server, too, got none; pass it")
-    return is_served
-
-
 def check_file(file: Path) -> None:
     """Raise ValueError for a file that cannot be written: before anything is measured."""
     folder = nearest(file.absolute().parent)
     if not takes_files(folder):
         raise ValueError(f"{file}: expected a folder that can be written, {folder} is not one")
+    if str(file) == "-":
+        raise ValueError("expected a file to write, got -, and stdout has the table; give a name")
     if file.is_symlink() or (file.exists() and not file.is_file()):  # it would be replaced
         raise ValueError(
             f"{file}: expected a file to write, got a folder, a link or a device; give another name"
@@ -202,9 +186,16 @@ class Placement:
     device: Device = None
     threads: Threads = None
 
-    def place(self, **more: Any) -> Place:
-        """Where the target is loaded. more: other fields of `Place`."""
-        return Place(**vars(self), report=say_beside, **more)
+    def place(self, bits: Literal[8, 4] | None = None) -> Place:
+        """Where and how the target is loaded."""
+        return Place(
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            bits=bits,
+            lora=self.lora,
+            report=say_beside,
+        )
 
 
 BITS = """quantise the target: 8 (int8) on a CPU, 8 or 4 on a GPU (bitsandbytes)"""
@@ -245,23 +236,24 @@ class Sampling:
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="probability mass to keep")] = 1.0
     top_k: Annotated[int, Option(min=0, help="tokens to keep; 0 keeps all")] = 0
 
-    def rule(self, seed: int = 0, typical: bool = False, lenient: str = "") -> Acceptance:
+    def rule(self, seed: int, lossy: Lossy | None = None) -> Acceptance:
         """The acceptance rule that these options request."""
         from draftheads.infer.accept import Greedy, Sampled
         from draftheads.infer.lossy import Typical
 
+        lossy = lossy or Lossy()
         rule: Acceptance = Greedy()
-        if lenient:
-            if typical or self.temperature:
+        if lossy.lenient:
+            if lossy.typical or self.temperature:
                 raise ValueError(
                     "--lenient: expected greedy decoding by one rule, got it with "
-                    f"{'--typical' if typical else '--temperature'}; leave one out"
+                    f"{'--typical' if lossy.typical else '--temperature'}; leave one out"
                 )
-            rule = parsed_lenient(lenient)
-        elif typical:
+            rule = parsed_lenient(lossy.lenient)
+        elif lossy.typical:
             rule = Typical(temperature=self.temperature or 0.7)
         elif self.temperature:
-            rule = Sampled(**vars(self))
+            rule = Sampled(self.temperature, self.top_p, self.top_k)
         rule.seed(seed)
         return rule
 
@@ -303,22 +295,6 @@ class PromptSet:
         tools = read_tools(self.tools)
         variables = parsed_template_args(text) or {}
         return variables | ({"tools": tools} if tools else {})
-
-
-@dataclass(frozen=True)
-class ServerAccess:
-    """Servers."""
-
-    server_model: Annotated[str | None, Option(help="the server's name for the target")] = None
-    api_key_env: Annotated[
-        str | None, Option(help="environment variable with the server's key")
-    ] = None
-
-    def options(self, **more: Any) -> ServerOptions:
-        """How servers are asked. more: other fields of `ServerOptions`."""
-        from draftheads.train.data.server import ServerOptions
-
-        return ServerOptions(model=self.server_model, api_key_env=self.api_key_env, **more)
 
 
 def parsed_template_args(text: str | None) -> dict[str, Any] | None:

@@ -109,7 +109,9 @@ def plan(
     """Predict memory and time of a recipe from shapes and a trial of its steps."""
     check_paths(recipe, overrides or [], has_data=False)
     if not no_probe:  # before imports, which take seconds
-        say("memory by shapes; then by two or three steps, as the time; --no-probe skips these")
+        say_beside(
+            "memory by shapes; then by two or three steps, as the time; --no-probe skips these"
+        )
     from draftheads.scripts.printing import next_command, print_counts, print_trial
     from draftheads.train.advice.plan import make_plan
     from draftheads.train.recipe import load_recipe

@@ -22,8 +22,6 @@ from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
     OUT_CHECK,
-    PROMPT_CHECK,
-    TARGET_CHECK,
     Lossy,
     MaybeTarget,
     MaybeTemplateArgs,
@@ -91,30 +89,13 @@ def demo(
     out: Annotated[
         Path, Option(callback=OUT_CHECK, help="folder for all outputs of the demo")
     ] = Path("out/demo"),
-    target: Annotated[
-        str | None,
-        Option(
-            callback=TARGET_CHECK,
-            help="instead of the embedded one: a folder, a Hub id, or smollm2",
-        ),
-    ] = None,
-    prompts: Annotated[
-        str | None,
-        Option(callback=PROMPT_CHECK, help="for --target; default: it asks itself questions"),
-    ] = None,
-    minutes: Annotated[float, Option(min=0.1, help="of training, for --target")] = 30,
 ) -> None:
-    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network.
-
-    Or all of it for your own --target. The same command again resumes.
+    """Distill, train, bench and chat on the embedded target: a few minutes of CPU, no network. The
+    same command again resumes.
     """
-    from draftheads.scripts import demo as journeys
+    from draftheads.scripts.demo import demo as run
 
-    run = partial(context.find_root().command.main, standalone_mode=False)
-    if target:
-        journeys.own_demo(out, run, target, prompts, minutes)
-    else:
-        journeys.demo(out, run)
+    run(out, partial(context.find_root().command.main, standalone_mode=False))
 
 
 def chat(
@@ -136,12 +117,17 @@ def chat(
     from draftheads.infer.chat.repl import chat as run
     from draftheads.infer.grammar import Grammar
 
-    rule = sampling.rule(seed, **vars(lossy))
+    rule = sampling.rule(seed, lossy)
     engine = load_engine(target, drafts, placement, speed, template_args)
     constraint = None
     if schema:
         constraint = Grammar(engine.target, "json_schema", schema.read_text(encoding="utf-8"))
-    options = ChatOptions(sampling=rule, constraint=constraint, **vars(dialogue))
+    options = ChatOptions(
+        system=dialogue.system,
+        sampling=rule,
+        max_new_tokens=dialogue.max_new_tokens,
+        constraint=constraint,
+    )
     with learner(engine, drafts.head, learning) as (learned, background):
         run(learned, options, background=background)
 
@@ -197,8 +183,12 @@ def serve(
         key=secret(address.api_key_env) if address.api_key_env else None,
         allowed_hosts=tuple(address.allowed_host or ()),
         root_path=address.root_path.rstrip("/"),
-        **vars(sampling),
-        **vars(requests),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        slots=requests.slots,
+        waiting=requests.waiting,
+        timeout=requests.timeout,
     )
     engine = load_engine(target, drafts, placement, speed, template_args)
     if not options.name:
@@ -225,7 +215,7 @@ def load_engine(
     from draftheads.infer.engine import Speculator
 
     variables = parsed_template_args(template_args)
-    place = placement.place(bits=speed.bits)
+    place = placement.place(speed.bits)
     model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import CompileConfig, GenerationConfig
 
 from draftheads.heads.target.model import Target
@@ -25,10 +23,10 @@ class Baseline:
     target: Target
     compile: bool = False
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """Continue prompts of any lengths, padded on the left, all in one Step per row.
+    def generate(
+        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[Step]:
+        """Continue a prompt, all in one Step.
 
         Raises ValueError for a rule that `generate` has no equivalent of.
         """
@@ -49,22 +47,11 @@ class Baseline:
             config.cache_implementation = "static"
             config.compile_config = CompileConfig(mode=None, fullgraph=False)
             config.compile_config._compile_all_devices = True  # the CPU, too
-        rows = [torch.tensor(prompt, device=self.target.device) for prompt in prompts]
-        padded = partial(pad_sequence, batch_first=True, padding_side="left")
-        tokens_BT = padded(rows, padding_value=config.pad_token_id)
-        mask_BT = padded([torch.ones_like(row) for row in rows])
-        out_BT = self.target.model.generate(
-            tokens_BT, attention_mask=mask_BT, generation_config=config
+        tokens_1T = torch.tensor([prompt], device=self.target.device)
+        out_1T = self.target.model.generate(
+            tokens_1T, attention_mask=torch.ones_like(tokens_1T), generation_config=config
         )
-        yield [self._step(row) for row in out_BT[:, tokens_BT.shape[1] :].tolist()]
-
-    def _step(self, tokens: list[int]) -> Step:
-        """A row's new tokens, up to its end."""
-        for place, token in enumerate(tokens, start=1):
-            if token in self.target.eos_ids:
-                tokens = tokens[:place]
-                break
-        return Step(tokens, -1, None, 0.0, 0.0)
+        yield Step(out_1T[0, len(prompt) :].tolist(), -1, None, 0.0, 0.0)
 
 
 @contextmanager

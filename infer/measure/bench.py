@@ -3,7 +3,7 @@
 All candidates run in one process on the same prompts, in rotating order, so that a machine that
 slows down slows all of them alike. `report.py` shows what was measured.
 
-Legend: P units of the bootstrap (prompts, or batches of them).
+Legend: P prompts.
 """
 
 from __future__ import annotations
@@ -156,10 +156,8 @@ def bench(
     plain, *others = results
     rival = others.pop() if options.rival else None
     settings = {
-        **vars(options),
+        **_settings(options),
         "target": target.title,
-        "sampling": rule_name(options.sampling),
-        "rival": options.rival is not None,
         "prompts": len(fitting),
         "turns_left_out": turns.left_out,
         "prompts_shortened": sum(each.limit < options.max_new_tokens for each in fitting),
@@ -167,6 +165,19 @@ def bench(
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     return BenchReport(describe_machine(target), settings, plain, others, rival)
+
+
+def _settings(options: BenchOptions) -> dict[str, Any]:
+    """As a report has them."""
+    return {
+        "sampling": rule_name(options.sampling),
+        "seed": options.seed,
+        "compile": options.compile,
+        "minutes": options.minutes,
+        "max_new_tokens": options.max_new_tokens,
+        "nodes": options.nodes,
+        "rival": options.rival is not None,
+    }
 
 
 def _candidates(
@@ -249,13 +260,9 @@ def summarize(
     )
 
 
-def sums_of(runs: Sequence[Sequence[TimedRun]], batch: int = 1) -> Tensor:
-    """float64 (P, 2): tokens and seconds of each batch of prompts, summed over repetitions."""
-    sums = []
-    for first in range(0, len(runs), batch):
-        together = [run for repeated in runs[first : first + batch] for run in repeated]
-        tokens = sum(len(run.tokens) for run in together)
-        sums.append([tokens, sum(run.seconds for run in together)])
+def sums_of(runs: Sequence[TimedRun]) -> Tensor:
+    """float64 (P, 2): tokens and seconds of each prompt."""
+    sums = [[len(run.tokens), run.seconds] for run in runs]
     return torch.tensor(sums, dtype=torch.float64)
 
 
@@ -267,8 +274,12 @@ def compared(ours_P2: Tensor, baseline_P2: Tensor) -> tuple[float, list[float]]:
 def _divergence(
     target: Target, prompts: Sequence[BenchPrompt], runs: Runs, name: str
 ) -> Divergence | None:
-    """Compare every repetition with generate's first run of the prompt."""
-    differing = differing_outputs(prompts, runs[GENERATE], runs[name])
+    """Compare each output with generate's."""
+    differing = [
+        (prompt, expected.tokens, run.tokens)
+        for prompt, expected, run in zip(prompts, runs[GENERATE], runs[name], strict=True)
+        if run.tokens != expected.tokens
+    ]
     if not differing:
         return None
     prompt, expected, got = differing[0]
@@ -283,32 +294,17 @@ def _divergence(
     )
 
 
-def differing_outputs(
-    prompts: Sequence[BenchPrompt],
-    references: Sequence[Sequence[TimedRun]],
-    runs: Sequence[Sequence[TimedRun]],
-) -> list[tuple[BenchPrompt, list[int], list[int]]]:
-    """Prompts with an output other than the first reference: the reference, and the output."""
-    differing = []
-    for prompt, expected_runs, repeated in zip(prompts, references, runs, strict=True):
-        expected = expected_runs[0].tokens
-        outputs = [run.tokens for run in repeated if run.tokens != expected]
-        if outputs:
-            differing.append((prompt, expected, outputs[0]))
-    return differing
-
-
 @torch.inference_mode()
 def text_quality(
-    target: Target, prompts: Sequence[BenchPrompt], runs: Sequence[Sequence[TimedRun]]
+    target: Target, prompts: Sequence[BenchPrompt], runs: Sequence[TimedRun]
 ) -> dict[str, float]:
-    """Of all tokens of the first repetition, read again: the share that are the target's likeliest,
-    and the mean log-probability, in nats.
+    """Of all new tokens, read again: the share that are the target's likeliest, and the mean
+    log-probability, in nats.
     """
     likeliest, total, count = 0, 0.0, 0
-    for prompt, repeated in zip(prompts, runs, strict=True):
-        tokens = torch.tensor(repeated[0].tokens, device=target.device)
-        ids = torch.tensor([[*prompt.prompt, *repeated[0].tokens]], device=target.device)
+    for prompt, run in zip(prompts, runs, strict=True):
+        tokens = torch.tensor(run.tokens, device=target.device)
+        ids = torch.tensor([[*prompt.prompt, *run.tokens]], device=target.device)
         logits_TV = target.model(ids, use_cache=False).logits[0, len(prompt.prompt) - 1 : -1]
         logp_TV = logits_TV.float().log_softmax(-1)
         likeliest += int((logp_TV.argmax(-1) == tokens).sum())

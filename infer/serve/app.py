@@ -164,6 +164,21 @@ class _Server(uvicorn.Server):
         self._captured_signals.clear()  # done as asked: exit code 0
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises ValueError for one that cannot be used."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+        # asyncio sets it for sockets that name their protocol alone; else the first token waits
+        # 40 ms for the client's system to acknowledge the headers
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"
+        ) from error
+    return listening
+
+
 def serve(
     speculator: Speculator,
     options: ServeOptions,
@@ -176,16 +191,7 @@ def serve(
 
     Raises ValueError for an address that cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=2048)
-        # asyncio sets it for sockets that name their protocol alone; else the first token waits
-        # 40 ms for the client's system to acknowledge the headers
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--host, --port: expected a free address, got {host} {port} ({error}); choose another"
-        ) from error
+    listening = listen(host, port)
     address, port, *_ = listening.getsockname()
     is_local = ip_address(address).is_loopback
     if not is_local and not options.key:

@@ -1,13 +1,33 @@
 """Calls of tools: how a chat template writes them, and how they are read from answers.
 
-Templates write a call in one of three forms, with marks of their own around it:
+Templates write a call in one of three forms, with marks of their own around it. OOO is the opening
+of an answer's calls, SSS the start of each, CCC the closing after the last.
 
-    JSON with the name    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>    Qwen 2.5
-                          {"name": "f", "parameters": {"a": 1}}                          Llama 3.1
-                          <|tools_prefix|>[{"f": {"a": 1}}]<|tools_suffix|>              Apertus
-    JSON after the name   [TOOL_CALLS]f[ARGS]{"a": 1}                                    Ministral
-                          to=functions.f<|channel|>commentary json<|message|>{"a": 1}    gpt-oss
-    parameters            <function=f><parameter=a>1</parameter></function>        Qwen 3 Coder
+JSON with the name, as a value or as a key (`NamedJson`; Qwen 2.5, Llama 3.1, Apertus):
+
+    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>
+    OOOOOOOOOOO                                    CCCCCCCCCCCC
+    SSSSSSSSSSS
+    {"name": "f", "parameters": {"a": 1}}
+
+    <|tools_prefix|>[{"f": {"a": 1}}, {"g": {"b": 2}}]<|tools_suffix|>
+    OOOOOOOOOOOOOOOO                                  CCCCCCCCCCCCCCCC
+    SSSSSSSSSSSSSSSS
+
+JSON after the name (`JsonAfterName`; Ministral, and gpt-oss, which has a header, HHH):
+
+    [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": 2}
+    OOOOOOOOOOOO
+    SSSSSSSSSSSS               SSSSSSSSSSSS
+    <|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>
+    HHHHHHHHHHHHHHHHHH OOOOOOOOOOOOO                                              CCCCCCCC
+                       SSSSSSSSSSSSS
+
+Parameters, each between FFF and EEE, with M between key and value (`Parameters`; Qwen 3 Coder):
+
+    <function=f><parameter=a>1</parameter><parameter=b>2</parameter></function>
+    OOOOOOOOOO CFFFFFFFFFFF M EEEEEEEEEEEEFFFFFFFFFFF M EEEEEEEEEEEECCCCCCCCCCC
+    SSSSSSSSSS
 
 `find_form` renders a call of `ONE` with ARGUMENTS, and takes the marks from the text around them.
 """
@@ -16,11 +36,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from os.path import commonprefix
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from jinja2.exceptions import TemplateError
@@ -42,7 +62,6 @@ Schemas = Mapping[str, Json]
 """Those of each tool's arguments, by the tool's name."""
 Found = tuple[list[tuple[Any, Any]], str]
 """Names and arguments with which a text begins, and the rest of the text."""
-Reader = Callable[[str, Schemas], Found]
 ONE, TWO = "draftheads_one", "draftheads_two"
 """Names of tools that are searched for in a rendered conversation."""
 ARGUMENTS = {"key_a": "value_a", "key_b": 47}
@@ -61,20 +80,136 @@ UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 
 
 @dataclass(frozen=True)
+class Syntax(ABC):
+    """What stands between the marks of a call. start: the end of what stands before each call."""
+
+    start: str
+    is_json: ClassVar[bool] = True  # so that its end is known without a closing
+
+    @abstractmethod
+    def read(self, text: str, schemas: Schemas) -> Found:
+        """Read the text after a start. Raises one of UNREADABLE if it has no whole call."""
+
+    def read_json(self, text: str) -> tuple[str, list[Any], str]:
+        """What stands before the JSON of this call, the objects in it, and the rest."""
+        head, *data = DATA.split(text)
+        if not data or (self.start and self.start in head):
+            raise ValueError("expected JSON before the next call")
+        value, end = DECODER.raw_decode(text, len(head))
+        return head, value if isinstance(value, list) else [value], text[end:]
+
+
+@dataclass(frozen=True)
+class NamedJson(Syntax):
+    """JSON with the name. keys: of name and arguments; None: the name itself is the key of the
+    arguments.
+    """
+
+    keys: tuple[str, str] | None
+
+    def read(self, text: str, schemas: Schemas) -> Found:
+        _, entries, rest = self.read_json(text)
+        found: list[tuple[Any, Any]] = []
+        for entry in entries:
+            if self.keys:
+                name, key = self.keys
+                found.append((entry[name], _arguments(entry, name, key)))
+            else:
+                found += entry.items()
+        return found, rest
+
+
+def _arguments(entry: Json, name: str, key: str) -> Json:
+    """Those of a call as JSON. Raises ValueError if it has others than expected in their place."""
+    if not entry.keys() <= {name, *LABELS} and not entry.keys() & {key, *ARGUMENT_KEYS}:
+        raise ValueError("expected arguments, or none")
+    return read_arguments({"arguments": entry.get(key), **entry})
+
+
+class JsonAfterName(Syntax):
+    """A name, marks, and the arguments as JSON."""
+
+    def read(self, text: str, schemas: Schemas) -> Found:
+        head, entries, rest = self.read_json(text)
+        name, _ = _name(head)
+        return [(name, entry) for entry in entries], rest
+
+
+def _name(text: str) -> tuple[str, int]:
+    """The name with which a text begins, and its end. Raises ValueError."""
+    match = NAME.match(text)
+    if match is None:
+        raise ValueError("expected a name")
+    return match[1], match.end()
+
+
+@dataclass(frozen=True)
+class Parameters(Syntax):
+    """A name, and parameters with marks. parameter: an expression for one, with groups for key and
+    value. frame: what is left of a call without name and parameters, and without blanks.
+    """
+
+    parameter: re.Pattern[str]
+    frame: str
+    is_json: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, call: str, start: str) -> Parameters | None:
+        """call: an example."""
+        example = call.partition(ONE)[2]
+        match = PARAMETERS.fullmatch(example)
+        if match is None:
+            return None
+        before, middle, between, other, after = match.groups()
+        first = _common_end(before, between)
+        end = between.removesuffix(first)
+        if not first or not after.startswith(end):
+            return None
+        marks = [re.escape(mark) for mark in (first, middle, other, end)]
+        parameter = re.compile("{}([^<>]+?)(?:{}|{})(.*?){}".format(*marks), re.DOTALL)
+        return cls(start, parameter, without_blanks(parameter.sub("", example)))
+
+    def read(self, text: str, schemas: Schemas) -> Found:
+        name, end = _name(text)
+        arguments = {}
+        around = ""  # the parameters
+        for found in self.parameter.finditer(text, end):
+            before = around + text[end : found.start()]
+            if not self.frame.startswith(without_blanks(before)):
+                break  # it is of the next call
+            around = before
+            end = found.end()
+            key, value = found.groups()
+            arguments[key] = _value(value, schemas.get(name, {}).get(key))
+        rest = around + text[end:]
+        after = without_blanks(rest.partition(self.start)[0])
+        if not after or not (self.frame.startswith(after) or after.startswith(self.frame)):
+            raise ValueError("expected the end of a call")
+        return [(name, arguments)], rest
+
+
+def _value(text: str, schema: Any) -> Any:
+    """What a text stands for."""
+    is_text = isinstance(schema, dict) and schema.get("type") == "string"
+    try:
+        return text if is_text else DECODER.decode(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
 class CallForm:
     """How a template writes calls.
 
     example: a call of `ONE` with ARGUMENTS. opening: the text before the first call; "": an answer
-    that is JSON is a call. start: the end of what stands before each. closing: the text after the
-    last. read: of the text after a start; raises one of UNREADABLE if it has no whole call. header:
-    what models write before the opening, where that is not the first mark of a call.
+    that is JSON is a call. closing: the text after the last. header: what models write before the
+    opening, where that is not the first mark of a call.
     """
 
     example: str
     opening: str
-    start: str
     closing: str
-    read: Reader
+    syntax: Syntax
     header: re.Pattern[str] = NO_HEADER
 
     def divide(self, text: str) -> tuple[str, str]:
@@ -91,6 +226,44 @@ class CallForm:
         if not is_whole:
             text = text[: len(text) - begun(text, self.opening)]
         return self.header.sub("", text)
+
+    def read_all(self, text: str, schemas: Schemas, is_cut: bool) -> tuple[list[Json], str]:
+        """Calls as messages have them, and the text that is left: all of it if one of them cannot
+        be read, but nothing of the last one if the answer `is_cut` at its limit.
+
+        schemas: of the tools that may be called.
+        """
+        calls: list[Json] = []
+        left = ""
+        start = self.syntax.start
+        rest = text
+        try:
+            rest = text[text.index(start) + len(start) :]
+            has_more = True
+            while has_more:
+                found, rest = self.syntax.read(rest, schemas)
+                after, next_start, rest = rest.partition(start) if start else (rest, "", "")
+                has_more = bool(next_start)
+                closed = re.match(self._closing, after)
+                if is_cut and not closed and not self.syntax.is_json:
+                    raise ValueError("expected the last of the parameters")
+                for name, arguments in found:
+                    if name not in schemas and not self.opening:
+                        raise ValueError("expected the name of a tool")
+                    calls.append(call_entry(len(calls), name, arguments))
+                if closed:
+                    left += after[closed.end() :].strip()
+                elif not without_blanks(self.closing).startswith(without_blanks(after)):
+                    left += after.strip()
+        except UNREADABLE:
+            if not is_cut or not self.opening:
+                return [], text
+        return calls, self.outside(left, not is_cut)
+
+    @property
+    def _closing(self) -> str:
+        """An expression for the closing, whose blanks may differ."""
+        return r"\s*" + r"\s*".join(map(re.escape, without_blanks(self.closing)))
 
     def grammar(self, tools: Sequence[Tool], tokenizer: Any) -> str:
         """The language of one call of one of these tools, in Lark's syntax. Raises ValueError for a
@@ -111,42 +284,6 @@ class CallForm:
             schema = with_options(tool.function.parameters.closed)
             calls.append(f"{start} %json {json.dumps(schema)} {end}")
         return "start: " + "\n | ".join(calls)
-
-    def read_all(self, text: str, schemas: Schemas, is_cut: bool) -> tuple[list[Json], str]:
-        """Calls as messages have them, and the text that is left: all of it if one of them cannot
-        be read, but nothing of the last one if the answer `is_cut` at its limit.
-
-        schemas: of the tools that may be called.
-        """
-        calls: list[Json] = []
-        left = ""
-        rest = text
-        start = "first"
-        try:
-            rest = text[text.index(self.start) + len(self.start) :]
-            while start:
-                found, rest = self.read(rest, schemas)
-                after, start, rest = rest.partition(self.start) if self.start else (rest, "", "")
-                closed = re.match(self._closing, after)
-                if is_cut and not closed and EXAMPLE.fullmatch(self.example) is None:
-                    raise ValueError("expected the last of the parameters")
-                for name, arguments in found:
-                    if name not in schemas and not self.opening:
-                        raise ValueError("expected the name of a tool")
-                    calls.append(call_entry(len(calls), name, arguments))
-                if closed:
-                    left += after[closed.end() :].strip()
-                elif not without_blanks(self.closing).startswith(without_blanks(after)):
-                    left += after.strip()
-        except UNREADABLE:
-            if not is_cut or not self.opening:
-                return [], text
-        return calls, self.outside(left, not is_cut)
-
-    @property
-    def _closing(self) -> str:
-        """An expression for the closing, whose blanks may differ."""
-        return r"\s*" + r"\s*".join(map(re.escape, without_blanks(self.closing)))
 
 
 def call_entry(index: int, name: Any, arguments: Any) -> Json:
@@ -202,16 +339,24 @@ def _form(call: str, both: str) -> CallForm | None:
     before = both.partition(TWO)[0]
     start = _common_end(call[:core], before[: len(before) - (name - core)]).strip() or opening
     keys = KEY.findall(call) if core < name else []
-    read = partial(_read_json, keys, start) if data else _parameters(call, start)
-    if read is None or not (opening or keys):
+    if not (opening or keys):
+        return None
+    syntax: Syntax | None
+    if data is None:
+        syntax = Parameters.of(call, start)
+    elif keys:
+        syntax = NamedJson(start, tuple(keys) if len(keys) == 2 else None)
+    else:
+        syntax = JsonAfterName(start)
+    if syntax is None:
         return None
     try:
-        found, closing = read(call[core:], {})
+        found, closing = syntax.read(call[core:], {})
     except UNREADABLE:
         return None
     if found != [(ONE, ARGUMENTS)]:
         return None
-    return CallForm(call, opening, start, closing.strip(), read)
+    return CallForm(call, opening, closing.strip(), syntax)
 
 
 def _header(form: CallForm, ids: Mapping[str, int]) -> re.Pattern[str]:
@@ -223,82 +368,3 @@ def _header(form: CallForm, ids: Mapping[str, int]) -> re.Pattern[str]:
         return NO_HEADER
     others = one_of({mark: ids[mark] for mark in ids if mark != marked[1]})
     return re.compile(rf"({CLOSE})?(({others})\w*\s*)+({re.escape(marked[1])}|$)")
-
-
-def _read_json(keys: list[str], start: str, text: str, schemas: Schemas) -> Found:
-    """JSON. keys: of names and arguments; if there is one, names are keys; without, a name and
-    marks stand before.
-    """
-    head, *data = DATA.split(text)
-    if not data or (start and start in head):
-        raise ValueError("expected JSON before the next call")
-    value, end = DECODER.raw_decode(text, len(head))
-    found: list[tuple[Any, Any]] = []
-    for entry in value if isinstance(value, list) else [value]:
-        if len(keys) == 2:
-            found.append((entry[keys[0]], _arguments(entry, *keys)))
-        elif keys:
-            found += entry.items()
-        else:
-            found.append((_name(head)[0], entry))
-    return found, text[end:]
-
-
-def _arguments(entry: Json, name: str, key: str) -> Json:
-    """Those of a call as JSON. Raises ValueError if it has others than expected in their place."""
-    if not entry.keys() <= {name, *LABELS} and not entry.keys() & {key, *ARGUMENT_KEYS}:
-        raise ValueError("expected arguments, or none")
-    return read_arguments({"arguments": entry.get(key), **entry})
-
-
-def _parameters(call: str, start: str) -> Reader | None:
-    """Reads a name and parameters with such marks around keys and values."""
-    example = call.partition(ONE)[2]
-    match = PARAMETERS.fullmatch(example)
-    if match is None:
-        return None
-    before, middle, between, other, after = match.groups()
-    first = _common_end(before, between)
-    end = between.removesuffix(first)
-    if not first or not after.startswith(end):
-        return None
-    marks = [re.escape(mark) for mark in (first, middle, other, end)]
-    parameter = re.compile("{}([^<>]+?)(?:{}|{})(.*?){}".format(*marks), re.DOTALL)
-    closing = without_blanks(parameter.sub("", example))
-
-    def read(text: str, schemas: Schemas) -> Found:
-        name, end = _name(text)
-        arguments = {}
-        around = ""  # the parameters
-        for found in parameter.finditer(text, end):
-            before = around + text[end : found.start()]
-            if not closing.startswith(without_blanks(before)):
-                break  # it is of the next call
-            around = before
-            end = found.end()
-            key = found[1]
-            arguments[key] = _value(found[2], schemas.get(name, {}).get(key))
-        rest = around + text[end:]
-        after = without_blanks(rest.partition(start)[0])
-        if not after or not (closing.startswith(after) or after.startswith(closing)):
-            raise ValueError("expected the end of a call")
-        return [(name, arguments)], rest
-
-    return read
-
-
-def _name(text: str) -> tuple[str, int]:
-    """The name with which a text begins, and its end. Raises ValueError."""
-    match = NAME.match(text)
-    if match is None:
-        raise ValueError("expected a name")
-    return match[1], match.end()
-
-
-def _value(text: str, schema: Any) -> Any:
-    """What a text stands for."""
-    is_text = isinstance(schema, dict) and schema.get("type") == "string"
-    try:
-        return text if is_text else DECODER.decode(text)
-    except ValueError:
-        return text

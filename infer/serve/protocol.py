@@ -191,10 +191,6 @@ class GenerationRequest(BaseModel):
     store: bool | None = None  # false: not kept for learning
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: Json | Text | None = None
-    guided_regex: Text | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -221,14 +217,10 @@ class GenerationRequest(BaseModel):
         schemas = self.response_format.schemas if self.response_format else []
         given = [
             *(("json_schema", schema) for schema in schemas),
-            ("json_schema", self.guided_json),
             ("json_schema", outputs.json_),
             ("json_schema", {"type": "object"} if outputs.json_object else None),
-            ("regex", self.guided_regex),
             ("regex", outputs.regex),
-            ("choice", self.guided_choice),
             ("choice", outputs.choice),
-            ("grammar", self.guided_grammar),
             ("grammar", outputs.grammar),
         ]
         return [(kind, text) for kind, text in given if text is not None]

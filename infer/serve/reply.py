@@ -62,23 +62,12 @@ class Choice:
         after = () if request.echoes or (self.is_chat and not begun) else prompt
         marks = texts.marks if self.is_chat and skip else None
         self.parts: Json = {}
-        self.opens_reasoning = False  # the prompt, so that the answer begins with it
         self._form = AnswerForm()
         if isinstance(request, ChatRequest):
             ending = TextStream(texts.tokenizer, marks=marks).feed(prompt[-TAIL:])
             _, opened, thought = begun.rpartition(OPEN)
-            is_thinking = opened and CLOSE not in thought
-            self.opens_reasoning = bool(is_thinking) or ending.rstrip().endswith(OPEN)
-            self._form = AnswerForm(
-                OPEN if self.opens_reasoning else "",
-                request.reasoning_format != "none",
-                calls if request.callable_tools else None,
-                {
-                    tool.function.name: tool.function.parameters.properties
-                    for tool in request.callable_tools
-                },
-                1 if request.parallel_tool_calls is False else None,
-            )
+            is_thinking = (opened and CLOSE not in thought) or ending.rstrip().endswith(OPEN)
+            self._form = form_of(request, calls, OPEN if is_thinking else "")
         if self._form.calls is not None and self._form.calls.opening:
             skip = False  # its marks may be special tokens
         stream = TextStream(texts.tokenizer, after=after, skip_special_tokens=skip, marks=marks)
@@ -155,6 +144,18 @@ class Choice:
             "logprobs": logprobs,
             "finish_reason": self.finish,
         }
+
+
+def form_of(request: ChatRequest, calls: CallForm | None, start: str) -> AnswerForm:
+    """How the answers to a request are taken apart. start: as of `AnswerForm`."""
+    tools = request.callable_tools
+    return AnswerForm(
+        start,
+        has_reasoning=request.reasoning_format != "none",
+        calls=calls if tools else None,
+        schemas={tool.function.name: tool.function.parameters.properties for tool in tools},
+        most=1 if request.parallel_tool_calls is False else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,8 @@ class Service:
             tools = request.required_tools
             if len(grammars) + bool(tools) > 1:
                 raise ValueError(
-                    "expected one of response_format, structured_outputs, guided options and a "
-                    "required tool, got several; leave the others out"
+                    "expected one of response_format, structured_outputs and a required tool, got "
+                    "several; leave the others out"
                 )
             if grammars:  # a call may replace the constrained answer
                 tools = request.callable_tools

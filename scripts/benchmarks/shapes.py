@@ -253,11 +253,11 @@ def generate_step(setup: Setup, target: Target, threads: int) -> float:
     """Seconds of a step of transformers' `generate`: a long answer less a short one."""
     set_threads(setup, threads)
     clock = fair_clock(torch.device(setup.device))
-    texts = prompts(setup, target, 1)
+    [text] = prompts(setup, target, 1)
 
     def seconds(tokens: int) -> float:
         began = clock()
-        list(Baseline(target).generate_batch(texts, sampling=Greedy(), max_new_tokens=tokens))
+        list(Baseline(target).generate(text, sampling=Greedy(), max_new_tokens=tokens))
         return clock() - began
 
     seconds(2)

@@ -48,9 +48,9 @@ KEYS = (
     *("messages", "prompt", "max_tokens", "temperature", "top_p", "stop", "stream", "n", "seed"),
     *("model", "logprobs", "top_logprobs", "echo", "suffix", "logit_bias", "presence_penalty"),
     *("frequency_penalty", "tools", "tool_choice", "response_format", "stream_options", "user"),
-    *("max_completion_tokens", "best_of", "top_k", "min_p", "chat_template_kwargs", "guided_json"),
+    *("max_completion_tokens", "best_of", "top_k", "min_p", "chat_template_kwargs"),
     *("structured_outputs", "allowed_token_ids", "bad_words", "length_penalty", "nothing"),
-    *("guided_choice", "reasoning_effort", "verbosity", "documents", "modalities", "audio"),
+    *("reasoning_effort", "verbosity", "documents", "modalities", "audio"),
     *("continue_final_message", "add_generation_prompt", "parallel_tool_calls"),
 )
 STRANGE: tuple[Any, ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from draftheads.heads.formats.hub import HEADS as KINDS
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.infer import threads
-from draftheads.scripts import cli
+from draftheads.scripts import cli, training
 from draftheads.train.data.answers import count
 from draftheads.train.recipe import AdapterChoices, Recipe
 
@@ -63,7 +64,7 @@ def test_the_whole_journey(run, target, tmp_path, kind):
     assert run("train", recipe(tmp_path, target, kind=kind))[0] == 0
     report = tmp_path / "bench.json"
     bench = ["bench", "--target", target, "--head", tmp_path / "run", "--prompts", source]
-    code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8, "--repetitions", 1,
+    code, table, _ = run(*bench, "--limit", 3, "--max-new-tokens", 8,
                          "--nodes", "2,4", "--json", report)  # fmt: skip
     assert code == 0 and "run@4" in table
     heads = json.loads(report.read_text())["heads"]
@@ -78,7 +79,7 @@ def test_trees_of_the_command_line(run, target, tmp_path):
     """A head with each tree."""
     tiny, source = llama(), questions(tmp_path)
     save_head(KINDS["eagle3"].create(tiny), tmp_path / "eagle3", target=tiny)
-    bench = ["bench", "--target", target, "--prompts", source, "--limit", 1, "--repetitions", 1,
+    bench = ["bench", "--target", target, "--prompts", source, "--limit", 1,
              "--max-new-tokens", 4, "--json", tmp_path / "bench.json"]  # fmt: skip
     trees = ["nodes=3,depth=2,top_k=2", "2,1"]
     options = ["--tree", trees[0], "--tree", trees[1]]
@@ -108,6 +109,21 @@ def test_data_without_a_learned_token(run, target, tmp_path, monkeypatch):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps({**r, "learn": []}) + "\n" for r in records))
     failed(run("train", recipe(tmp_path, target)), "expected tokens written by the target")
+
+
+def test_stdout_has_results_alone(monkeypatch, capsys):
+    """Warnings stood in what `draftheads ... > file` wrote."""
+
+    def names() -> list[str]:
+        logging.getLogger("draftheads.recipes").warning("this is no result")
+        return []
+
+    monkeypatch.setattr(training, "recipe_names", names)
+    monkeypatch.setattr(sys, "argv", ["draftheads", "recipes"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out, err = capsys.readouterr()
+    assert out == "" and "this is no result" in err
 
 
 @pytest.mark.parametrize("command", ["distill", "bench"])

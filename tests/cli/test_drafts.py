@@ -35,7 +35,7 @@ def test_all_drafters_in_one_table(run, target, heads):
     sources += [f"{heads}/medusa+ngram"]
     code, table, _ = run(
         *["bench", "--target", target, "--prompts", questions(heads), "--limit", 2],
-        *["--repetitions", 1, "--max-new-tokens", 12, "--nodes", 4],
+        *["--max-new-tokens", 12, "--nodes", 4],
         *(word for source in sources for word in ("--head", source)),
         *["--json", heads / "bench.json"],
     )

@@ -319,7 +319,7 @@ def install_line(page: str) -> list[str]:
 
 
 NEEDS = {
-    "bench --target TARGET --head ngram --prompts p.txt --repetitions 1 --max-new-tokens 2": None,
+    "bench --target TARGET --head ngram --prompts p.txt --max-new-tokens 2": None,
     "bench --target TARGET --head ngram --prompts gsm8k": "train",
     "chat --target TARGET --schema schema.json --max-new-tokens 8": None,
     "chat --target smollm2 --head ngram --bits 8 --max-new-tokens 8": None,
@@ -384,14 +384,14 @@ STAND_INS = {
     "run.minutes=3": "",
 }
 SHORTER = {
-    "bench": "--limit 2 --max-new-tokens 4 --repetitions 1",
+    "bench": "--limit 2 --max-new-tokens 4",
     "chat": "--max-new-tokens 8",
     "demo": "--help",  # its stages are these commands
     "distill": "--limit 12 --max-new-tokens 16",
     "publish": "--dry-run",
     "serve": "--port 0",
     "train": "run.steps=2 eval.prompts=2 eval.new_tokens=4",
-    "tune": "--limit 2 --max-new-tokens 4 --repetitions 1",
+    "tune": "--limit 2 --max-new-tokens 4",
 }
 
 

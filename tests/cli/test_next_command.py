@@ -100,24 +100,3 @@ def test_the_demo_types_commands(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "sample_chat", lambda engine, *_, **__: typed.append(engine))
     demo.demo(tmp_path, command)
     assert typed == ["distill", "train", "train", "train", "bench", "tune", tmp_path / "eagle3"]
-
-
-def test_the_demo_of_ones_own_target_types_commands(tmp_path):
-    typed = []
-
-    def command(words: list[str]) -> None:
-        typed.append(words[0])
-        typer.main.get_group(app).commands[words[0]].make_context(words[0], words[1:])
-        if words[0] == "questions":
-            Path(words[words.index("--out") + 1]).write_text("")
-        if words[0] == "init":
-            (tmp_path / "recipe.yaml").write_text("target: demo-target")
-        if words[0] == "train":
-            write_config(tmp_path / "head")
-
-    demo.own_demo(tmp_path, command, "demo-target", None, 0.5)
-    again = ["distill", "train", "bench", "tune"]
-    assert typed == ["questions", "questions", "distill", "init", *again[1:]]
-    typed.clear()
-    demo.own_demo(tmp_path, command, "demo-target", "demo-prompts", 0.5)
-    assert typed == again, "what is there is used"

@@ -30,8 +30,8 @@ NAMES = [*OTHERS, *(f"my-{kind}" for kind in HEADS)]
 FEW = ["--dtype", "float32", "--threads", 1, "--max-new-tokens", NEW]
 ONE = ["--prompts", "prompts.jsonl", "--limit", 2]
 COMMANDS = {
-    "bench": [*ONE, "--repetitions", 1, "--json", "bench.json"],
-    "tune": [*ONE, "--repetitions", 1, "--nodes", 2, "--dry-run"],
+    "bench": [*ONE, "--json", "bench.json"],
+    "tune": [*ONE, "--nodes", 2, "--dry-run"],
     "chat": [],
     "distill": ["--prompts", "prompts.jsonl", "--out", "data"],
 }

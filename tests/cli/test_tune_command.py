@@ -14,7 +14,7 @@ from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.tree import tree_from_json
 
-QUICK = ["--max-new-tokens", 8, "--repetitions", 1, "--nodes", 6, "--threads", 1]
+QUICK = ["--max-new-tokens", 8, "--nodes", 6, "--threads", 1]
 
 
 @pytest.fixture

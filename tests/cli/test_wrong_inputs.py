@@ -94,8 +94,6 @@ SLOTS = {
     "convert X new --to vllm": {HEAD},
     "convert head new --to vllm --target X": TARGETS,
     "publish X me/heads": {HEAD},
-    "demo --target X": TARGETS,
-    "demo --target llm --prompts X": {PROMPTS, JSON},
 }
 """Command lines -> the kinds that may stand at X."""
 

@@ -226,7 +226,7 @@ def test_a_bench_compares_heads_of_base_and_adapter(run, base, lora, head, tmp_p
     plain = Target.load(base)
     old = save_head(random_head("medusa", plain), tmp_path / "old", target=plain)
     out = tmp_path / "bench.json"
-    sizes = ["--max-new-tokens", 6, "--limit", 2, "--repetitions", 1, "--threads", 1]
+    sizes = ["--max-new-tokens", 6, "--limit", 2, "--threads", 1]
     heads = ["--head", old, "--head", head, "--prompts", questions(tmp_path, 2), "--json", out]
     assert run("bench", "--target", base, "--adapter", lora, *heads, *sizes)[0] == 0
     figures = json.loads(out.read_text())

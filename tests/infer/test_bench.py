@@ -32,7 +32,6 @@ from draftheads.infer.measure.bench import (
     BenchOptions,
     bench,
     int8_cost,
-    sums_of,
     text_quality,
     top2_margin,
 )
@@ -45,11 +44,8 @@ from draftheads.infer.measure.report import (
     verdict,
 )
 from draftheads.infer.race import (
-    PLAIN,
     BenchPrompt,
-    Candidate,
     speedup_interval,
-    timed,
 )
 from draftheads.infer.rows import Step
 from draftheads.infer.turns import TimedRun
@@ -112,7 +108,7 @@ def oracle(target, prompts):
 @pytest.fixture(scope="module")
 def report(target, prompts, oracle):
     heads = {"medusa": MedusaHead.create(target), "oracle": oracle}
-    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99), repetitions=2)
+    options = BenchOptions(max_new_tokens=NEW, nodes=(2, 8, 99))
     return bench(target, heads, prompts, options)
 
 
@@ -154,7 +150,7 @@ def test_tokens_and_steps_are_counted(report, prompts):
     oracle = report.result("oracle")
     assert oracle.tokens_per_step == 5.0
     assert oracle.acceptance_by_depth == [1.0] * 4
-    runs = len(prompts) * 2
+    runs = len(prompts)
     assert (oracle.steps, oracle.tokens) == (runs * 4, runs * NEW)
     assert (report.plain.tokens_per_step, report.plain.steps) == (1.0, runs * (NEW - 1))
 
@@ -224,7 +220,7 @@ def test_the_quality_of_a_lossy_rules_text_is_told(target, prompts, capsys):
     [row] = report.heads
     assert row.quality["likeliest"] < 1.0 and row.tokens_per_step > 2
     tokens = greedy(target, prompts[0], 4)
-    own = [TimedRun([Step(tokens, 0, "length", 0.0, 0.0)], 1.0)]
+    own = TimedRun([Step(tokens, 0, "length", 0.0, 0.0)], 1.0)
     logits = target.model(torch.tensor([[*prompts[0], *tokens]])).logits[0].log_softmax(-1)
     expected = [logits[len(prompts[0]) - 1 + n, token].item() for n, token in enumerate(tokens)]
     measured = text_quality(target, [BenchPrompt(0, prompts[0], 4)], [own])
@@ -270,7 +266,7 @@ def test_generate_ignores_the_models_own_generation_config(prompts):
     target.model.generation_config = own
     assert quick(target, prompts).plain.lossless is True
     with without_defaults(target):
-        [[step]] = Baseline(target).generate_batch(prompts[:1], sampling=Greedy(), max_new_tokens=9)
+        [step] = Baseline(target).generate(prompts[0], sampling=Greedy(), max_new_tokens=9)
     assert step.tokens == plain
     assert target.model.generation_config is own
 
@@ -332,28 +328,6 @@ def test_the_interval_holds_the_estimate_and_repeats():
 def test_an_equal_contestant_has_an_interval_of_one_point():
     sums = torch.tensor([[10.0, 1.0], [20.0, 3.0], [5.0, 2.0]], dtype=torch.float64)
     assert speedup_interval(sums, sums) == [1.0, 1.0]
-
-
-def test_the_interval_of_batches_is_over_batches():
-    """Rows of a batch took the same time, so four of them know no more than one."""
-    runs, baseline = (
-        [[TimedRun([Step([1] * 10, 3, "length", 0.0, 0.0)], each)] for each in seconds]
-        for seconds in ([1.0] * 4 + [2.0] * 4, [2.0] * 8)
-    )
-    alone, together = (
-        speedup_interval(sums_of(runs, batch), sums_of(baseline, batch)) for batch in (1, 4)
-    )
-    assert together == [1.0, 2.0]
-    assert alone[0] > 1.0
-
-
-def test_rows_of_a_batch_share_its_time(target):
-    """A clock that is read once before and once after: eight seconds."""
-    wall = iter([1.0, 9.0])
-    batch = [BenchPrompt(number, prompt, 4) for number, prompt in enumerate(some_prompts(3, 5))]
-    candidate = Candidate(PLAIN, Speculator(target), 0)
-    runs = timed(candidate, batch, Greedy(), clock=lambda: next(wall))
-    assert [run.seconds for run in runs] == [4.0, 4.0]
 
 
 def test_a_legend_has_at_most_three_lines():

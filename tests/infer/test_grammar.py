@@ -320,7 +320,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(demo, kind, text):
 )
 def test_what_no_grammar_can_hold_is_said_and_refuses_nothing(client, caplog, schema):
     """Of an answer, and of a tool that has to be called."""
-    [answer] = content(ask(client, guided_json=schema, max_tokens=1))
+    [answer] = content(ask(client, structured_outputs={"json": schema}, max_tokens=1))
     [line] = [record.getMessage() for record in caplog.records if record.name == "draftheads"]
     assert "not held: " in line and line.isprintable() and len(line) < 400
     assert answer
@@ -346,7 +346,7 @@ def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypa
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match="pip install"):
         Grammar(demo, "regex", "a")
-    response = ask(client, guided_regex="a")
+    response = ask(client, structured_outputs={"regex": "a"})
     assert response.status_code == 400 and "pip install" in response.json()["error"]["message"]
 
 
@@ -383,7 +383,7 @@ AS_JSON: list[dict[str, Any]] = [
     {"response_format": {"type": "json_schema", "schema": PERSON}},
     {"response_format": {"type": "json_object", "schema": PERSON}},
     {"response_format": {"type": "json_object", "json_schema": {"schema": PERSON}}},
-    {"guided_json": json.dumps(PERSON)},
+    {"structured_outputs": {"json": json.dumps(PERSON)}},
     {"structured_outputs": {"json": PERSON, "regex": None, "disable_any_whitespace": True}},
 ]
 
@@ -406,8 +406,7 @@ def test_the_server_constrains_answers(client, demo):
         ("grammar", 'root ::= "yes" | "no"', "yes|no"),
         ("choice", ["yes", "no"], "yes|no"),
     ):
-        for asked in ({f"guided_{kind}": value}, {"structured_outputs": {kind: value}}):
-            assert re.fullmatch(pattern, *content(ask(client, **asked)))
+        assert re.fullmatch(pattern, *content(ask(client, structured_outputs={kind: value})))
     assert content(ask(client, response_format={"type": "text"})) == content(ask(client))
 
 
@@ -415,9 +414,14 @@ def test_answers_with_different_grammars_are_decoded_together(client):
     """And each has its own random numbers, log-probabilities and stream."""
     asked: list[dict[str, Any]] = [
         {"response_format": AS_SCHEMA, "temperature": 1.0, "seed": 1, "n": 3},
-        {"guided_regex": "[a-f]{20}", "logprobs": True, "top_logprobs": 2},
+        {"structured_outputs": {"regex": "[a-f]{20}"}, "logprobs": True, "top_logprobs": 2},
         {},
-        {"guided_regex": "(yes, )*no", "temperature": 1.5, "seed": 2, "draft": False},
+        {
+            "structured_outputs": {"regex": "(yes, )*no"},
+            "temperature": 1.5,
+            "seed": 2,
+            "draft": False,
+        },
     ]
     alone = [content(ask(client, **body)) for body in asked]
     with ThreadPoolExecutor() as threads:
@@ -450,11 +454,11 @@ def test_a_constrained_answer_is_streamed_and_scored(client):
         {"response_format": {"type": "text", "schema": PERSON}},
         {"response_format": {**AS_SCHEMA, "schema": PERSON}},
         {"structured_outputs": {"json": {}, "choice": ["a"]}},
-        {"guided_regex": "("},
-        {"guided_grammar": "start: nothing"},
-        {"guided_json": "{"},
-        {"guided_json": {"enum": []}},
-        {"guided_json": {}, "guided_regex": "a"},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"grammar": "start: nothing"}},
+        {"structured_outputs": {"json": "{"}},
+        {"structured_outputs": {"json": {"enum": []}}},
+        {"response_format": AS_SCHEMA, "structured_outputs": {"regex": "a"}},
     ],
 )
 def test_the_server_refuses_what_cannot_be_compiled(client, body):
@@ -567,7 +571,10 @@ def test_what_has_to_be_called_must_be_there(caller):
     for body, message in (
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}, "got 'other'"),
         ({"tool_choice": "required"}, "expected one of `tools`, got 'required'"),
-        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "got several"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+            "got several",
+        ),
     ):
         said = ask(caller, **body)
         assert said.status_code == 400
@@ -599,7 +606,7 @@ def test_a_grammar_that_becomes_too_complex_is_one_line_in_python_and_chat(demo)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_becomes_too_complex_is_the_clients_mistake(client, caplog, stream):
     """An error of that request alone, and none of the server."""
-    said = ask(client, guided_grammar=COMPLEX, stream=stream)
+    said = ask(client, structured_outputs={"grammar": COMPLEX}, stream=stream)
     assert said.status_code == (200 if stream else 400)
     last = said.text.strip().split("\n\n")[-1].removeprefix("data: ")
     fault = json.loads(last)["error"]

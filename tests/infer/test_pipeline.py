@@ -17,7 +17,6 @@ from tiny_heads import new_head, random_head
 import draftheads
 from draftheads.heads import Target, save_head
 from draftheads.infer import (
-    BenchOptions,
     NGram,
     Sampled,
     Speculator,
@@ -307,7 +306,6 @@ def test_what_is_made_by_another_call_is_named(target, tmp_path):
             target, NGram(), tree="4,2"
         ),
         "expected a Recipe, as of load_recipe, got 'recipe.yaml'": lambda: fit("recipe.yaml"),
-        "repetitions: expected 1 or more, got 0": lambda: BenchOptions(repetitions=0),
         "temperature '1': expected above 0": lambda: Sampled("1"),
         "top_p None: expected 0 to 1": lambda: Sampled(1.0, None),
     }

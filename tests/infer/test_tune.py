@@ -40,7 +40,7 @@ from draftheads.infer.rows import Step
 from draftheads.infer.turns import TimedRun, Turns
 from draftheads.scripts.printing import print_tuned
 
-OPTIONS = TuneOptions(max_new_tokens=12, repetitions=1, nodes=8)
+OPTIONS = TuneOptions(max_new_tokens=12, nodes=8)
 FREE = (0.0, 0.0, 0.0, 0.0)
 CURVES = {
     "nodes cost nothing": Costs({0: 1.0, 12: 1.0}, FREE),
@@ -167,7 +167,7 @@ def test_costs_are_found_again_behind_noise():
         steps[0] = Step([1], 0, None, draft, verify)
         seconds = 7.0 + 50 * (draft + verify)  # by a clock that does not see the others
         steps = [Step([1], -1, None, 0.0, 7.0), *steps]
-        runs[name] = [[TimedRun(steps, 3 * seconds), TimedRun(steps, seconds)]]
+        runs[name] = [TimedRun(steps, 3 * seconds), TimedRun(steps, seconds)]
     costs = fitted_costs({tree: runs[name] for name, tree in trees.items()})
     assert costs.prompt == pytest.approx(true.prompt)
     assert costs.draft == pytest.approx(true.draft)
@@ -182,7 +182,7 @@ def test_no_tree_takes_longer_to_verify_than_a_larger_one():
     runs, trees = {}, {str(n): StaticTree.from_widths([1] * n) for n in range(4)}
     for (name, tree), seconds in zip(trees.items(), (1.0, 9.0, 2.0, 3.0), strict=True):
         steps = [Step([1], -1, None, 0.0, 1.0), *[Step([1], 0, None, 0.5, seconds)] * 8]
-        runs[name] = [[TimedRun(steps, 1.5 + 8 * seconds + 4 * bool(tree.paths))]]
+        runs[name] = [TimedRun(steps, 1.5 + 8 * seconds + 4 * bool(tree.paths))]
     verify = fitted_costs({tree: runs[name] for name, tree in trees.items()}).verify
     assert verify[1] == pytest.approx(verify[2])
     assert verify[0] < verify[2] < verify[3]
@@ -193,7 +193,7 @@ def timed_runs(seconds: dict[StaticTree, tuple[float, float]], prompt: float = 7
     runs = {}
     for tree, (draft, verify) in seconds.items():
         steps = [Step([1], -1, None, 0.0, 7.0), *[Step([1], 0, None, draft, verify)] * 10]
-        runs[tree] = [[TimedRun(steps, prompt + 10 * (draft + verify))]]
+        runs[tree] = [TimedRun(steps, prompt + 10 * (draft + verify))]
     return runs
 
 
@@ -229,7 +229,7 @@ def test_costs_are_taken_by_one_clock(monkeypatch):
 
 
 def test_answers_without_steps_are_refused():
-    runs = {NONE: [[TimedRun([Step([1], -1, "eos", 0.0, 1.0)], 1.0)]]}
+    runs = {NONE: [TimedRun([Step([1], -1, "eos", 0.0, 1.0)], 1.0)]}
     with pytest.raises(ValueError, match="answers of several tokens"):
         fitted_costs(runs)
 
@@ -264,7 +264,7 @@ def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_d
         steps = [Step([1] * 4, 3, None, 0.0, 0.0)]
         return prompts, {
             each.name: [
-                [TimedRun(steps, 4 * seconds[each.engine.tree] * (1 + prompt.number))]
+                TimedRun(steps, 4 * seconds[each.engine.tree] * (1 + prompt.number))
                 for prompt in prompts
             ]
             for each in candidates

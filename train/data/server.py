@@ -16,7 +16,7 @@ import hashlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,9 +26,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftheads.arguments import secret
 from draftheads.heads.target.placement import read_config
 from draftheads.heads.terminal import printable
-from draftheads.infer.accept import Acceptance
-from draftheads.infer.prompt import PromptRenderer
-from draftheads.infer.rows import Step
 from draftheads.train.data.conversation import LOSSY, Conversation
 from draftheads.train.data.distill import (
     Answered,
@@ -115,20 +112,17 @@ Body = TypeVar("Body", _Completions, _Models)
 
 class ServedTarget(Answerer):
     """A target at one or several servers. name: folder or Hub id of the same model, for its
-    tokenizer; None: what the server says that it serves.
+    tokenizer.
 
     Raises ValueError for an invalid address, key or model name, and for servers of several models;
     ServerError if one of them does not answer. The key appears in no message: *** replaces it in
     what a server returns.
     """
 
-    def __init__(
-        self, name: str | None, options: ServerOptions, revision: str | None = None
-    ) -> None:
+    def __init__(self, name: str, options: ServerOptions, revision: str | None = None) -> None:
         self.servers = connect(options)  # before any download
         self._concurrency = options.concurrency
         self.model = self.servers[0].model
-        self.name = name = name or self.servers[0].source
         config = read_config(name, revision)
         text = config.get_text_config(decoder=True)
         lengths = [getattr(text, "max_position_embeddings", None) or 1 << 30]
@@ -261,53 +255,6 @@ class ServedTarget(Answerer):
         return ids
 
 
-class ServedEngine:
-    """One server of a target as `race` times it: it is asked for all prompts of a batch at once.
-    With options of one try, as another one would be timed, too. Raises ServerError. Close it.
-    """
-
-    def __init__(self, target: ServedTarget, server: Server, sampling: AnswerSampling) -> None:
-        self.url = server.url
-        self._server = server
-        self._target = target
-        self._sampling = sampling
-        self._runner = asyncio.Runner()
-        self._client = server.client()
-        self._renderer = PromptRenderer(target.side, {})
-
-    def generate_batch(
-        self, prompts: Sequence[Sequence[int]], *, sampling: Acceptance, max_new_tokens: int
-    ) -> Iterator[list[Step | None]]:
-        """Each answer as one step. sampling: of the race; the server's own is set at the start."""
-        rule = self._sampling.model_copy(update={"max_new_tokens": max_new_tokens})
-        requests = [self._target.request(prompt, rule, str(rule.seed)) for prompt in prompts]
-        answers = self._runner.run(self._answers(requests))
-        yield [Step(ids, -1, None, 0.0, 0.0) for ids in answers]
-
-    def metrics(self) -> str | None:
-        """The page of the engine's counters; None if it has none."""
-        return self._server.metrics()
-
-    def close(self) -> None:
-        """End all requests and connections."""
-        self._runner.run(self._client.aclose())
-        self._runner.close()
-
-    async def _answers(self, requests: Sequence[dict[str, Any]]) -> list[list[int]]:
-        return await asyncio.gather(*map(self._answer, requests))
-
-    async def _answer(self, request: dict[str, Any]) -> list[int]:
-        try:
-            completion = await self._server.complete(self._client, request)
-            ids = completion.token_ids
-            if ids is None:
-                ids = self._renderer.encode(completion.text or "")
-            return self._target.ended(ids, completion)
-        except ServerError as error:
-            advice = "check the server, then run the same command again"
-            raise type(error)(f"{self.url}: {error}; {advice}") from None
-
-
 @dataclass(eq=False)
 class _Asked:
     """A conversation at a server. is_open: its last question has no answer yet. failed_at: these
@@ -422,7 +369,6 @@ class Server:
         served = self._choose()
         self.shown = self._hide(served.id)  # in messages
         self.model = served.id
-        self.source = served.root if isinstance(served.root, str) else served.id
         length = served.max_model_len
         self.context = length if isinstance(length, int) and length > 1 else None
 
