@@ -46,9 +46,9 @@ class RaceOptions:
 
     sampling: Acceptance = field(default_factory=Greedy)
     repetitions: int = 1  # at least 1; runs per prompt and candidate
-    seed: int = 0  # for sampling
-    compile: bool = False  # for a bench: also time every candidate compiled
-    minutes: float | None = None  # from the beginning of `Turns`; turns end within them
+    seed: int = 0  # of sampling
+    compile: bool = False  # of a bench: every candidate once more, compiled
+    minutes: float | None = None  # since `Turns` began, in which turns end
 
     def __post_init__(self) -> None:
         if self.repetitions < 1:
@@ -105,7 +105,7 @@ Runs = Mapping[str, list[list[TimedRun]]]
 
 
 def steps_of(runs: Sequence[Sequence[TimedRun]]) -> Iterator[Step]:
-    """All steps of a candidate, without prefills."""
+    """All steps of a candidate but the prefills."""
     for run in chain.from_iterable(runs):
         yield from (step for step in run.steps if step.accepted >= 0)
 
@@ -196,7 +196,7 @@ def race(
 def by_number(
     name: str, keys: Sequence[str], batches: Sequence[Sequence[BenchPrompt]], turns: Turns
 ) -> dict[int, list[TimedRun]]:
-    """Prompt index -> the repetitions of one candidate."""
+    """The repetitions of one candidate, by the numbers of prompts."""
     runs: dict[int, list[TimedRun]] = defaultdict(list)
     for key, batch in zip(keys, batches, strict=True):
         if key in turns.ended:

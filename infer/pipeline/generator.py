@@ -224,7 +224,7 @@ class TextGenerator:
     def _batches(
         self, prompts: Sequence[Prompt], options: GenerateOptions
     ) -> Iterator[tuple[list[Growth], Iterator[list[Step | None]]]]:
-        """Yields the completions of each batch, with the iterator over their steps."""
+        """The completions of each batch, and the steps that make them."""
         if unknown := options.keys() - GenerateOptions.__annotations__.keys():
             raise TypeError(
                 f"expected {', '.join(GenerateOptions.__annotations__)}, got "

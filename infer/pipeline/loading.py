@@ -24,7 +24,7 @@ logger = logging.getLogger("draftheads")
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how to load a target. dtype, device: as of `Target.load`. threads: of the CPU;
+    """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
     None: the fastest number. bits: quantise it, on a CPU to int8. lora, placement: as of
     `Target.load`. report: called with a choice that was made, to be shown.
     """
