@@ -374,9 +374,7 @@ class Plan:
         first = later = trial.rest
         if work.stores:
             load += trial.features * epoch
-        elif (
-            self.recipe.features.mode == "online" and not self.shapes.is_served
-        ):  # servers work ahead
+        elif self.recipe.features.mode == "online" and not self.shapes.is_served:  # asked for ahead
             room = self.recipe.data.cache_gb * 1e9
             first += trial.features
             known = min(1.0, room / self.shapes.feature_bytes(work.tokens))

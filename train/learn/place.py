@@ -88,7 +88,7 @@ class HeadStore:
 
 
 def target_facts(path: Path, target: Target) -> dict[str, Any]:
-    """The recorded facts of a target. Raises ValueError if the record is of another target."""
+    """What is recorded of a target. Raises ValueError if there is a record of another one."""
     now = target.quantisation or "none"
     facts = {"name": str(target.name), "fingerprint": target.fingerprint(), "quantisation": now}
     there = read_json(path) if path.exists() else facts
@@ -107,7 +107,7 @@ def target_facts(path: Path, target: Target) -> dict[str, Any]:
 def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The folders that `HeadStore` made in `root`, each with its target.json."""
     for path in sorted(root.glob(f"*/{TARGET}")):
-        with suppress(ValueError):  # a file that was not made here
+        with suppress(ValueError):  # a file of somebody else
             facts = read_json(path)
             if facts.keys() >= {"name", "fingerprint", "quantisation"}:
                 yield path.parent, facts

@@ -48,7 +48,7 @@ class Dialogue:
 
 
 class Texts:
-    """A store of at most `most_bytes` that deletes texts after `keep_days`.
+    """A store of at most `most_bytes`, whose texts are deleted after `keep_days`.
 
     Raises OSError if nothing can be written.
     """
@@ -82,7 +82,7 @@ class Texts:
         file = os.open(path, flags, 0o600)
         try:
             size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":  # the last line is incomplete
+            if size and os.pread(file, 1, size - 1) != b"\n":  # a line that was cut
                 line = b"\n" + line
             os.write(file, line)
             os.fsync(file)
@@ -133,7 +133,7 @@ class Texts:
                 try:
                     values = json.loads(line)
                     tokens, start = values["tokens"], int(values["start"])
-                    seconds = min(float(values["time"]), time.time())  # clocks may be wrong
+                    seconds = min(float(values["time"]), time.time())  # not of a wrong clock
                     array("i", tokens)
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     continue
