@@ -170,6 +170,11 @@ def edit_card(pattern: str, new: str) -> Any:
     return edit
 
 
+def link_card_to_itself(folder: Path) -> None:
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to("README.md")
+
+
 FAULTS = {
     "no card": (lambda folder: (folder / "README.md").unlink(), "README.md"),
     "nan": (not_finite, "expected finite numbers, got others in blocks.1.layers.0.bias"),
@@ -184,6 +189,11 @@ FAULTS = {
         "adapter/adapter_config.json: expected a file, found none",
     ),
     "yaml": (edit_card("library_name: draftheads", "library_name: [a"), "YAML"),
+    "deep yaml": (
+        edit_card("library_name: ", f"a: {'[' * 5000}{']' * 5000}\nlibrary_name: "),
+        "YAML",
+    ),
+    "a link to itself": (link_card_to_itself, "README.md: expected a file, found none"),
 }
 
 

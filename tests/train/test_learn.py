@@ -40,7 +40,7 @@ from draftheads.train.learn.versions import STATE, Versions
 
 
 def texts_in(folder: Path, **limits: Any) -> Texts:
-    return Texts(folder, **{"most_bytes": 1 << 20, "keep_days": 30, **limits})
+    return Texts(folder, **{"vocabulary": 256, "most_bytes": 1 << 20, "keep_days": 30, **limits})
 
 
 def test_what_was_said_is_there_again_after_a_start(tmp_path):
@@ -79,6 +79,7 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path):
     texts_in(tmp_path).add([3], [4])
     with path.open("a") as file:
         file.write('{"time":1,"start":1,"tokens":[1e99]}\n[]\n' + "[" * 100_000 + "\n")
+        file.write('{"time":1,"start":1,"tokens":[1,256]}\n{"time":1,"start":1,"tokens":[1,-1]}\n')
     assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
 
 
