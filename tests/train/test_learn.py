@@ -4,6 +4,9 @@ kept where nobody else reads it, within its limits, and can be deleted and taken
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 import stat
 import time
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from launching import fork
 from tiny_training import (
     conversation,
     random_answers,
@@ -146,6 +150,33 @@ def test_versions_are_kept_and_taken_back(tmp_path, monkeypatch):
     (tmp_path / STATE).write_text("{")
     with pytest.raises(ValueError, match=r"state\.json: expected the state of learning"):
         Versions(tmp_path)
+
+
+def learn_until_killed(folder: Path, told: int) -> None:
+    """Keep answers, and say so; make versions."""
+    texts, versions = texts_in(folder / "texts"), Versions(folder / "heads")
+    for number in itertools.count():
+        versions.adopt(write, point(number))
+        texts.add([number % 256], [7] * 20)
+        os.write(told, b".")
+
+
+def test_a_process_that_is_killed_loses_no_answer_and_no_version(tmp_path):
+    chance, kept, kills = random.Random(0), 0, 12
+    for _ in range(kills):
+        reader, writer = os.pipe()
+        process = fork(learn_until_killed, tmp_path, writer)
+        os.close(writer)
+        kept += len(os.read(reader, 1))
+        time.sleep(chance.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        with open(reader, "rb") as told:
+            kept += len(told.read())
+        assert kept <= len(texts_in(tmp_path / "texts").conversations) <= kept + kills
+        served = Versions(tmp_path / "heads").served
+        assert served is not None and (served / "config.json").is_file()
+        assert not list((tmp_path / "heads").glob(".v*"))
 
 
 @pytest.fixture(scope="module")
