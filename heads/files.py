@@ -26,6 +26,10 @@ REMEDIES = {
 """What to do about a file that could not be written, by error number."""
 
 
+OLD = ".old"
+"""At the end of the name of a folder that is being replaced."""
+
+
 @contextmanager
 def staged(folder: Path) -> Iterator[Path]:
     """A temporary folder next to `folder` that replaces it when the block succeeds, and is deleted
@@ -45,7 +49,7 @@ def staged(folder: Path) -> Iterator[Path]:
                 with path.open("r+b") as file:  # Windows flushes no other
                     os.fsync(file.fileno())
         if folder.exists():
-            old = staging.with_name(f"{staging.name}.old")
+            old = staging.with_name(f"{staging.name}{OLD}")
             folder.rename(old)
             staging.rename(folder)
             shutil.rmtree(old)
@@ -117,19 +121,23 @@ def own_name(path: Path) -> Path:
 
 def sweep(folder: Path, pattern: str) -> None:
     """Remove the temporary files of killed processes of this machine, for paths in `folder` that
-    match `pattern`.
+    match `pattern`. A folder that was about to be replaced is put back.
     """
-    for left in folder.glob(f".{pattern}.{socket.gethostname()}.*"):
-        process = left.name.rpartition(".")[2]
+    host = socket.gethostname()
+    for left in folder.glob(f".{pattern}.{host}.*"):
+        name, _, process = left.name.removesuffix(OLD)[1:].rpartition(f".{host}.")
         if not process.isdecimal():
             continue
         # in a container, ours is often the id of the previous launch
         if int(process) != os.getpid() and psutil.pid_exists(int(process)):
             continue
-        if left.is_dir():
-            shutil.rmtree(left, ignore_errors=True)  # it may be another user's
-        else:
-            with suppress(OSError):
+        replaced = folder / name
+        with suppress(OSError):  # it may be another user's
+            if left.name.endswith(OLD) and not replaced.exists():
+                left.rename(replaced)
+            elif left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
                 left.unlink()
 
 

@@ -57,7 +57,10 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """An open safetensors file. Raises ValueError naming it when it is damaged."""
+    """An open safetensors file. Raises ValueError naming it when it is damaged, OSError if it may
+    not be read.
+    """
+    file.open("rb").close()  # safetensors says that there is none
     try:
         with safe_open(file, framework="pt") as stored:
             yield stored

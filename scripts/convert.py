@@ -28,6 +28,7 @@ from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.placement import save_model
 from draftheads.scripts.public import public_config, public_facts
 
 
@@ -161,9 +162,7 @@ def merged(head: str, out: Path, target: str | None, dtype: str, lora: str | Non
     heads = folder.load(model)
     with staged(out) as staging:
         saved = str(model.saved_dtype) if dtype == "auto" else dtype
-        model.model.to(getattr(torch, saved)).save_pretrained(staging)
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(staging)
+        save_model(model.model.to(getattr(torch, saved)), model.tokenizer, staging)
         training = {**folder.facts.training, "merged_adapter": folder.facts.adapter}
         plain = Target(model.model, name=str(out))
         save_head(heads, staging / "heads", target=plain, training=public_facts(training))

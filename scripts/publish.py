@@ -104,7 +104,7 @@ def prepare(source: Path, repo_id: str, *, licence: str | None = None) -> Upload
 
 def own_file(path: Path, root: Path) -> Path:
     """Raises ValueError for a link that leaves `root`, FileNotFoundError for a missing file."""
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # resolve() fails at a link to itself
     if not real.is_relative_to(root.resolve()):
         raise ValueError(
             f"{path}: expected a file of this folder, got a link to {real}, which is not "
@@ -127,7 +127,7 @@ def _card(folder: HeadFolder, public: dict[str, Any], repo_id: str, licence: str
         text = without_private(text, folder.facts.json)
     try:
         card = ModelCard(text.replace(HERE, repo_id))
-    except (ValueError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"{path}: expected metadata in YAML first ({reason})") from error
     if licence is not None:

@@ -295,7 +295,7 @@ def forget(
     from draftheads.train.learn import place
 
     root = place.learning_root(learn_folder)
-    there = {path: facts.get("head") for path, facts in place.places(root)}
+    there = {path: facts.head for path, facts in place.places(root)}
     if head:
         folder = learned_folder(head)
         name = place.address(folder)

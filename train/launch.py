@@ -9,12 +9,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -90,8 +91,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     has_gpu = torch.cuda.is_available()
     check_environment(os.environ, has_gpu=has_gpu)
     _join_restarted(os.environ, "nccl" if has_gpu else "gloo")
+    uses_deepspeed = _is_true(os.environ, "ACCELERATE_USE_DEEPSPEED")
+    if uses_deepspeed and os.environ.get("LOCAL_RANK", "0") == "0":
+        warn_of_locks()
     # DeepSpeed on CPU: without a backend accelerate would see a single process
-    gloo = not has_gpu and _is_true(os.environ, "ACCELERATE_USE_DEEPSPEED")
+    gloo = not has_gpu and uses_deepspeed
     output = str(recipe.run.output)
     accelerator = Accelerator(
         mixed_precision="no",  # the learner applies run.precision, the same for all engines
@@ -123,6 +127,24 @@ def warn_of_unused(environ: Mapping[str, str], precision: str) -> None:
         value = environ.get(f"ACCELERATE_{name.upper()}", "no")
         if value not in ("no", "1", precision):
             logger.warning("accelerate's %s, %s, is not used: set %s", name, value, key)
+
+
+def warn_of_locks() -> None:
+    """Name the locks of torch's compiler that are older than this process. DeepSpeed compiles
+    extensions, and waits for them without a word: for ever, if a launch was killed meanwhile.
+    """
+    from torch.utils import cpp_extension  # it looks for compilers
+
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    began = psutil.Process().create_time()
+    for lock in Path(folder).rglob("lock"):
+        with suppress(FileNotFoundError):  # its process is done
+            if lock.stat().st_mtime < began:
+                logger.warning(
+                    "DeepSpeed may wait for %s: another process compiles there, or was killed "
+                    "while it did; delete this file if nothing compiles",
+                    lock,
+                )
 
 
 def check_environment(environ: Mapping[str, str], *, has_gpu: bool) -> None:

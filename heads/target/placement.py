@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import other
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -228,8 +229,16 @@ def _unpack(path: str, folder: Path) -> None:
         make_room(sum(parameter.nbytes for parameter in model.parameters()))
         model.hf_quantizer = None  # with one, older versions save no model
         vars(model.config).pop("quantization_config", None)
+        save_model(model, read_tokenizer(path, None), folder)
+
+
+def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    """Write a model folder that transformers loads. tokenizer: None for a target without one."""
+    # accelerate would import DeepSpeed to look for its wrapper, which prints to standard output
+    with mock.patch.object(other, "is_deepspeed_available", return_value=False):
         model.save_pretrained(folder)
-        read_tokenizer(path, None).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 @lru_cache(maxsize=1)
@@ -402,6 +411,8 @@ def _check_promise(config: PretrainedConfig, folder: Path, pattern: str) -> None
     files = [file for file in folder.glob(pattern) if file.suffix in WEIGHTS]
     if not files:
         return
+    for file in files:
+        file.open("rb").close()  # safetensors says of one that may not be read that there is none
     with unpartitioned(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
     numbers = sum(parameter.numel() for parameter in model.parameters())

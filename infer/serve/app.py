@@ -70,6 +70,9 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse(http: Request, error: HTTPException) -> JSONResponse:
+        if error.status_code == 404 and not isinstance(error, ApiError):
+            path = http.url.path
+            error = ApiError(404, f"expected a path such as /v1/chat/completions, got {path:.80}")
         return error_response(error)
 
     @app.exception_handler(Exception)

@@ -54,6 +54,18 @@ def test_a_recipe_that_does_not_fit_names_its_file(run, target, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_answer_that_does_not_fit_is_not_kept_in_part(run, target, tmp_path, monkeypatch):
+    head = save_head(random_head("medusa", llama()), tmp_path / "head", target=llama())
+    root = tmp_path / "learned"
+    words = ["chat", "--head", head, "--target", target, "--learn", "--learn-folder", root]
+    monkeypatch.setattr("sys.stdin", StringIO("hello\nand then\n"))
+    with files_of_at_most(300):
+        code, said, _ = run(*words, "--max-new-tokens", 8)
+    [texts] = root.glob("*/texts/*")
+    assert code == 0
+    assert f"Learning has failed and ends: OSError: [Errno 27] File too large: '{texts}'" in said
+
+
 def test_output_that_does_not_fit_is_named(run, monkeypatch):
     class Full(StringIO):
         def write(self, text: str) -> int:

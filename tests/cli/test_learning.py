@@ -4,6 +4,7 @@ learn is refused in one line.
 
 from __future__ import annotations
 
+import json
 import stat
 import time
 from io import StringIO
@@ -127,11 +128,27 @@ def test_another_precision_has_a_place_of_its_own(run, chat, head, tmp_path):
     assert chat("--bits", 8, "--learn-folder", tmp_path / "int8")[0] == 0
 
 
-def test_a_damaged_state_is_one_line(chat, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("heads/state.json", "served", "x"),
+        ("target.json", "fingerprint", 3),
+        ("target.json", "keep_days", None),
+        ("target.json", "keep_days", -1),
+    ],
+)
+def test_a_damaged_file_is_one_line_and_stops_no_other_command(
+    run, chat, head, tmp_path, name, key, value
+):
+    root = tmp_path / "learned"
     assert chat()[0] == 0
-    [place] = (tmp_path / "learned").iterdir()
-    (place / "heads" / "state.json").write_text("{")
-    failed(chat(), "expected the state of learning, got other content; delete")
+    [place] = root.iterdir()
+    file = place / name
+    facts = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(facts | {key: value}))
+    failed(chat(), f"{file}: expected the ", "got other content; delete")
+    assert run("forget", "--learn-folder", root)[0] == 0
+    assert chat("--learn-folder", tmp_path / "other")[0] == 0
 
 
 def test_nothing_was_learned(run, head, tmp_path):

@@ -366,6 +366,11 @@ def linked(name: str) -> Any:
     return edit
 
 
+def link_card_to_itself(folder: Path) -> None:
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to("README.md")
+
+
 def nothing(folder: Path) -> None:
     """The folder is as it should be."""
 
@@ -388,6 +393,10 @@ REFUSALS: dict[str, tuple[Any, list[str], str]] = {
         "adapter/adapter_config.json: expected a file, found none",
     ),
     "yaml": (with_card("library_name: draftheads", "library_name: [a"), [], "YAML"),
+    "deep yaml": (
+        with_card("library_name: ", f"a: {'[' * 5000}{']' * 5000}\nlibrary_name: "), [], "YAML"
+    ),
+    "a link to itself": (link_card_to_itself, [], "README.md: expected a file, found none"),
     "licence in the card": (
         with_card("library_name: draftheads", "library_name: draftheads\nlicense: [mit, apache2]"),
         [], "got 'apache2'; try 'apache-2.0'",

@@ -155,6 +155,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
             "target": ("expected a file to write, got a folder",),
             "fifo": ("fifo: expected a file to write, got a",),  # a file would stand in its place
             "link": ("link: expected a file to write, got a",),
+            "-": ("expected a file to write, got -, and stdout has the table",),
         }.items()
     ],
     "a head": [

@@ -9,9 +9,11 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from tiny_chat import llama
 from tiny_heads import make_head
 from tiny_targets import tiny_target
+from tiny_training import write_target
 from torch import Tensor
 from trained_heads import FEW, trained
 
@@ -235,6 +238,22 @@ def test_weights_that_are_not_there_are_named(folder, content, reason):
     file.write_bytes(cut[content] if isinstance(content, str) else content)
     line = outcome(lambda: load_head(folder, target=tiny_target()), file)
     assert reason in line
+
+
+def test_weights_that_may_not_be_read_are_not_called_missing(tmp_path):
+    write_target(tmp_path / "target")
+    head = ours("medusa-own", tmp_path / "head")
+    open_any = Path.open
+
+    def open_others(path: Path, *mode: Any, **options: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return open_any(path, *mode, **options)
+
+    with mock.patch.object(Path, "open", open_others):
+        for folder, load in ((head, load_head), (tmp_path / "target", Target.load)):
+            line = outcome(partial(load, folder), folder / "model.safetensors")
+            assert "Permission denied" in line
 
 
 def test_a_name_with_a_great_number_makes_no_layers(tmp_path, monkeypatch):

@@ -196,6 +196,15 @@ def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
     assert f"loading {DEMO}" in caplog.text
 
 
+@pytest.mark.inside
+def test_a_first_start_imports_no_deepspeed(file, monkeypatch):
+    """It takes time and prints to standard output, in front of --json."""
+    asked = Mock(return_value=False)
+    monkeypatch.setattr("accelerate.utils.other.is_deepspeed_available", asked)
+    assert started(file)[0] == 1
+    asked.assert_not_called()
+
+
 def test_what_reads_gguf_files_is_as_before(file):
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
     Target.load(file)

@@ -88,8 +88,9 @@ def test_openai_knows_the_errors(client, says):
     assert caught.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
         client.chat.completions.create(model="tiny", messages=HELLO, presence_penalty=1.0)
-    with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model="tiny", input="x")
+    for ask, path in ((client.embeddings, "embeddings"), (client.responses, "responses")):
+        with pytest.raises(openai.NotFoundError, match=f"chat/completions, got /v1/{path}"):
+            ask.create(model="tiny", input="x")
     says[0].failure = RuntimeError("broken")
     try:
         with pytest.raises(openai.InternalServerError):

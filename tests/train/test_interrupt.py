@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -15,8 +16,12 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -38,7 +43,7 @@ from tiny_training import (
 )
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.files import staged, write_text
+from draftheads.heads.files import staged, sweep, write_text
 from draftheads.heads.formats.hub import open_head, write_head
 from draftheads.heads.target.model import Target
 from draftheads.scripts.convert import converted, merged
@@ -602,6 +607,36 @@ def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
     assert [path.name for path in (tmp_path / "head[1]").iterdir()] == ["new"]
     is_kept = owner in ("alive", "elsewhere")
     assert (left.exists(), file.exists()) == (is_kept, is_kept)
+
+
+@pytest.mark.parametrize("moves", range(3))
+def test_a_folder_that_is_replaced_is_never_lost(tmp_path, moves):
+    """Killed before it is moved away, before the new one has its name, before it is deleted."""
+    folder = tmp_path / "head"
+    folder.mkdir()
+    (folder / "old").touch()
+    done = itertools.count()
+
+    def move_or_die(move: Callable[..., Any], *paths: Path) -> Any:
+        if next(done) == moves:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return move(*paths)
+
+    def replace() -> None:
+        rename, delete = partial(move_or_die, Path.rename), partial(move_or_die, shutil.rmtree)
+        with (
+            mock.patch.object(Path, "rename", lambda *paths: rename(*paths)),
+            mock.patch("shutil.rmtree", delete),
+            staged(folder) as staging,
+        ):
+            (staging / "new").touch()
+
+    assert exit_code_of_a_fork(replace) == -signal.SIGKILL
+    sweep(tmp_path, "head")
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [
+        Path("head"),
+        Path("head") / ("new" if moves == 2 else "old"),
+    ]
 
 
 def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):

@@ -7,11 +7,13 @@ import os
 import shutil
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 import yaml
-from launching import CPU, NODE, ROOT, free_port, outputs_of_two_forks, torchrun, two_forks
+from launching import CPU, ENGINES, NODE, ROOT, free_port, outputs_of_two_forks, torchrun, two_forks
 from safetensors.torch import load_file, save_file
 from tiny_training import random_answers, recipe_of, tiny_recipe, weights, write_answers
 
@@ -230,6 +232,32 @@ def test_settings_of_accelerate_that_are_not_used_are_named(
     accelerator = launch.make_accelerator(recipe)
     assert accelerator.mixed_precision == "no"
     assert said in caplog.text and bool(caplog.records) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("rank", "age", "is_named"), [("0", 9, True), ("0", -9, False), ("1", 9, False)]
+)
+def test_a_lock_that_a_killed_compiler_left_is_named(
+    made, tmp_path, monkeypatch, caplog, rank, age, is_named
+):
+    """DeepSpeed waits for it. A lock that is younger than this process is one of its launch."""
+    lock = tmp_path / "py311_cpu" / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    began = psutil.Process().create_time()
+    os.utime(lock, (began - age, began - age))
+    for name, value in {
+        "TORCH_EXTENSIONS_DIR": tmp_path,
+        "LOCAL_RANK": rank,
+        **ENGINES["zero1"],
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(launch, "Accelerator", Mock(side_effect=KeyboardInterrupt))  # would wait
+    with pytest.raises(KeyboardInterrupt):
+        launch.make_accelerator(recipe_of(tiny_recipe(made, output=str(tmp_path / "run"))))
+    named = f"DeepSpeed may wait for {lock}: another process compiles there, or was killed"
+    assert (named in caplog.text) == is_named
+    assert lock.exists()
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,19 @@ kept where nobody else reads it, within its limits, and can be deleted and taken
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
+import signal
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from launching import fork
 from tiny_training import (
     conversation,
     random_answers,
@@ -40,7 +46,7 @@ from draftheads.train.learn.versions import STATE, Versions
 
 
 def texts_in(folder: Path, **limits: Any) -> Texts:
-    return Texts(folder, **{"most_bytes": 1 << 20, "keep_days": 30, **limits})
+    return Texts(folder, **{"vocabulary": 256, "most_bytes": 1 << 20, "keep_days": 30, **limits})
 
 
 def test_what_was_said_is_there_again_after_a_start(tmp_path):
@@ -79,6 +85,7 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path):
     texts_in(tmp_path).add([3], [4])
     with path.open("a") as file:
         file.write('{"time":1,"start":1,"tokens":[1e99]}\n[]\n' + "[" * 100_000 + "\n")
+        file.write('{"time":1,"start":1,"tokens":[1,256]}\n{"time":1,"start":1,"tokens":[1,-1]}\n')
     assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
 
 
@@ -145,6 +152,44 @@ def test_versions_are_kept_and_taken_back(tmp_path, monkeypatch):
     (tmp_path / STATE).write_text("{")
     with pytest.raises(ValueError, match=r"state\.json: expected the state of learning"):
         Versions(tmp_path)
+
+
+def learn_until_killed(folder: Path, told: int, calls: int) -> None:
+    """Make versions and keep answers, and say so; die before one of the calls that change files."""
+    done = itertools.count()
+
+    def or_die(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*words: Any, **options: Any) -> Any:
+            if next(done) == calls:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*words, **options)
+
+        return called
+
+    for place, name in ((os, "fsync"), (os, "replace"), (Path, "rename"), (shutil, "rmtree")):
+        setattr(place, name, or_die(getattr(place, name)))
+    texts, versions = texts_in(folder / "texts"), Versions(folder / "heads")
+    for number in itertools.count():
+        versions.adopt(write, point(number))
+        texts.add([number % 256], [7] * 20)
+        os.write(told, b".")
+
+
+def test_a_process_that_is_killed_loses_no_answer_and_no_version(tmp_path):
+    kept = 0
+    for calls in range(20):
+        reader, writer = os.pipe()
+        process = fork(learn_until_killed, tmp_path, writer, calls)
+        os.close(writer)
+        with open(reader, "rb") as told:
+            kept += len(told.read())
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert kept <= len(texts_in(tmp_path / "texts").conversations) <= kept + calls + 1
+        served = Versions(tmp_path / "heads").served
+        assert served is None or (served / "config.json").is_file()
+        assert not list((tmp_path / "heads").glob(".v*"))
+    assert kept and served
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
+from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
-from draftheads.heads.files import read_json, write_json
+from draftheads.heads.files import write_json
 from draftheads.heads.formats.hub import HeadFolder
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
@@ -29,6 +31,22 @@ from draftheads.train.learn.versions import Versions
 
 TEXTS, HEADS, TARGET, LOCK = "texts", "heads", "target.json", ".lock"
 WEIGHTS = (".safetensors", ".bin", ".pt")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a target.json says. name, fingerprint, quantisation: of the target. head: its `address`.
+    keep_days: of texts.
+    """
+
+    name: str
+    fingerprint: str
+    quantisation: str
+    head: str = ""
+    keep_days: PositiveFloat = 30
+
+
+_FACTS = TypeAdapter(Facts)
 
 
 def place_of(folder: HeadFolder, root: Path) -> Path:
@@ -73,10 +91,21 @@ class HeadStore:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = hold(path).lock
         try:
-            facts = target_facts(path / TARGET, target)
-            facts |= {"head": head, "keep_days": keep_days}
-            write_json(path / TARGET, facts)
-            self.texts = Texts(path / TEXTS, most_bytes=int(most_mb * 1e6), keep_days=keep_days)
+            facts = Facts(
+                str(target.name),
+                target.fingerprint(),
+                target.quantisation or "none",
+                head=head,
+                keep_days=keep_days,
+            )
+            check_facts(path / TARGET, facts)
+            write_json(path / TARGET, asdict(facts))
+            self.texts = Texts(
+                path / TEXTS,
+                vocabulary=target.vocab_size,
+                most_bytes=int(most_mb * 1e6),
+                keep_days=keep_days,
+            )
             self.versions = Versions(path / HEADS)
         except BaseException:
             self.close()
@@ -87,30 +116,35 @@ class HeadStore:
         self._lock.release()
 
 
-def target_facts(path: Path, target: Target) -> dict[str, Any]:
-    """What is recorded of a target. Raises ValueError if there is a record of another one."""
-    now = target.quantisation or "none"
-    facts = {"name": str(target.name), "fingerprint": target.fingerprint(), "quantisation": now}
-    there = read_json(path) if path.exists() else facts
-    if not same_weights(there.get("fingerprint"), facts["fingerprint"]):
-        difference = f"{there.get('name')} with other weights"
-    elif there.get("quantisation") != now:
-        difference = f"{there.get('name')} (quantisation: {there.get('quantisation')})"
+def check_facts(path: Path, facts: Facts) -> None:
+    """Raise ValueError if there is a record of another target, or a damaged one."""
+    if not path.exists():
+        return
+    try:
+        there = _FACTS.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ValueError(
+            f"{path}: expected the target of what was learned, got other content; delete "
+            f"{path.parent}, or choose another --learn-folder"
+        ) from error
+    if not same_weights(there.fingerprint, facts.fingerprint):
+        difference = f"{there.name} with other weights"
+    elif there.quantisation != facts.quantisation:
+        difference = f"{there.name} (quantisation: {there.quantisation})"
     else:
-        return facts
+        return
     raise ValueError(
-        f"{path.parent}: expected what was learned for {target.name} (quantisation: {now}), got "
-        f"{difference}; choose another --learn-folder, or draftheads forget this one"
+        f"{path.parent}: expected what was learned for {facts.name} (quantisation: "
+        f"{facts.quantisation}), got {difference}; choose another --learn-folder, or draftheads "
+        "forget this one"
     )
 
 
-def places(root: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+def places(root: Path) -> Iterator[tuple[Path, Facts]]:
     """The folders that `HeadStore` made in `root`, each with its target.json."""
     for path in sorted(root.glob(f"*/{TARGET}")):
-        with suppress(ValueError):  # a file of somebody else
-            facts = read_json(path)
-            if facts.keys() >= {"name", "fingerprint", "quantisation"}:
-                yield path.parent, facts
+        with suppress(ValidationError):  # a file of somebody else
+            yield path.parent, _FACTS.validate_json(path.read_bytes())
 
 
 def learning_root(root: Path | None) -> Path:
@@ -121,7 +155,7 @@ def learning_root(root: Path | None) -> Path:
     root = root or Path(data).expanduser() / "draftheads" / "learned"
     for path, facts in places(root):
         with suppress(ValueError), hold(path):
-            delete_older(path / TEXTS, facts.get("keep_days", 30) * 86400)
+            delete_older(path / TEXTS, facts.keep_days * 86400)
     return root
 
 

@@ -16,7 +16,10 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from draftheads.heads.files import naming
 
 SUFFIX = ".jsonl"
 FILE_BYTES = 1 << 20
@@ -48,13 +51,15 @@ class Dialogue:
 
 
 class Texts:
-    """A store of at most `most_bytes`, whose texts are deleted after `keep_days`.
+    """A store of at most `most_bytes`, whose texts are deleted after `keep_days`. vocabulary: the
+    number of token ids; a damaged line may have others.
 
     Raises OSError if nothing can be written.
     """
 
-    def __init__(self, folder: Path, *, most_bytes: int, keep_days: float) -> None:
+    def __init__(self, folder: Path, *, vocabulary: int, most_bytes: int, keep_days: float) -> None:
         self.folder = folder
+        self.vocabulary = vocabulary
         self.most_bytes = most_bytes
         self.keep_seconds = keep_days * 86400
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -78,16 +83,14 @@ class Texts:
         values = {"time": now, "start": len(prompt), "tokens": [*prompt, *answer]}
         line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         path = self._newest(now)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        file = os.open(path, flags, 0o600)
-        try:
-            size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":  # a line that was cut
-                line = b"\n" + line
-            os.write(file, line)
+        with naming(path), open(path, "ab+", opener=partial(os.open, mode=0o600)) as file:
+            if size := file.tell():
+                file.seek(size - 1)
+                if file.read() != b"\n":  # a line that was cut
+                    line = b"\n" + line
+            file.write(line)
+            file.flush()
             os.fsync(file)
-        finally:
-            os.close(file)
         self.tidy()
         return self._append(prompt, answer, now)
 
@@ -134,7 +137,8 @@ class Texts:
                     values = json.loads(line)
                     tokens, start = values["tokens"], int(values["start"])
                     seconds = min(float(values["time"]), time.time())  # not of a wrong clock
-                    array("i", tokens)
+                    if min(tokens) < 0 or max(array("i", tokens)) >= self.vocabulary:
+                        continue
                 except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     continue
                 yield tokens[:start], tokens[start:], seconds
