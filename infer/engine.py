@@ -352,7 +352,7 @@ class Speculator:
         rows = decoding.rows
         cache = decoding.cache
         texts = {place: row.text for place, row in enumerate(rows) if not row.finish}
-        target.recompute(texts, cache)
+        target.longrope.recompute(target, texts, cache)
         out = target.verify(tree, cache, decoding.drafter.feature_layers)
         accepted = decoding.choose(out.logits_BNV, tree)
         chosen, in_place = accepted.read()
@@ -362,7 +362,7 @@ class Speculator:
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
         # computes it again
         counts = [
-            0 if row.finish else min(count, target.room(len(row.text)))
+            0 if row.finish else target.longrope.step_end(len(row.text), count)
             for row, count in zip(rows, chosen, strict=True)
         ]
         path_BC = accepted.path_BN[:, : max(chosen)]

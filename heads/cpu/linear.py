@@ -328,3 +328,13 @@ def pack_layers(
             if child.weight.numel() >= least:
                 packed = PackedWeight(child.weight, bits, sizes.get(child))
                 setattr(parent, name, PackedLinear(child, packed, keep=child in keep))
+
+
+def pack_head(head: nn.Module, device: torch.device) -> None:
+    """Pack the large layers of a draft head, on a CPU, for drafting: in int8, of which torch has
+    kernels for most CPUs, or as oneDNN lays them out. Drafts change by rounding, output does not.
+    """
+    bits: PackedBits | None = 8 if has_int8() else None
+    dtype = next(head.parameters()).dtype
+    if device.type == "cpu" and (bits or can_pack(device, dtype)):
+        pack_layers(head, bits, keep=list(head.modules()))

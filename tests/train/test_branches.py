@@ -195,13 +195,13 @@ def test_long_rows_are_read_in_pieces_of_whole_documents_with_their_branches(mon
 def test_rows_are_masked_one_by_one(monkeypatch):
     """Masks of all rows of a batch would be large."""
     target = tiny_target()
-    shapes, make = [], target._masks.packed
+    shapes, make = [], target.masks.packed
 
     def packed(batch: Batch) -> Any:
         shapes.append(tuple(batch.tokens_BT.shape))
         return make(batch)
 
-    monkeypatch.setattr(target._masks, "packed", packed)
+    monkeypatch.setattr(target.masks, "packed", packed)
     rows = rows_of(documents(), 64)
     target.states(rows.batch(range(len(rows))), [-1], "resets")
     assert shapes == [(1, size) for size in rows.sizes]
