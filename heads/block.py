@@ -604,8 +604,8 @@ class BlockHead(Vocabulary, DraftHead):
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         masks = batch.root_masks(self.depth)
-        places = batch.tokens_BT.numel()
-        ranks_PK = features_BTD.new_full((places, self.depth), -1).long()
+        size = batch.tokens_BT.numel()
+        ranks_PK = features_BTD.new_full((size, self.depth), -1).long()
         number_BT = masks[0].cumsum(1) - 1
         for first in range(0, int(number_BT.max()) + 1, EVALUATED):
             part_BT = masks[0] & (number_BT >= first) & (number_BT < first + EVALUATED)

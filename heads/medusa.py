@@ -126,15 +126,15 @@ class MedusaDrafter:
         self.width = tree.width
         self.feature_layers = head.feature_layers
         self.topology = tree.topology(target.device)
-        places = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
-        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
+        picks = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
+        self.picks_N = torch.tensor(picks, dtype=torch.long, device=target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
         head = self.head
         features_BD = head.cast(committed.last_features_BD())
         hidden_KBD = head.hidden(features_BD, self.depth)
         logits_KBv = head.unembed(hidden_KBD, self.target)
-        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
+        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.picks_N]
         drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
         tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
         return TokenTree(tokens_BN, self.topology)

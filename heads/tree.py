@@ -125,17 +125,17 @@ class StaticTree:
     def __post_init__(self) -> None:
         _check_size(len(self.paths), max(map(len, self.paths), default=0))
         paths = tuple(tuple(map(int, path)) for path in self.paths)
-        place = {path: number for number, path in enumerate(paths)}
-        if len(place) != len(paths):
+        index = {path: number for number, path in enumerate(paths)}
+        if len(index) != len(paths):
             raise ValueError("expected distinct tree paths, got one twice; remove the duplicate")
         for path in paths:
             if not path or min(path) < 0:
                 raise ValueError(f"tree path {list(path)}: expected one or more ranks from 0 on")
-            if len(path) > 1 and path[:-1] not in place:
+            if len(path) > 1 and path[:-1] not in index:
                 raise ValueError(
                     f"tree path {list(path)} has no parent; add {list(path[:-1])} to the tree"
                 )
-        if any(place.get(path[:-1], -1) > number for path, number in place.items()):
+        if any(index.get(path[:-1], -1) > number for path, number in index.items()):
             paths = tuple(sorted(paths, key=by_depth))
         object.__setattr__(self, "paths", paths)
 

@@ -295,10 +295,10 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
-    place, file = location(path)
+    source, file = location(path)
     with reading(path, revision):
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            place, revision=revision, trust_remote_code=False, **file
+            source, revision=revision, trust_remote_code=False, **file
         )
         check_sizes(config.get_text_config(decoder=True))
     if config._attn_implementation not in (None, *MASKED):
@@ -321,11 +321,11 @@ def stored_file(path: str, name: str, revision: str | None, **options: Any) -> s
     """Where a checkpoint's file lies on this machine, after a download if need be; None without
     such a file.
     """
-    place, more = location(path)
+    source, more = location(path)
     if "gguf_file" in more:  # what lies beside it is not its own
         return None
     found: str | None = cached_file(
-        place,
+        source,
         name,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
@@ -338,9 +338,9 @@ def stored_file(path: str, name: str, revision: str | None, **options: Any) -> s
 def read_tokenizer(path: str, revision: str | None) -> Any:
     """The tokenizer of a folder, a GGUF file or a Hub id; errors: as of `reading`."""
     with reading(path, revision):
-        place, file = location(path)
+        source, file = location(path)
         tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=False, **file
+            source, revision=revision, trust_remote_code=False, **file
         )
         tokenizer("")  # what its files say is used here for the first time
         return tokenizer
@@ -370,12 +370,12 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     if generation is not None:
         vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
         end_ids(generation.eos_token_id, path, vocabulary)
-    place, file = location(path)
+    source, file = location(path)
     with reading(path, revision):
-        _check_promise(config, Path(place), file.get("gguf_file", "*"))
+        _check_promise(config, Path(source), file.get("gguf_file", "*"))
         model: PreTrainedModel
         model, report = AutoModelForCausalLM.from_pretrained(
-            place,
+            source,
             config=config,
             revision=revision,
             output_loading_info=True,
