@@ -6,7 +6,6 @@ Legend: B rows of a batch, R documents that run together, T tokens, D feature wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -20,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftheads.heads.batch import Batch
-from draftheads.heads.target.longrope import LongRope, document_lengths
-from draftheads.heads.target.masks import Masks, known_packing
+from draftheads.heads.target.longrope import document_lengths
+from draftheads.heads.target.masks import known_packing
 from draftheads.heads.target.pretrained import chosen_states, decoder, states_argument
 
 PIECE = 8192
@@ -38,22 +37,60 @@ Span = tuple[int, int, int]
 
 
 def packed_states(target: Any, batch: Batch, layers: Sequence[int], packing: Packing) -> Tensor:
-    """Features (B, T, D) of packed rows by the alignment law. target: a `Target`, whose module
-    imports this one.
+    """Features (B, T, D) of packed rows, of which no document sees another, by the alignment law.
+    target: a `Target`, whose module imports this one.
+
+    Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
+    large; those of a sharded target are not, because all processes must run as many forwards.
     """
-    if packing == "alone" and batch.reach_BT is not None:
-        return _continued_states(target, batch, layers)
-    training_pass = TrainingPass(target.model, target.masks, target.longrope, packing)
-    return training_pass.states(batch, layers)
+    sharded = is_sharded(target.model)
+    is_short = batch.tokens_BT.shape[1] <= PIECE and batch.reach_BT is None
+    if packing == "alone":
+        if batch.reach_BT is not None:
+            return _continued_states(target, batch, layers)
+        passes = groups(batch, PIECE)
+    elif packing == "mask" or sharded or is_short:
+        return _forward(target, batch, layers, packing)
+    else:
+        passes = [[span] for span in spans(batch, PIECE)]
+    if sharded:  # all processes must run as many
+        most = torch.tensor(len(passes), device=target.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        passes += passes[-1:] * (int(most) - len(passes))
+    states_BTD = _empty_states(target, batch, layers)
+    for group in passes:
+        rows = unpacked_rows(batch, group) if packing == "alone" else batch.part(*group[0])
+        parts_RTD = _forward(target, rows, layers, packing)
+        for part_TD, (row, start, stop) in zip(parts_RTD, group, strict=True):
+            states_BTD[row, start:stop] = part_TD[: stop - start]
+    return states_BTD
+
+
+def _empty_states(target: Any, batch: Batch, layers: Sequence[int]) -> Tensor:
+    shape = (*batch.tokens_BT.shape, len(layers) * target.hidden_size)
+    return torch.zeros(shape, dtype=target.dtype, device=target.device)
+
+
+def _forward(target: Any, batch: Batch, layers: Sequence[int], packing: Packing) -> Tensor:
+    lengths_BT = document_lengths(batch.positions_BT)
+    has_mask = packing == "mask" or batch.reach_BT is not None
+    with target.longrope.factors(lengths_BT), known_packing(batch):
+        out = decoder(target.model)(
+            batch.tokens_BT,
+            attention_mask=target.masks.packed(batch) if has_mask else None,
+            position_ids=batch.positions_BT,
+            use_cache=False,
+            output_hidden_states=states_argument(layers),
+        )
+    return _shifted(chosen_states(out, layers, target.device), batch)
 
 
 def _continued_states(target: Any, batch: Batch, layers: Sequence[int]) -> Tensor:
-    """Those of documents that begin with a part of an earlier one, and run alone: each goes on from
-    the cache of that part, without gradients.
+    """`packed_states` of documents that run alone and begin with a part of an earlier one: each goes
+    on from the cache of that part, without gradients.
     """
     host = batch.host or batch
-    shape = (*batch.tokens_BT.shape, len(layers) * target.hidden_size)
-    states_BTD = torch.zeros(shape, dtype=target.dtype, device=target.device)
+    states_BTD = _empty_states(target, batch, layers)
     visible_BTT = host.visible()
     for row, documents_T in enumerate(host.documents_BT):
         cache = target.new_cache(1, len(documents_T))
@@ -71,58 +108,6 @@ def _continued_states(target: Any, batch: Batch, layers: Sequence[int]) -> Tenso
                     states_BTD[row, places_P] = out.features_BND[0]
                     start = stop
     return _shifted(states_BTD, batch)
-
-
-@dataclass(frozen=True)
-class TrainingPass:
-    """Hidden states of packed rows, of which no document sees another."""
-
-    model: PreTrainedModel
-    masks: Masks
-    rope: LongRope
-    packing: Packing
-
-    def states(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """Features (B, T, D) by the alignment law.
-
-        Long rows are computed in pieces of whole documents, as a mask of all their tokens would be
-        large; those of a sharded target are not, because all processes must run as many forwards.
-        """
-        sharded = is_sharded(self.model)
-        is_short = batch.tokens_BT.shape[1] <= PIECE and batch.reach_BT is None
-        if self.packing == "alone":
-            passes = groups(batch, PIECE)
-        elif self.packing == "mask" or sharded or is_short:
-            return self._forward(batch, layers)
-        else:
-            passes = [[span] for span in spans(batch, PIECE)]
-        if sharded:  # all processes must run as many
-            most = torch.tensor(len(passes), device=self.model.device)
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            passes += passes[-1:] * (int(most) - len(passes))
-        width = len(layers) * self.model.config.get_text_config(decoder=True).hidden_size
-        states_BTD = torch.zeros(
-            *batch.tokens_BT.shape, width, dtype=self.model.dtype, device=self.model.device
-        )
-        for group in passes:
-            rows = unpacked_rows(batch, group) if self.packing == "alone" else batch.part(*group[0])
-            parts_RTD = self._forward(rows, layers)
-            for part_TD, (row, start, stop) in zip(parts_RTD, group, strict=True):
-                states_BTD[row, start:stop] = part_TD[: stop - start]
-        return states_BTD
-
-    def _forward(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        lengths_BT = document_lengths(batch.positions_BT)
-        has_mask = self.packing == "mask" or batch.reach_BT is not None
-        with self.rope.factors(lengths_BT), known_packing(batch):
-            out = decoder(self.model)(
-                batch.tokens_BT,
-                attention_mask=self.masks.packed(batch) if has_mask else None,
-                position_ids=batch.positions_BT,
-                use_cache=False,
-                output_hidden_states=states_argument(layers),
-            )
-        return _shifted(chosen_states(out, layers, self.model.device), batch)
 
 
 def _shifted(states_BTD: Tensor, batch: Batch) -> Tensor:

@@ -78,36 +78,27 @@ def _trial(target: Any, mixing: Mixing) -> Ways | str:
     for _ in target.prefill_chunks(prompts, cache, [-1], chunk=2 if target.is_hybrid else None):
         pass
     nodes_BND = _node_states(target, cache, [drafts, drafts], PARENTS)
-    # row and leaf -> the same path as plain text, and the states of that
-    texts = {
-        (row, leaf): prompt + [drafts[node] for node in path]
-        for row, prompt in enumerate(prompts)
-        for leaf, path in PATHS.items()
-    }
-    longest = max(map(len, texts.values()))
-    padded = [text + ids[: longest - len(text)] for text in texts.values()]
-    plain_BTD = _plain_states(target, padded)
+    # the same paths as plain text; "long" and "short" say after which prompt
+    texts = [prompt + [drafts[n] for n in path] for prompt in prompts for path in PATHS.values()]
+    plain_BTD = _plain_states(target, [text + ids[: len(texts[0]) - len(text)] for text in texts])
     if fault := _fault_of_states(target, plain_BTD):
         return fault
-    plain_LD = {
-        key: states_TD[: len(text)]
-        for (key, text), states_TD in zip(texts.items(), plain_BTD, strict=True)
-    }
-    shared = len(prompts[0]) + 1  # tokens of both leaves' texts: the prompt and the root
-    if _differ(target, plain_LD[0, 4][:shared], plain_LD[0, 3][:shared]):
+    plain = [states_TD[: len(text)] for text, states_TD in zip(texts, plain_BTD, strict=True)]
+    long_3, long_4, short_3, _ = plain
+    if _differ(target, long_4[:-2], long_3[:-2]):  # they share the prompt and the root
         return "it is not causal: later tokens change earlier states"
-    leaves_LD = torch.stack([nodes_BND[row, leaf] for row, leaf in texts])
-    if _differ(target, leaves_LD, torch.stack([each_LD[-1] for each_LD in plain_LD.values()])):
+    leaves_LD = nodes_BND[:, [*PATHS]].flatten(0, 1)
+    if _differ(target, leaves_LD, torch.stack([states_LD[-1] for states_LD in plain])):
         return "nodes do not see their own path, or not at its positions"
 
-    # keep the path to leaf 3 but for the leaf, which then follows as the only node
+    # keep the path to leaf 3, which then follows as the only node
     cache.keep(torch.tensor([PATHS[3][:-1]] * 2, device=target.device), [2, 2])
     leaf_B1D = _node_states(target, cache, [drafts[3:4]] * 2, [-1])
-    if _differ(target, leaf_B1D[:, 0], torch.stack([plain_LD[row, 3][-1] for row in (0, 1)])):
+    if _differ(target, leaf_B1D[:, 0], torch.stack([long_3[-1], short_3[-1]])):
         return "kept nodes do not continue their own path"
     if target.is_hybrid and mixing == "tree" and _differ(target, *_deep(target, ids)):
         return "deep nodes do not see their own path"
-    packing = _packing(target, [*texts.values()], plain_LD[1, 3][:-1])
+    packing = _packing(target, texts, short_3[:-1])
     return Ways(mixing, packing) if packing else "packed documents see each other in training"
 
 
