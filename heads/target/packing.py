@@ -86,8 +86,8 @@ def _forward(target: Any, batch: Batch, layers: Sequence[int], packing: Packing)
 
 
 def _continued_states(target: Any, batch: Batch, layers: Sequence[int]) -> Tensor:
-    """`packed_states` of documents that run alone and begin with a part of an earlier one: each goes
-    on from the cache of that part, without gradients.
+    """`packed_states` of documents that run alone and begin with a part of an earlier one: each
+    goes on from the cache of that part, without gradients.
     """
     host = batch.host or batch
     states_BTD = _empty_states(target, batch, layers)
