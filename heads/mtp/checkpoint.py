@@ -48,7 +48,7 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
     check_finite(str(target.name), tensors.items())
     shared = {
         "embed_tokens.weight": target.model.get_input_embeddings().weight,
-        "lm_head.weight": target.lm_head_weight(),
+        "lm_head.weight": target.model.get_output_embeddings().weight,
     }
     for name in shared.keys() & tensors.keys():  # copies of the target's own
         theirs, own = tensors.pop(name), shared[name]

@@ -29,7 +29,7 @@ from draftheads.heads.target.load import can_pack_model, load, pack_model
 from draftheads.heads.target.longrope import LongRope
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.masks import Masks
-from draftheads.heads.target.packing import Packing, is_sharded, packed_states
+from draftheads.heads.target.packing import Packing, packed_states
 from draftheads.heads.target.placement import LoadOptions, end_ids, quantisation
 from draftheads.heads.target.pretrained import (
     ModelCall,
@@ -289,11 +289,7 @@ class Target:
                 f"{self.name}: its lm_head has a bias, which shared heads leave out; "
                 "use heads with their own lm_head and hard labels"
             )
-        return self.lm_head_weight()
-
-    def lm_head_weight(self) -> Tensor:
-        """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
-        weight: Tensor = self.model.get_output_embeddings().weight
+        weight: Tensor = lm_head.weight
         return weight if weight.device == self.device else self._lm_head_copy
 
     def _checked_lm_head(self) -> Any:
@@ -348,16 +344,6 @@ class Target:
     def mixes_by_level(self) -> bool:
         """Whether some of these run over a tree level by level."""
         return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether packed documents may share prefixes: with LongRoPE, states depend on the length
-        of a text. Documents that run alone are read from a cache, without gradients, in as many
-        passes as they need.
-        """
-        is_alone = self.ways.packing == "alone"
-        is_bound = self.adapter or is_sharded(self.model) or self.ways.mixing == "tokens"
-        return not (self.has_long_rope or (is_alone and is_bound))
 
     @property
     def has_long_rope(self) -> bool:

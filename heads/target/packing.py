@@ -66,6 +66,16 @@ def packed_states(target: Any, batch: Batch, layers: Sequence[int], packing: Pac
     return states_BTD
 
 
+def shares_prefixes(target: Any) -> bool:
+    """Whether packed documents of a `Target` may share prefixes: with LongRoPE, states depend on
+    the length of a text. Documents that run alone are read from a cache, without gradients, in as
+    many passes as they need.
+    """
+    ways = target.ways
+    is_bound = target.adapter or is_sharded(target.model) or ways.mixing == "tokens"
+    return not (target.has_long_rope or (ways.packing == "alone" and is_bound))
+
+
 def _empty_states(target: Any, batch: Batch, layers: Sequence[int]) -> Tensor:
     shape = (*batch.tokens_BT.shape, len(layers) * target.hidden_size)
     return torch.zeros(shape, dtype=target.dtype, device=target.device)

@@ -361,7 +361,7 @@ def test_a_shared_lm_head_is_multiplied_as_the_target_packed_it():
     weight = operand(head.unembed_weights(target)[0])  # type: ignore[operator]
     assert isinstance(weight, PackedWeight) and weight.bits == 8
     states = torch.randn(3, target.hidden_size)
-    expected = project(states, target.lm_head_weight()[vocabulary])
+    expected = project(states, target.unembed_weight()[vocabulary])
     torch.testing.assert_close(project(states, weight), expected, atol=0.5, rtol=0.0)
 
 
