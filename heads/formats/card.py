@@ -59,10 +59,6 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     bases = [name.partition("@")[0] for name in (target, lora) if name]
     on_hub = bool(target) and all(map(is_hub_id, bases))
     data = _card_data(kind, (bases if lora else target) if on_hub else None, flat(training))
-    if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
-        engines = [engine for engine in ENGINES if engine != "mlx"]
-    else:
-        engines = ["vllm" if to == "speculators" else to]  # whose layout it reads, too
     layer = config.get("mtp_layer")  # engines load it from its target's folder: `convert --to mtp`
     return ENVIRONMENT.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
@@ -77,7 +73,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         quantised=facts.target.quantisation,
         adapter=markdown_table(("", ""), flat(facts.adapter or {}).items()),
         install=install_command(),
-        engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
+        engines=[_engine(each, config, to) for each in _engines(to) if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
@@ -112,6 +108,13 @@ def merge_sections(edited: str, old: str, new: str) -> str:
     return "".join(
         sections.get(each.partition("\n")[0], "") if each in before else each for each in now
     )
+
+
+def _engines(to: str) -> list[str]:
+    """The engines that a card tells about."""
+    if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
+        return [engine for engine in ENGINES if engine != "mlx"]
+    return ["vllm" if to == "speculators" else to]  # whose layout it reads, too
 
 
 def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:

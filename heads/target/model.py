@@ -94,6 +94,7 @@ class Target:
         self.is_skeleton = is_skeleton(model)
         if not self.is_skeleton:
             refuse_unsupported(model)
+        # recurrent layers, which hand their states to our caches from now on
         self._mixers = [] if self.is_skeleton else install(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -113,6 +114,7 @@ class Target:
         self.masks = Masks(model)
         self.longrope = LongRope(model)
         self.ways = Ways(packing="alone" if self._mixers else "resets")
+        # a few tokens are decoded: are states in a tree those of the same texts without one?
         if not (self.is_skeleton or model.get_input_embeddings().weight.is_meta):
             self.ways = working_ways(self)
 
