@@ -12,7 +12,7 @@ Legend: R rows, I input width, O output width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import count
 from typing import Any, Literal, cast
@@ -38,7 +38,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
 _keys = count()
-_packed = WeakTensorKeyDictionary()
+_packed: MutableMapping[Tensor, PackedWeight] = WeakTensorKeyDictionary()
 """Weights that stay beside their packed form -> that form."""
 
 
@@ -184,6 +184,7 @@ class PackedLinear(nn.Module):
         if keep:
             # not by name: `__getattr__` has one already; before the bias, as in linear layers
             self._parameters["weight"] = cast(nn.Parameter, linear.weight)
+            assert isinstance(packed, PackedWeight)  # nothing that is kept is fused
             _packed[linear.weight] = packed
         self.bias = linear.bias
 
@@ -210,8 +211,7 @@ class PackedLinear(nn.Module):
 
 def operand(weight: Tensor) -> Tensor | PackedWeight:
     """The packed form of a weight, if it has one, else the weight: what decoding multiplies by."""
-    packed: Tensor | PackedWeight = _packed.get(weight, weight)
-    return packed
+    return _packed.get(weight, weight)
 
 
 def pack_like(other: Tensor, weight: Tensor) -> Tensor:

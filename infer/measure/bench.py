@@ -198,7 +198,8 @@ def _trees(
     """The trees to try with these drafts, by the names of their candidates."""
     if tree or not nodes:
         return {name: tree or drafts.tree}
-    trees = {resized.draft_nodes: resized for resized in map(drafts.tree.resized, nodes)}
+    resized = [drafts.tree.resized(size) for size in nodes]
+    trees = {each.draft_nodes: each for each in resized}
     return {f"{name}@{size}": trees[size] for size in sorted(trees)}
 
 
