@@ -15,7 +15,6 @@ import torch
 from draftheads.heads.base import DraftHead
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.formats.hub import open_head
-from draftheads.heads.labels import check_labels
 from draftheads.heads.mtp.checkpoint import NATIVE, native_head, native_shape
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
@@ -92,7 +91,6 @@ def initial_head(
         frequent = documents.frequent_tokens(size, target.vocab_size)
         head.limit_to(token_map(frequent, target.vocab_size))
     head.train_with(recipe.head)
-    check_labels(head, target)
     if head.needs_unembed:
         target.unembed_weight()
     return head.float().to(target.device).train()

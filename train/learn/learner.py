@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
-from draftheads.heads.labels import check_labels
 from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
 from draftheads.infer.drafters.ngram import NGramIndex
@@ -127,7 +126,6 @@ class UseLearner:
             {key: value for key, value in recorded.items() if key in fields}
         )
         self.nodes = self.served.tree.draft_nodes or self.choices.nodes
-        check_labels(self.served, target)
         if self.served.needs_unembed:
             target.unembed_weight()
         self.tokens = max((point.tokens for point in versions.state.points), default=0)
