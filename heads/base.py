@@ -16,40 +16,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices
-from draftheads.heads.cpu.linear import PackedBits, can_pack, has_int8, pack_layers
+from draftheads.heads.cpu.linear import pack_head
 from draftheads.heads.drafting import DraftCache, Drafter
-from draftheads.heads.layers import Cached
-from draftheads.heads.losses import RANKS, Teacher
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, Tree
 from draftheads.heads.tree_drafting import tree_builder
 
 Result = TypeVar("Result")
-
-
-def counted(cells: Tensor, size: int) -> Tensor:
-    """How often each number from 0 to size - 1 occurs, (size,): `bincount` without waiting for the
-    device. Greater ones count nowhere.
-    """
-    counts = torch.zeros(size + 1, dtype=torch.long, device=cells.device)
-    ones = torch.ones((), dtype=torch.long, device=cells.device).expand(cells.numel())
-    return counts.scatter_add_(0, cells.flatten().clamp(max=size), ones)[:size]
-
-
-def rank_counts(depths: Tensor, ranks: Tensor, depth: int) -> Tensor:
-    """`HeadLoss.ranks_KR` of rows at depths from 0 to depth - 1. Deeper rows count nowhere."""
-    columns = RANKS + 1
-    counts = counted(depths * columns + ranks, depth * columns)
-    return counts.view(depth, columns)
 
 
 class HeadLoss(NamedTuple):
@@ -79,17 +60,11 @@ class DraftHead(nn.Module, ABC):
     """URL of its source."""
     Choices: ClassVar[type[HeadChoices]]
     """Its section of a recipe."""
-    Drafting: ClassVar[type[Any]]
-    """Its drafter, made from a head, a target and a tree."""
     architecture: ClassVar[str]
     """The `architectures` entry of config.json, by which serving engines choose a class."""
 
-    if TYPE_CHECKING:  # an attribute of the class would be in the way of a buffer
-
-        @property
-        def token_map(self) -> Tensor | None:
-            """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
-
+    token_map: Tensor | None
+    """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
     choices: HeadChoices
     """How it is trained; of a loaded head the defaults."""
     tree: Tree
@@ -157,10 +132,9 @@ class DraftHead(nn.Module, ABC):
         depth; -1 if it is RANKS or worse, or after the end of the document.
         """
 
+    @abstractmethod
     def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
         """A new drafter, for one generation. tree: None for the head's own."""
-        drafter: Drafter = self.Drafting(self, target, tree or self.tree)
-        return drafter
 
     def check_fit(self, target: Target, name: str = "its target") -> None:
         """Raise ValueError when head and target differ in width or vocabulary or the head reads
@@ -183,7 +157,7 @@ class DraftHead(nn.Module, ABC):
             )
 
     def begin_drafting(self, target: Target, tree: Tree) -> None:
-        """Refresh all `Cached` values, at the start of a generation.
+        """To be called at the start of a generation.
 
         Raises ValueError for a tree that it cannot fill, as `check_fit`, and when it is not on the
         target's device.
@@ -196,10 +170,10 @@ class DraftHead(nn.Module, ABC):
                     f"expected heads on {target.device}, where their target is, got "
                     f"{weight.device}; use head.to(target.device)"
                 )
-        for module in self.modules():
-            for value in vars(module).values():
-                if isinstance(value, Cached):
-                    value.refresh()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Discard the products of weights that were kept for drafting, where these have changed."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
@@ -232,46 +206,11 @@ class DraftHead(nn.Module, ABC):
         if top_k is not None:
             self.tree = DynamicTree(choices.nodes, self.depth, top_k)
 
-    def check_labels(self, target: Target) -> None:
-        """Raise ValueError, before the first step, for soft labels of a target without logits."""
-        if self.has_soft_labels:
-            target.unembed(torch.zeros(1, target.hidden_size).to(target.device, target.dtype))
-
-    def teacher(
-        self,
-        features_BTD: Tensor,
-        places_R: np.ndarray,
-        target: Target,
-        *,
-        acceptance: bool = False,
-    ) -> Teacher | None:
-        """The labels of rows whose last states are at these places of the flattened features; None
-        for hard labels.
-        """
-        if not self.has_soft_labels:
-            return None
-        last_PD = features_BTD[..., -self.hidden_size :].flatten(0, -2).to(target.dtype)
-
-        def logits(places_U: Tensor) -> Tensor:
-            return target.unembed(last_PD[places_U])
-
-        return Teacher(
-            places_R,
-            logits,
-            self.token_map,
-            vocab_size=target.vocab_size,
-            acceptance=acceptance,
-        )
-
     def pack(self, target: Target) -> Self:
-        """Prepare for drafting on a CPU, if that is the device: large weights are multiplied in
-        int8, of which torch has kernels for most CPUs, or as oneDNN lays them out. Drafts change by
-        rounding, output does not. Weights that change afterwards are not seen.
+        """Prepare for drafting on a CPU, if that is the device (see `pack_head`). Weights that
+        change afterwards are not seen.
         """
-        bits: PackedBits | None = 8 if has_int8() else None
-        dtype = next(self.parameters()).dtype
-        if target.device.type == "cpu" and (bits or can_pack(target.device, dtype)):
-            pack_layers(self, bits, keep=list(self.modules()))
+        pack_head(self, target.device)
         return self
 
     def cast(self, features: Tensor) -> Tensor:

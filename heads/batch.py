@@ -3,14 +3,13 @@
 Places are found on the host, where the batch is made: a device would have to be waited for to know
 how many there are.
 
-Legend: B batch, T tokens, M places with a loss, Q most roots of a row.
+Legend: B batch, T tokens, M places with a loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -75,23 +74,6 @@ class Batch:
             masks.append(here_BT := reached_BT)
         return masks
 
-    def pieces(self, size: int) -> list[list[int]]:
-        """For each row, where to cut it between documents, start and end without padding included:
-        into pieces of at most `size` tokens, or of one longer document with its branches.
-        """
-        on_host = self.host or self
-        rows = []
-        pairs = zip(on_host.documents_BT.numpy(), on_host.positions_BT.numpy(), strict=True)
-        for documents_T, positions_T in pairs:
-            end = int((documents_T >= 0).sum())
-            starts = np.flatnonzero(positions_T[:end] == 0).tolist()
-            cuts = [0]
-            for start, following in pairwise([*starts, end]):
-                if following - cuts[-1] > size and start > cuts[-1]:
-                    cuts.append(start)
-            rows.append([*cuts, end])
-        return rows
-
     def visible(self, places_BQ: Tensor | None = None, keys: slice = slice(None)) -> Tensor:
         """bool (B, Q, S): which of the `keys` the tokens at these places, default all, see: what
         comes before in their document, and themselves.
@@ -105,14 +87,6 @@ class Batch:
         documents_BQ = self.documents_BT.gather(1, places_BQ)
         same_BQS = documents_BQ[:, :, None] == self.documents_BT[:, None, keys]
         return same_BQS & (distance_BQS >= 0)
-
-    def before(self) -> Tensor:
-        """int64 (B, T): the place of the token before each one in its document; of first tokens,
-        any.
-        """
-        seen_BTT = self.visible().tril(-1)
-        last_BT = seen_BTT.flip(-1).byte().argmax(-1)  # counted from the right
-        return self.tokens_BT.shape[1] - 1 - last_BT
 
     def part(self, row: int, start: int, stop: int) -> Batch:
         """Some tokens of a row, alone."""
@@ -131,16 +105,6 @@ class Batch:
             change(self.documents_BT),
             reach_BT=None if self.reach_BT is None else change(self.reach_BT),
         )
-
-
-def packed(mask_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The true places of each row, int64 (B, Q), rising, then any; and bool (B, Q): False for
-    padding.
-    """
-    count_B = mask_BT.sum(1)
-    most = max(int(count_B.max()), 1)
-    order_BT = np.argsort(~mask_BT, axis=1, kind="stable")
-    return order_BT[:, :most], np.arange(most) < count_B[:, None]
 
 
 def at_places(x_BTX: Tensor, places_M: Tensor) -> Tensor:

@@ -41,11 +41,12 @@ from annotated_types import Ge
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter, rank_counts
-from draftheads.heads.batch import Batch, at_places, packed
+from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter
+from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache
+from draftheads.heads.labels import soft_labels
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -62,10 +63,11 @@ from draftheads.heads.losses import (
     LowRank,
     chunked_ranks,
     linear_cross_entropy,
+    rank_counts,
 )
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, matrix, needed
-from draftheads.heads.training_time_test import extended, joined, per_query_head
+from draftheads.heads.training_time_test import extended, joined, padded_places, per_query_head
 from draftheads.heads.tree import (
     MOST_NODES,
     NODES,
@@ -364,7 +366,6 @@ class BlockHead(Vocabulary, DraftHead):
     paper = "https://github.com/deepseek-ai/DeepSpec"
     Choices = BlockChoices
     choices: BlockChoices
-    Drafting = BlockDrafter
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, design: BlockDesign) -> None:
@@ -423,8 +424,7 @@ class BlockHead(Vocabulary, DraftHead):
         if head.design.mask_token is None:
             own_D = nn.init.normal_(head.mask_embedding).data
             own_D.mul_(embedded_VD.std().to(own_D))  # all may be shapes alone
-        if ids_v is not None:
-            head.fill_vocabulary(ids_v)
+        head.token_map = ids_v
         if head.design.own_lm_head:
             head.lm_head.weight.data.copy_(lm_head_rows(target, ids_v))
         if head.needs_unembed:
@@ -447,6 +447,12 @@ class BlockHead(Vocabulary, DraftHead):
 
     def check_tree(self, tree: Tree) -> None:
         check_fits(tree, self.design.draft_vocab_size, self.depth)
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> BlockDrafter:
+        return BlockDrafter(self, target, tree or self.tree)
+
+    def refresh(self) -> None:
+        self._entries.refresh()
 
     def unembed_weight(self, target: Target) -> Tensor:
         """The lm_head weight (v, D)."""
@@ -578,7 +584,8 @@ class BlockHead(Vocabulary, DraftHead):
         rows_R = batch.upload(order_R)
         states_RD, weight_vD, labels_R, plus = self._factors(batch, blocks, target, rows_R)
         weights_R = weights_MK.flatten()[rows_R]
-        teacher = self.teacher(
+        teacher = soft_labels(
+            self,
             features_BTD,
             places_MK.ravel()[order_R],
             target,
@@ -597,8 +604,8 @@ class BlockHead(Vocabulary, DraftHead):
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         masks = batch.root_masks(self.depth)
-        places = batch.tokens_BT.numel()
-        ranks_PK = features_BTD.new_full((places, self.depth), -1).long()
+        size = batch.tokens_BT.numel()
+        ranks_PK = features_BTD.new_full((size, self.depth), -1).long()
         number_BT = masks[0].cumsum(1) - 1
         for first in range(0, int(number_BT.max()) + 1, EVALUATED):
             part_BT = masks[0] & (number_BT >= first) & (number_BT < first + EVALUATED)
@@ -627,7 +634,7 @@ class BlockHead(Vocabulary, DraftHead):
         chosen_BT: np.ndarray,
     ) -> Blocks:
         """The blocks of some of the roots. masks: `Batch.root_masks`."""
-        places_BN, real_BN = packed(chosen_BT)
+        places_BN, real_BN = padded_places(chosen_BT)
         anchors_BN = batch.upload(places_BN)
         width = len(self.feature_layers) * self.hidden_size
         context_BTD = self.context(features_BTD[..., :width])

@@ -22,11 +22,12 @@ from annotated_types import Ge
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter, rank_counts
+from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter
 from draftheads.heads.batch import Batch
 from draftheads.heads.choices import HeadChoices, LayerSizes
 from draftheads.heads.cpu.linear import operand
 from draftheads.heads.drafting import Committed, DraftCache
+from draftheads.heads.labels import check_labels, soft_labels
 from draftheads.heads.layers import (
     Angles,
     DecoderLayer,
@@ -40,7 +41,7 @@ from draftheads.heads.layers import (
     check_features,
     project,
 )
-from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy, rank_counts
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, matrix, needed
 from draftheads.heads.training_time_test import Unrolled, unroll
@@ -184,7 +185,6 @@ class AutoregressiveHead(DraftHead):
 
     feature_layers: tuple[int, ...] = ()
     choices: UnrolledChoices
-    Drafting = EagleDrafter
 
     layer_count: int
     rope: Positional
@@ -225,6 +225,9 @@ class AutoregressiveHead(DraftHead):
     def check_tree(self, tree: Tree) -> None:
         check_fits(tree, self.draft_vocab_size)
 
+    def drafter(self, target: Target, tree: Tree | None = None) -> EagleDrafter:
+        return EagleDrafter(self, target, tree or self.tree)
+
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         """The weighted loss, summed over steps and learned tokens."""
         steps = self.choices.steps
@@ -234,7 +237,7 @@ class AutoregressiveHead(DraftHead):
         loss, ranks_R, _ = linear_cross_entropy(
             *self._predictions(batch, unrolled, target),
             weights_R=weights_R,
-            teacher=self.teacher(features_BTD, unrolled.on_host_R, target),
+            teacher=soft_labels(self, features_BTD, unrolled.on_host_R, target),
         )
         return HeadLoss(loss, rank_counts(unrolled.steps_R, ranks_R, steps))
 
@@ -420,10 +423,9 @@ class Eagle3Head(Vocabulary, DesignedHead):
         }
         head = cls(EagleDesign.of(target, choices, **more))
         head.train_with(choices)
-        head.check_labels(target)
+        check_labels(head, target)
         head.lm_head.weight.data.copy_(lm_head_rows(target, ids_v))
-        if ids_v is not None:
-            head.fill_vocabulary(ids_v)
+        head.token_map = ids_v
         return head
 
     @property

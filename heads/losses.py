@@ -127,6 +127,21 @@ def linear_cross_entropy(
     return result
 
 
+def histogram(numbers: Tensor, size: int) -> Tensor:
+    """How often each number from 0 to size - 1 occurs, (size,): `bincount` without waiting for the
+    device. Greater ones count nowhere.
+    """
+    counts = torch.zeros(size + 1, dtype=torch.long, device=numbers.device)
+    ones = torch.ones((), dtype=torch.long, device=numbers.device).expand(numbers.numel())
+    return counts.scatter_add_(0, numbers.flatten().clamp(max=size), ones)[:size]
+
+
+def rank_counts(depths_R: Tensor, ranks_R: Tensor, depth: int) -> Tensor:
+    """`HeadLoss.ranks_KR` of rows at depths from 0 to depth - 1. Deeper rows count nowhere."""
+    columns = RANKS + 1
+    return histogram(depths_R * columns + ranks_R, depth * columns).view(depth, columns)
+
+
 def chunked_ranks(
     hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | None = None
 ) -> Tensor:

@@ -12,20 +12,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed
+from draftheads.heads.drafting import Committed, Drafter
+from draftheads.heads.labels import check_labels, soft_labels
 from draftheads.heads.layers import ResidualBlock, project
-from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, LowRank, chunked_ranks, histogram, linear_cross_entropy
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import count_of, integers, matrix, needed
 from draftheads.heads.tree import MOST_NODES, NODES, StaticTree, TokenTree, Tree, check_fits
@@ -36,11 +37,6 @@ from draftheads.heads.vocabulary import (
     lm_head_rows,
     token_map,
 )
-
-States = Iterator[tuple[Tensor, Tensor, LowRank | None]]
-"""For each depth: the places of roots, int64 (M,); the input of lm_head, (M, D); a term added to
-the logits.
-"""
 
 
 class MedusaChoices(HeadChoices):
@@ -104,6 +100,17 @@ class MedusaDesign:
         return cls(width, vocab_size, depth, layers, bool(lm_heads), ids_v)
 
 
+class Prediction(NamedTuple):
+    """What the head of one depth predicts along the target's text."""
+
+    roots_M: Tensor
+    """int64, the places in the flattened batch from which a token is learned."""
+    hidden_MD: Tensor
+    """The input of lm_head."""
+    plus: LowRank | None = None
+    """A term added to the logits."""
+
+
 class MedusaDrafter:
     """Fills a fixed tree with the heads' top tokens: one target state yields the whole tree."""
 
@@ -119,15 +126,15 @@ class MedusaDrafter:
         self.width = tree.width
         self.feature_layers = head.feature_layers
         self.topology = tree.topology(target.device)
-        places = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
-        self.places_N = torch.tensor(places, dtype=torch.long, device=target.device)
+        picks = [(len(path) - 1) * tree.width + path[-1] for path in tree.paths]
+        self.picks_N = torch.tensor(picks, dtype=torch.long, device=target.device)
 
     def propose(self, committed: Committed) -> TokenTree:
         head = self.head
         features_BD = head.cast(committed.last_features_BD())
         hidden_KBD = head.hidden(features_BD, self.depth)
         logits_KBv = head.unembed(hidden_KBD, self.target)
-        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.places_N]
+        top_BN = logits_KBv.topk(self.width).indices.transpose(0, 1).flatten(1)[:, self.picks_N]
         drafts_BN = top_BN if head.token_map is None else head.token_map[top_BN]
         tokens_BN = torch.cat([committed.last_tokens_B()[:, None], drafts_BN], dim=1)
         return TokenTree(tokens_BN, self.topology)
@@ -144,7 +151,6 @@ class MedusaHead(DraftHead):
     paper = "https://arxiv.org/abs/2401.10774"
     Choices = MedusaChoices
     choices: MedusaChoices
-    Drafting: ClassVar[type[Any]] = MedusaDrafter
     architecture = "MedusaModel"
     feature_layers: tuple[int, ...] = (-1,)
     token_map: Tensor | None
@@ -190,7 +196,7 @@ class MedusaHead(DraftHead):
                 parameter.data.copy_(weight_vD)
         else:
             target.unembed_weight()  # raises here rather than in the first step
-        self.check_labels(target)
+        check_labels(self, target)
 
     @property
     def depth(self) -> int:
@@ -221,35 +227,46 @@ class MedusaHead(DraftHead):
         """The sum over depths k of decay^k times the cross-entropy of all learned tokens."""
         loss = features_BTD.new_zeros((), dtype=torch.float32)
         counts = []
-        predictions = self._predictions(batch, features_BTD, target)
-        for k, (roots_M, factors) in enumerate(predictions, start=1):
+        weights = self.unembed_weights(target)
+        predictions = self.predictions(batch, features_BTD, target)
+        for k, (roots_M, hidden_MD, plus) in enumerate(predictions, start=1):
             teacher = None
             if self.has_soft_labels:
                 features_MD = at_places(features_BTD, roots_M + k)
-                teacher = self.teacher(features_MD, np.arange(len(roots_M)), target)
-            part, ranks_M, _ = linear_cross_entropy(*factors, teacher=teacher)
+                teacher = soft_labels(self, features_MD, np.arange(len(roots_M)), target)
+            labels_M = draft_index(batch.tokens_BT.flatten()[roots_M + k], self.token_map)
+            part, ranks_M, _ = linear_cross_entropy(
+                hidden_MD, weights[k - 1], labels_M, plus, teacher=teacher
+            )
             loss = loss + self.choices.decay**k * part
-            counts.append(counted(ranks_M, RANKS + 1))
+            counts.append(histogram(ranks_M, RANKS + 1))
         return HeadLoss(loss, torch.stack(counts))
 
     @torch.no_grad()
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         ranks_PK = features_BTD.new_full((batch.tokens_BT.numel(), self.depth), -1).long()
-        predictions = self._predictions(batch, features_BTD, target)
-        for index, (roots_M, factors) in enumerate(predictions):
-            ranks_M = chunked_ranks(*factors)
-            ranks_PK[roots_M, index] = torch.where(ranks_M < RANKS, ranks_M, -1)
+        weights = self.unembed_weights(target)
+        predictions = self.predictions(batch, features_BTD, target)
+        for k, (roots_M, hidden_MD, plus) in enumerate(predictions, start=1):
+            labels_M = draft_index(batch.tokens_BT.flatten()[roots_M + k], self.token_map)
+            ranks_M = chunked_ranks(hidden_MD, weights[k - 1], labels_M, plus)
+            ranks_PK[roots_M, k - 1] = torch.where(ranks_M < RANKS, ranks_M, -1)
         return ranks_PK[batch.loss_mask_BT.flatten()]
 
-    def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
-        """The states of each depth along the target's text."""
+    def predictions(
+        self, batch: Batch, features_BTD: Tensor, target: Target
+    ) -> Iterator[Prediction]:
+        """Those of depth 1, 2, ... in turn."""
 
         def hidden(block: nn.Module, roots_M: Tensor) -> Tensor:
             hidden_MD: Tensor = block(self.cast(at_places(features_BTD, roots_M)))
             return hidden_MD
 
         for block, roots_M in zip(self.blocks, batch.roots(self.depth), strict=True):
-            yield roots_M, self.checkpointed(hidden, block, roots_M), None
+            yield Prediction(roots_M, self.checkpointed(hidden, block, roots_M))
+
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        return MedusaDrafter(self, target, tree or self.tree)
 
     def check_tree(self, tree: Tree) -> None:
         if not isinstance(tree, StaticTree):
@@ -276,13 +293,3 @@ class MedusaHead(DraftHead):
         if self.own_lm_head:
             return list(self.lm_heads.parameters())
         return [self._shared_rows.of(target, self.token_map)] * self.depth
-
-    def _predictions(
-        self, batch: Batch, features_BTD: Tensor, target: Target
-    ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, LowRank | None]]]:
-        """For each depth: the places of roots, and the arguments of `linear_cross_entropy`."""
-        weights = self.unembed_weights(target)
-        states = self.states(batch, features_BTD, target)
-        for k, (roots_M, hidden_MD, low_rank) in enumerate(states, start=1):
-            labels_M = draft_index(batch.tokens_BT.flatten()[roots_M + k], self.token_map)
-            yield roots_M, (hidden_MD, weights[k - 1], labels_M, low_rank)

@@ -22,7 +22,7 @@ vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -35,7 +35,7 @@ from draftheads.heads.base import TreeDrafter
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, LayerSizes
 from draftheads.heads.cpu.linear import operand
-from draftheads.heads.drafting import Committed, DraftCache
+from draftheads.heads.drafting import Committed, DraftCache, Drafter
 from draftheads.heads.layers import (
     Angles,
     Cached,
@@ -49,7 +49,7 @@ from draftheads.heads.layers import (
     linear,
     project,
 )
-from draftheads.heads.medusa import MedusaChoices, MedusaDesign, MedusaHead, States
+from draftheads.heads.medusa import MedusaChoices, MedusaDesign, MedusaHead, Prediction
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, needed
 from draftheads.heads.training_time_test import RowMemory
@@ -166,10 +166,12 @@ class SequentialHead(MedusaHead):
         """Create the parameters of the conditioning, which change nothing until trained."""
 
     @abstractmethod
-    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
-        """`states` for the inputs of the heads; the preceding tokens are those of the text."""
+    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> Iterator[Prediction]:
+        """`predictions` for the inputs of the heads; the preceding tokens are those of the text."""
 
-    def states(self, batch: Batch, features_BTD: Tensor, target: Target) -> States:
+    def predictions(
+        self, batch: Batch, features_BTD: Tensor, target: Target
+    ) -> Iterator[Prediction]:
         inputs_BTD = self.cast(features_BTD)
         if self.prefix is not None:
             angles = self.prefix.rope(batch.positions_BT)
@@ -278,7 +280,6 @@ class RecurrentHead(SequentialHead):
     """All tokens since the root change the state, by a recurrence of r numbers over the heads."""
 
     conditioning = "recurrent"
-    Drafting = RecurrentDrafter
 
     def add_conditioning(self, rank: int | None) -> None:
         width = self.hidden_size
@@ -291,12 +292,18 @@ class RecurrentHead(SequentialHead):
         for parameter in (*self.up.parameters(), *self.carry.parameters()):
             nn.init.zeros_(parameter)
 
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        return RecurrentDrafter(self, target, tree or self.tree)
+
+    def refresh(self) -> None:
+        self._products.refresh()
+
     def codes(self, index: int, tokens: Tensor, target: Target) -> Tensor:
         """The part of a head's code (before SiLU) due to preceding tokens (...): (..., r)."""
         down = linear(self.down, index)
         return F.linear(self.embed(tokens, target), down.weight[:, -self.hidden_size :], down.bias)
 
-    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
+    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> Iterator[Prediction]:
         def step(
             index: int, roots_M: Tensor, earlier_M: Tensor, codes_Mr: Tensor | None
         ) -> tuple[Tensor, Tensor]:
@@ -316,7 +323,7 @@ class RecurrentHead(SequentialHead):
         for index, roots_M in enumerate(roots):
             hidden_MD, codes_Mr = self.checkpointed(step, index, roots_M, earlier_M, codes_Mr)
             earlier_M = roots_M
-            yield roots_M, hidden_MD, None
+            yield Prediction(roots_M, hidden_MD)
 
     def products(self, target: Target) -> Products:
         """The products of the current weights. lm_head and `up` are multiplied if this makes a node
@@ -379,7 +386,6 @@ class HydraHead(SequentialHead):
     """All tokens since the root are inputs of the head."""
 
     conditioning = "hydra"
-    Drafting = HydraDrafter
 
     def add_conditioning(self, rank: int | None) -> None:
         widths = [(k + 1) * self.hidden_size for k in range(1, self.depth + 1)]
@@ -389,7 +395,10 @@ class HydraHead(SequentialHead):
         biases = range(len(self.lm_heads))
         self.biases = nn.ParameterList(torch.zeros(self.draft_vocab_size) for _ in biases)
 
-    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> States:
+    def drafter(self, target: Target, tree: Tree | None = None) -> Drafter:
+        return HydraDrafter(self, target, tree or self.tree)
+
+    def conditioned(self, batch: Batch, inputs_BTD: Tensor, target: Target) -> Iterator[Prediction]:
         embedded_BTD = self.embed(batch.tokens_BT, target)
 
         def hidden(index: int, roots_M: Tensor) -> Tensor:
@@ -404,7 +413,7 @@ class HydraHead(SequentialHead):
             if self.own_lm_head:
                 bias_v1 = self.biases[index][:, None]
                 bias = (bias_v1.new_ones(len(hidden_MD), 1), bias_v1)
-            yield roots_M, hidden_MD, bias
+            yield Prediction(roots_M, hidden_MD, bias)
 
 
 CONDITIONINGS: dict[str, type[SequentialHead]] = {

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftheads.heads.batch import Batch, at_places, packed
+from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.layers import Positional
 from draftheads.heads.target.model import Target
 
@@ -258,6 +258,16 @@ class Unrolled(NamedTuple):
     on_host_R: np.ndarray  # the same
 
 
+def padded_places(mask_BT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The true places of each row, int64 (B, Q), rising, then any; and bool (B, Q): False for
+    padding.
+    """
+    count_B = mask_BT.sum(1)
+    most = max(int(count_B.max()), 1)
+    order_BT = np.argsort(~mask_BT, axis=1, kind="stable")
+    return order_BT[:, :most], np.arange(most) < count_B[:, None]
+
+
 def unroll(
     head: Unrollable, batch: Batch, hidden_BTH: Tensor, target: Target, steps: int
 ) -> Unrolled:
@@ -265,7 +275,7 @@ def unroll(
     stream.
     """
     masks = batch.root_masks(steps)
-    places_BQ, real_BQ = packed(masks[0])
+    places_BQ, real_BQ = padded_places(masks[0])
     # padding repeats a root, so that places rise
     places_BQ = np.where(real_BQ, places_BQ, places_BQ.max(1, where=real_BQ, initial=0)[:, None])
     rows = RowMemory(batch, head.window)
@@ -293,7 +303,12 @@ def unroll(
             hidden_BQH = head.checkpointed(advance, step, tokens_BQ, start_BQ + step, hidden_BQH)
         hidden.append(at_places(hidden_BQH, batch.upload(number_BT[mask_BT])))
         places.append(np.flatnonzero(mask_BT) + step + 1)
-    steps_R = np.repeat(np.arange(steps), [len(each) for each in places])
+    return _by_place(batch, hidden, places)
+
+
+def _by_place(batch: Batch, hidden: list[Tensor], places: list[np.ndarray]) -> Unrolled:
+    """The rows of all steps, in the order of the tokens that they predict."""
+    steps_R = np.repeat(np.arange(len(places)), [len(each) for each in places])
     places_R = np.concatenate(places)
     order_R = np.argsort(places_R, kind="stable")
     return Unrolled(

@@ -62,14 +62,16 @@ class Topology:
     """int64 (B|1, N): number of nodes from the root to each node, both included."""
     depths_BN: Tensor = field(init=False)
     """int64 (B|1, N), 0 for the root. A node's position is its row's length plus its depth."""
-    asked_BN: Tensor = field(init=False)
-    """int64 (B|1, N): the node at which the target predicts each node; 0 for the root."""
+    parent_or_root_BN: Tensor = field(init=False)
+    """int64 (B|1, N): the parent of each node, at which the target predicts it; the root has none,
+    and gets itself.
+    """
 
     def __post_init__(self) -> None:
         nodes = self.parents_BN.shape[1]
-        self.asked_BN = self.parents_BN.clamp(min=0)
+        self.parent_or_root_BN = self.parents_BN.clamp(min=0)
         reach = torch.zeros(*self.parents_BN.shape, nodes, device=self.parents_BN.device)
-        reach.scatter_(2, self.asked_BN[..., None], 1.0)
+        reach.scatter_(2, self.parent_or_root_BN[..., None], 1.0)
         reach[:, 0] = 0.0
         reach += torch.eye(nodes, device=reach.device)
         # squaring the parent relation doubles its reach: log2(depth) products, no loop over nodes
@@ -111,8 +113,8 @@ class TokenTree:
 class StaticTree:
     """A fixed tree, as a prefix-closed set of paths of ranks.
 
-    Paths are ordered from most to least useful, so that `head` returns a good smaller tree. If a
-    path precedes its parent, all paths are sorted by depth. Raises ValueError for duplicate or
+    Paths are ordered from most to least useful, so that `resized` returns a good smaller tree. If
+    a path precedes its parent, all paths are sorted by depth. Raises ValueError for duplicate or
     orphaned paths and for more than MOST_NODES or MOST_DEPTH.
     """
 
@@ -123,17 +125,17 @@ class StaticTree:
     def __post_init__(self) -> None:
         _check_size(len(self.paths), max(map(len, self.paths), default=0))
         paths = tuple(tuple(map(int, path)) for path in self.paths)
-        place = {path: number for number, path in enumerate(paths)}
-        if len(place) != len(paths):
+        index = {path: number for number, path in enumerate(paths)}
+        if len(index) != len(paths):
             raise ValueError("expected distinct tree paths, got one twice; remove the duplicate")
         for path in paths:
             if not path or min(path) < 0:
                 raise ValueError(f"tree path {list(path)}: expected one or more ranks from 0 on")
-            if len(path) > 1 and path[:-1] not in place:
+            if len(path) > 1 and path[:-1] not in index:
                 raise ValueError(
                     f"tree path {list(path)} has no parent; add {list(path[:-1])} to the tree"
                 )
-        if any(place.get(path[:-1], -1) > number for path, number in place.items()):
+        if any(index.get(path[:-1], -1) > number for path, number in index.items()):
             paths = tuple(sorted(paths, key=by_depth))
         object.__setattr__(self, "paths", paths)
 
@@ -187,27 +189,14 @@ class StaticTree:
         best = sorted(counts, key=lambda path: (-counts[path], by_depth(path)))
         return cls(tuple(best[: max(nodes, ORDERED)])).resized(nodes)
 
-    def head(self, nodes: int) -> StaticTree:
-        """The first `nodes` paths."""
-        return StaticTree(self.paths[:nodes])
-
     def resized(self, nodes: int) -> StaticTree:
         """The `nodes` most useful paths that are known, drafted or not."""
         return StaticTree(self.order[:nodes], self.order[nodes:])
-
-    def ordered(self, order: StaticTree) -> StaticTree:
-        """This tree, to which `resized` may add the paths of another one."""
-        return StaticTree(self.paths, tuple(p for p in order.order if p not in self.paths))
 
     @property
     def order(self) -> tuple[Path, ...]:
         """All paths that are known, from most to least useful."""
         return self.paths + self.more
-
-    @property
-    def largest(self) -> int:
-        """Draft nodes of the largest tree that `resized` makes."""
-        return len(self.order)
 
     def fitted(self, ranks_MK: Tensor, nodes: int) -> StaticTree:
         """`most_frequent`, or this tree if no first draft token was right."""
@@ -268,15 +257,16 @@ class DynamicTree:
         if min(self.draft_nodes, self.depth, self.top_k) < 1:
             raise ValueError(f"{self}: expected 1 or more of each")
         _check_size(max(self.draft_nodes, self.top_k), self.depth)
-        if self.largest > MOST_CANDIDATES:
+        if self.candidates > MOST_CANDIDATES:
             raise ValueError(
                 f"{self}: expected a search among at most {MOST_CANDIDATES} candidates, got "
-                f"{self.largest}; lower depth or top_k"
+                f"{self.candidates}; lower depth or top_k"
             )
-        if self.draft_nodes > self.largest:
+        if self.draft_nodes > self.candidates:
             raise ValueError(
-                f"a dynamic tree of depth {self.depth} and top_k {self.top_k} has {self.largest} "
-                f"candidates, got {self.draft_nodes} draft nodes; use fewer, or raise top_k"
+                f"a dynamic tree of depth {self.depth} and top_k {self.top_k} has "
+                f"{self.candidates} candidates, got {self.draft_nodes} draft nodes; use fewer, or "
+                "raise top_k"
             )
 
     def __str__(self) -> str:
@@ -288,17 +278,15 @@ class DynamicTree:
         return self.draft_nodes + 1
 
     @property
-    def largest(self) -> int:
-        """Draft nodes of the largest tree that `resized` makes: the candidates of the search."""
+    def candidates(self) -> int:
+        """Nodes among which the search chooses."""
         return self.top_k + (self.depth - 1) * self.top_k**2
 
     def resized(self, nodes: int) -> DynamicTree:
-        """The same search with fewer or more nodes."""
-        return DynamicTree(min(nodes, self.largest), self.depth, self.top_k).head(nodes)
-
-    def head(self, nodes: int) -> DynamicTree:
-        """The same search with fewer nodes, which limit depth and top_k too."""
-        nodes = min(nodes, self.draft_nodes)
+        """The same search with more nodes, as far as it has candidates, or with fewer, which limit
+        depth and top_k too.
+        """
+        nodes = min(nodes, self.candidates)
         return DynamicTree(nodes, min(self.depth, nodes), min(self.top_k, nodes))
 
     def fitted(self, ranks_MK: Tensor, nodes: int) -> DynamicTree:

@@ -34,7 +34,7 @@ class DynamicTreeBuilder:
     """
 
     tokens_BF: Tensor  # int64, the nodes to expand next
-    parents_BF: Tensor  # int64, the place of the parent of each in the previous frontier
+    parents_BF: Tensor  # int64, the index of the parent of each in the previous frontier
     scores_BF: Tensor
 
     def __init__(self, limits: DynamicTree, token_map: Tensor | None) -> None:
@@ -113,13 +113,13 @@ class StaticTreeBuilder:
         inner = {path[:-1] for path in paths}
         frontier = [tuple[int, ...]()]
         for depth in range(1, tree.depth + 1):
-            place = {path: number for number, path in enumerate(frontier)}
+            index = {path: number for number, path in enumerate(frontier)}
             nodes = [path for path in paths if len(path) == depth]
             frontier = [path for path in nodes if path in inner]
             width = 1 + max(path[-1] for path in nodes)
-            picks = [place[path[:-1]] * width + path[-1] for path in nodes]
+            picks = [index[path[:-1]] * width + path[-1] for path in nodes]
             expanded = [number for number, path in enumerate(nodes) if path in inner]
-            parents = [place[path[:-1]] for path in frontier]
+            parents = [index[path[:-1]] for path in frontier]
             tensor = partial(torch.tensor, dtype=torch.long, device=device)
             self.levels.append((width, tensor(picks), tensor(expanded), tensor(parents)))
 

@@ -30,18 +30,19 @@ class Vocabulary(nn.Module):
         self.register_buffer("d2t", None if ids_v is None else torch.zeros_like(ids_v))
         self.register_buffer("t2d", None if ids_v is None else t2d(ids_v, vocab_size))
 
-    def fill_vocabulary(self, ids_v: Tensor) -> None:
-        """Set the target ids, which rise."""
-        assert self.d2t is not None and self.t2d is not None
-        self.d2t.copy_(ids_v - torch.arange(len(ids_v)))
-        self.t2d.copy_(t2d(ids_v, len(self.t2d)))
-
     @property
     def token_map(self) -> Tensor | None:
         """int64 (v,): target ids of the draft vocabulary, rising; None: all."""
         if self.d2t is None:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @token_map.setter
+    def token_map(self, ids_v: Tensor | None) -> None:
+        if ids_v is not None:
+            assert self.d2t is not None and self.t2d is not None
+            self.d2t.copy_(ids_v - torch.arange(len(ids_v)))
+            self.t2d.copy_(t2d(ids_v, len(self.t2d)))
 
     @staticmethod
     def sizes_in(tensors: dict[str, Tensor]) -> tuple[int, int] | None:

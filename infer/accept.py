@@ -188,7 +188,9 @@ def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
         return Accepted(root_B1, root_B1[:, 0] + 1, root_B1[:, 0], chosen_BN[:, 0])
     # a node is right if the target chose its token at its parent; siblings are distinct, so the
     # kept nodes form one path, and the deepest ends it
-    right_BN = tree.tokens_BN == chosen_BN.gather(1, tree.topology.asked_BN.expand_as(chosen_BN))
+    right_BN = tree.tokens_BN == chosen_BN.gather(
+        1, tree.topology.parent_or_root_BN.expand_as(chosen_BN)
+    )
     best_B = (kept(tree, right_BN) * tree.topology.levels_BN).argmax(1)
     return take(tree, best_B, chosen_BN.gather(1, best_B[:, None])[:, 0])
 

@@ -180,7 +180,7 @@ def search(
             family = StaticTree(tuple(path for path in order.order if len(path) <= depth))
             places = [_places(family, ranks_TK) for ranks_TK in texts]
             for size in range(1, min(nodes, family.draft_nodes) + 1):
-                tree = family.head(size)
+                tree = family.resized(size)
                 if tree not in trials:
                     trials[tree] = _predicted(tree, places, costs)
     return list(trials.values())

@@ -115,7 +115,7 @@ def _asked(tree: TokenTree) -> tuple[Tensor, Tensor, Tensor]:
     """Where each node's token stands in what the target says at its parent: (B, N) each."""
     rows = tree.tokens_BN.shape[0]
     rows_B1 = torch.arange(rows, device=tree.tokens_BN.device)[:, None]
-    return rows_B1, tree.topology.asked_BN.expand(rows, -1), tree.tokens_BN
+    return rows_B1, tree.topology.parent_or_root_BN.expand(rows, -1), tree.tokens_BN
 
 
 def _longest(tree: TokenTree, passed_BN: Tensor, scores_BN: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Slots:
         """Verify a tree, and keep what the rule accepts; returns the tokens of each row, padded."""
         target = self.target
         texts = {place: row.text for place, row in enumerate(self.rows) if not row.finish}
-        target.recompute(texts, self.cache)
+        target.longrope.recompute(target, texts, self.cache)
         out = target.verify(tree, self.cache, self.drafter.feature_layers)
         logits_BNV = out.logits_BNV
         self.rule.prepare(self.rows)
@@ -150,7 +150,7 @@ class Slots:
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
         # computes it again
         counts = [
-            0 if row.finish else min(count, target.room(len(row.text)))
+            0 if row.finish else target.longrope.step_end(len(row.text), count)
             for row, count in zip(self.rows, chosen, strict=True)
         ]
         path_BC = accepted.path_BN[:, : max(chosen)]

@@ -33,7 +33,7 @@ class TreeSizes:
     def __init__(self, tree: Tree) -> None:
         self.trees: list[Tree] = [tree]
         while (nodes := (self.trees[-1].nodes - 1) // 2) > 1:
-            self.trees.append(tree.head(nodes))
+            self.trees.append(tree.resized(nodes))
         if tree.nodes > 1:
             self.trees.append(StaticTree(()))
         self._searches = {1: SizeSearch(0, 0)}

@@ -83,6 +83,7 @@ BEYOND = {
     "heads.cpu.linear": "products of few tokens",
     "heads.formats.hub": "head folders",
     "heads.hybrid.states": "recurrent states beside the slots",
+    "heads.labels": "the target's distribution as labels",
     "heads.layers": "modules of heads",
     "heads.losses": "cross-entropy and its like, in chunks",
     "heads.target.adapter": "a LoRA that learns along with heads",

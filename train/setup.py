@@ -19,6 +19,7 @@ from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.adapter import FOLDER as ADAPTER
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.packing import shares_prefixes
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
 from draftheads.train.checkpoint import RunState, Saved, check_data, refuse_changes
@@ -118,7 +119,7 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     for line in excess(recipe, target):
         log(line)
     spans, apart = documents.split(recipe.data.heldout)
-    ways = {"pack": pack, "share_prefixes": pack and target.shares_prefixes}
+    ways = {"pack": pack, "share_prefixes": pack and shares_prefixes(target)}
     train = Rows(documents, spans, length, seed=recipe.run.seed, **ways)
     heldout = Rows(documents, apart, length, seed=0, **ways)
     release()

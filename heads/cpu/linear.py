@@ -12,7 +12,7 @@ Legend: R rows, I input width, O output width.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import cache
 from itertools import count
 from typing import Any, Literal, cast
@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 PackedBits = Literal[8]
 """What a CPU quantises weights to."""
@@ -37,6 +38,8 @@ TINY = torch.finfo(torch.float32).tiny
 
 _weights: WeakValueDictionary[int, PackedWeight] = WeakValueDictionary()
 _keys = count()
+_packed: MutableMapping[Tensor, PackedWeight] = WeakTensorKeyDictionary()
+"""Weights that stay beside their packed form -> that form."""
 
 
 class PackedWeight:
@@ -125,7 +128,8 @@ def _(x_RI: Tensor, key: int, width: int) -> Tensor:
 class FusedWeight:
     """Weights that multiply the same states, one after another: one product of all takes less time.
 
-    What is multiplied first asks for all products, which the others find here.
+    Whoever multiplies a tensor first computes all products; the others find theirs if they come
+    with the same tensor, and the last one frees them.
     """
 
     def __init__(
@@ -133,17 +137,17 @@ class FusedWeight:
     ) -> None:
         self.packed = PackedWeight(torch.cat([*weights]), bits, sizes_I)
         self.sizes = [len(weight_OI) for weight_OI in weights]
-        self._last: tuple[Tensor | None, dict[int, Tensor]] = (None, {})
+        self._states: Tensor | None = None
+        self._products: dict[int, Tensor] = {}  # of these states, by weight, until they are taken
 
     def product(self, x: Tensor, index: int) -> Tensor:
         """That of one of the weights."""
-        states, products = self._last
-        if states is not x or index not in products:
-            products = dict(enumerate(torch.split(self.packed(x), self.sizes, dim=-1)))
-            self._last = (x, products)
-        product = products.pop(index)
-        if not products:
-            self._last = (None, {})
+        if self._states is not x or index not in self._products:
+            self._states = x
+            self._products = dict(enumerate(torch.split(self.packed(x), self.sizes, dim=-1)))
+        product = self._products.pop(index)
+        if not self._products:
+            self._states = None
         return product
 
     def __deepcopy__(self, memo: Any) -> FusedWeight:
@@ -180,7 +184,8 @@ class PackedLinear(nn.Module):
         if keep:
             # not by name: `__getattr__` has one already; before the bias, as in linear layers
             self._parameters["weight"] = cast(nn.Parameter, linear.weight)
-            vars(linear.weight)["packed"] = self.packed
+            assert isinstance(packed, PackedWeight)  # nothing that is kept is fused
+            _packed[linear.weight] = packed
         self.bias = linear.bias
 
     def __getattr__(self, name: str) -> Any:
@@ -206,15 +211,14 @@ class PackedLinear(nn.Module):
 
 def operand(weight: Tensor) -> Tensor | PackedWeight:
     """The packed form of a weight, if it has one, else the weight: what decoding multiplies by."""
-    packed: Tensor | PackedWeight = getattr(weight, "packed", weight)
-    return packed
+    return _packed.get(weight, weight)
 
 
 def pack_like(other: Tensor, weight: Tensor) -> Tensor:
     """The same weight, packed as another one was, if that was."""
     packed = operand(other)
     if isinstance(packed, PackedWeight):
-        vars(weight)["packed"] = PackedWeight(weight, packed.bits)
+        _packed[weight] = PackedWeight(weight, packed.bits)
     return weight
 
 
@@ -328,3 +332,13 @@ def pack_layers(
             if child.weight.numel() >= least:
                 packed = PackedWeight(child.weight, bits, sizes.get(child))
                 setattr(parent, name, PackedLinear(child, packed, keep=child in keep))
+
+
+def pack_head(head: nn.Module, device: torch.device) -> None:
+    """Pack the large layers of a draft head, on a CPU, for drafting: in int8, of which torch has
+    kernels for most CPUs, or as oneDNN lays them out. Drafts change by rounding, output does not.
+    """
+    bits: PackedBits | None = 8 if has_int8() else None
+    dtype = next(head.parameters()).dtype
+    if device.type == "cpu" and (bits or can_pack(device, dtype)):
+        pack_layers(head, bits, keep=list(head.modules()))

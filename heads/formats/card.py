@@ -55,22 +55,10 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     tree = facts.tree
     training = dict(facts.training)
     recipe = training.pop("recipe", None)
-    source = flat(training).get("data.prompts.source")
     lora = facts.target.lora
     bases = [name.partition("@")[0] for name in (target, lora) if name]
     on_hub = bool(target) and all(map(is_hub_id, bases))
-    data = ModelCardData(
-        library_name="draftheads",
-        pipeline_tag="text-generation",
-        base_model=(bases if lora else target) if on_hub else None,
-        base_model_relation="adapter" if on_hub else None,
-        datasets=[str(source)] if is_hub_id(source) else None,
-        tags=["speculative-decoding", "draft-head", kind],
-    )
-    if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
-        engines = [engine for engine in ENGINES if engine != "mlx"]
-    else:
-        engines = ["vllm" if to == "speculators" else to]  # whose layout it reads, too
+    data = _card_data(kind, (bases if lora else target) if on_hub else None, flat(training))
     layer = config.get("mtp_layer")  # engines load it from its target's folder: `convert --to mtp`
     return ENVIRONMENT.from_string(TEMPLATE.read_text()).render(
         card_data=data.to_yaml(),
@@ -85,7 +73,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         quantised=facts.target.quantisation,
         adapter=markdown_table(("", ""), flat(facts.adapter or {}).items()),
         install=install_command(),
-        engines=[_engine(each, config, to) for each in engines if kind in WRITERS[each]],
+        engines=[_engine(each, config, to) for each in _engines(to) if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
         method=_method(config),
@@ -93,6 +81,21 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         tree=tree,
         training=markdown_table(("", ""), flat(training).items()),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
+    )
+
+
+def _card_data(kind: str, base: Any, training: dict[str, Any]) -> ModelCardData:
+    """What the Hub reads of a card. base: the target, and its LoRA if it has one, on the Hub; None:
+    they are not there.
+    """
+    source = training.get("data.prompts.source")
+    return ModelCardData(
+        library_name="draftheads",
+        pipeline_tag="text-generation",
+        base_model=base,
+        base_model_relation="adapter" if base else None,
+        datasets=[str(source)] if is_hub_id(source) else None,
+        tags=["speculative-decoding", "draft-head", kind],
     )
 
 
@@ -105,6 +108,13 @@ def merge_sections(edited: str, old: str, new: str) -> str:
     return "".join(
         sections.get(each.partition("\n")[0], "") if each in before else each for each in now
     )
+
+
+def _engines(to: str) -> list[str]:
+    """The engines that a card tells about."""
+    if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
+        return [engine for engine in ENGINES if engine != "mlx"]
+    return ["vllm" if to == "speculators" else to]  # whose layout it reads, too
 
 
 def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:

@@ -81,14 +81,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _faults(config: dict[str, Any], place: str = "") -> Iterator[str]:
+def _faults(config: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in config.items():
         if key in TYPES:
             try:
                 TYPES[key].validate_python(value, strict=True)
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
-                where = ".".join([place + key, *map(str, first["loc"])])
+                where = ".".join([prefix + key, *map(str, first["loc"])])
                 yield f"{where}: {expected(first['msg'])}, got {first['input']!r:.60}"
         if isinstance(value, dict) and key != "training":  # a recipe, which has keys of its own
-            yield from _faults(value, f"{place}{key}.")
+            yield from _faults(value, f"{prefix}{key}.")

@@ -83,7 +83,8 @@ class HeadFacts:
         tree = tree_from_json(self.json.get("tree"))
         order = tree_from_json(self.json.get("tree_order") or [])
         if isinstance(tree, StaticTree) and isinstance(order, StaticTree):
-            return tree.ordered(order)
+            more = (path for path in order.paths if path not in tree.paths)
+            return StaticTree(tree.paths, tuple(more))
         return tree
 
     @property

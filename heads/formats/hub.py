@@ -25,8 +25,8 @@ from draftheads.heads.formats.card import merge_sections, render_card, write_rem
 from draftheads.heads.formats.config import read_config as read_config
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.stored import (
+    CANDIDATES,
     INDEXES,
-    PLACES,
     WEIGHT_FILES,
     Stored,
     named,
@@ -282,8 +282,8 @@ def open_head(source: str | Path, *, revision: str | None = None) -> HeadFolder:
         return HeadFolder(path, read_config(path), str(source))
     repo_id, _, at = str(source).partition("@")
     revision = revision or at or None
-    path = download("head", repo_id, revision, [CONFIG, *PLACES, CARD, *ADAPTER_FILES])
-    weights = next((name for name in PLACES if (path / name).is_file()), None)
+    path = download("head", repo_id, revision, [CONFIG, *CANDIDATES, CARD, *ADAPTER_FILES])
+    weights = next((name for name in CANDIDATES if (path / name).is_file()), None)
     if weights in INDEXES:  # of a sharded checkpoint with its target, only those with heads
         download("head", repo_id, revision, shards(path / weights))
     return HeadFolder(path, read_config(path), repo_id, revision)

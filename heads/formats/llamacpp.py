@@ -122,10 +122,10 @@ def _different_tokens(about: TargetFacts, tokens: list[str]) -> tuple[list[str],
     """The first tokens of the recorded target, and those of a file in their place, that differ;
     none if nearly all are equal or the target's tokenizer is not on this machine.
     """
-    place, file = location(str(about.name), offline=True)
+    source, file = location(str(about.name), offline=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=about.revision, trust_remote_code=False, **file
+            source, revision=about.revision, trust_remote_code=False, **file
         )
     except (OSError, ValueError, KeyError):  # not here, or of a kind that needs other packages
         return [], []

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from draftheads.heads.files import CONFIG, read_json, staged, write_json
-from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, in_model, places_of, shape_in
+from draftheads.heads.mtp.checkpoint import BLOCK, NoLayer, aliases_in, in_model, shape_in
 from draftheads.heads.mtp.families import FAMILIES, Family, family_of
 from draftheads.heads.mtp.head import MtpHead
 from draftheads.heads.target.model import Target
@@ -37,15 +37,15 @@ def write_target(head: MtpHead, target: Target, out: Path) -> None:
     if not source.is_dir():
         source = Path(snapshot_download(str(target.name), revision=target.revision))
     files = tensor_files(str(source), None)
-    family, places = _family(files, target)
+    family, aliases = _family(files, target)
     model, prefix, inner, stored = in_model(head, head.layer_tensors())
     for name, tensor in revert_weight_conversion(model, inner).items():  # each expert alone, say
         stored[BLOCK + name.removeprefix(f"{prefix}.")] = tensor
-    _check(head, target, places, stored)
+    _check(head, target, aliases, stored)
     last = max(files.values())
     by_file: dict[str, dict[str, Tensor]] = {}
     for name, tensor in stored.items():
-        theirs = places.get(name) or family.theirs(name, target.layers)
+        theirs = aliases.get(name) or family.theirs(name, target.layers)
         file = files.setdefault(theirs, last)
         by_file.setdefault(file, {})[theirs] = tensor.cpu().contiguous()
     with staged(out) as folder:
@@ -68,7 +68,7 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
     type. Raises ValueError for another type.
     """
     try:
-        return places_of(files, target)
+        return aliases_in(files, target)
     except NoLayer as error:
         kind = target.config.model_type
         family = family_of(kind)
@@ -83,12 +83,12 @@ def _family(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str
 
 
 def _check(
-    head: MtpHead, target: Target, places: dict[str, str], stored: dict[str, Tensor]
+    head: MtpHead, target: Target, aliases: dict[str, str], stored: dict[str, Tensor]
 ) -> None:
     """Raise ValueError unless engines read a layer of this head's shape in this place, which
     replaces all but the copies of the target's own.
     """
-    wanted = shape_in(target, places or head.layer_tensors())
+    wanted = shape_in(target, aliases or head.layer_tensors())
     its = wanted.design
     mine = head.design
     faults = []
@@ -99,7 +99,7 @@ def _check(
         if expected != got:
             faults.append(f"{what}: expected {expected}, got {got}")
     faults += differences(wanted.layer_tensors(), head.layer_tensors())
-    old = {name for name in places if not name.startswith(("lm_head.", "embed_tokens."))}
+    old = {name for name in aliases if not name.startswith(("lm_head.", "embed_tokens."))}
     faults += [f"{name}: in the checkpoint alone" for name in sorted(old - stored.keys())]
     if faults:
         raise ValueError(

@@ -30,7 +30,7 @@ WEIGHT_FILES = (
 )
 """Possible names of the file with the tensors; the first is our own."""
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-PLACES = (*WEIGHT_FILES, *INDEXES)
+CANDIDATES = (*WEIGHT_FILES, *INDEXES)
 INSIDE = "medusa_head."
 """Prefix of heads in one checkpoint with their target (Medusa v1.0)."""
 
@@ -81,7 +81,7 @@ def read_files(folder: Path, config: dict[str, Any]) -> Stored:
 
     Raises FileNotFoundError for missing weights, ValueError for unreadable ones.
     """
-    name = next((place for place in PLACES if (folder / place).is_file()), None)
+    name = next((name for name in CANDIDATES if (folder / name).is_file()), None)
     if name is None:
         raise FileNotFoundError(f"{folder}: expected one of {', '.join(WEIGHT_FILES)}, found none")
     tensors: dict[str, Tensor] = {}
@@ -95,13 +95,13 @@ def shards(index: Path) -> list[str]:
     """Names of the files in a checkpoint's index that contain a head. Raises ValueError for an
     index without files, or with files in other folders.
     """
-    places = read_json(index).get("weight_map")
-    if not places or not isinstance(places, dict):
+    weight_map = read_json(index).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict):
         raise ValueError(
-            f"{index}: expected a weight_map of tensors to files, got {places!r:.60}; get the head "
-            "again"
+            f"{index}: expected a weight_map of tensors to files, got {weight_map!r:.60}; get the "
+            "head again"
         )
-    files = {places[name] for name in _head_names(places)}
+    files = {weight_map[name] for name in _head_names(weight_map)}
     for file in files:
         if not isinstance(file, str) or not re.fullmatch(r"\w[\w.-]*", file):
             raise ValueError(

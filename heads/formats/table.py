@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from draftheads.heads.formats import block, eagle, medusa
 from draftheads.heads.formats.stored import Stored
@@ -208,6 +209,13 @@ def destinations() -> tuple[str, ...]:
 
 def loss(to: str, stored: Stored) -> str | None:
     """The traits of a head of ours that a destination does not support; None if it supports all."""
+    has = traits(stored)
+    unsupported = UNSUPPORTED.get((to, stored.facts.kind), [])
+    return ", ".join(name for name in unsupported if has[name]) or None
+
+
+def traits(stored: Stored) -> dict[str, Any]:
+    """Which of the traits in UNSUPPORTED a head of ours has."""
     config = block.flat(stored.config)
     bias = stored.tensors.get("fc.bias")
     features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
@@ -217,7 +225,7 @@ def loss(to: str, stored: Stored) -> str | None:
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
     own_lm_head = config.get("has_own_lm_head")
     has_rnn = config.get("markov_head_type") == "rnn"
-    traits = {
+    return {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
         "sliding_window": config.get("sliding_window") is not None,
         "norm_before_residual": config.get("norm_before_residual"),
@@ -245,8 +253,6 @@ def loss(to: str, stored: Stored) -> str | None:
         "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
         "embeddings of its own": config.get("has_embed_tokens"),
     }
-    unsupported = UNSUPPORTED.get((to, kind), [])
-    return ", ".join(name for name in unsupported if traits[name]) or None
 
 
 def translated(stored: Stored, target: Target | None) -> Stored:

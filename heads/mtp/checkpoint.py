@@ -43,12 +43,12 @@ def native_head(target: Target, tokens: int | None = None) -> MtpHead:
     or with one that is quantised or has an lm_head or embeddings of its own.
     """
     files = tensor_files(str(target.name), target.revision)
-    _, places = places_of(files, target)
-    tensors = stored_tensors(str(target.name), target.revision, files, places)
+    _, aliases = aliases_in(files, target)
+    tensors = stored_tensors(str(target.name), target.revision, files, aliases)
     check_finite(str(target.name), tensors.items())
     shared = {
         "embed_tokens.weight": target.model.get_input_embeddings().weight,
-        "lm_head.weight": target.lm_head_weight(),
+        "lm_head.weight": target.model.get_output_embeddings().weight,
     }
     for name in shared.keys() & tensors.keys():  # copies of the target's own tensors
         theirs, own = tensors.pop(name), shared[name]
@@ -74,8 +74,8 @@ def native_shape(target: Target) -> MtpHead:
     shapes show.
     """
     files = tensor_files(str(target.name), target.revision)
-    _, places = places_of(files, target)
-    return shape_in(target, places)
+    _, aliases = aliases_in(files, target)
+    return shape_in(target, aliases)
 
 
 def shape_in(target: Target, names: Iterable[str]) -> MtpHead:
@@ -84,7 +84,7 @@ def shape_in(target: Target, names: Iterable[str]) -> MtpHead:
         return _empty(target, names)
 
 
-def places_of(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
+def aliases_in(files: Iterable[str], target: Target) -> tuple[Family, dict[str, str]]:
     """The family of a checkpoint, and its name for each of our tensors. Raises `NoLayer` where
     there is no MTP layer, ValueError for several.
     """

@@ -44,12 +44,7 @@ INSTEAD = "use a head of another kind, such as eagle3"
 
 
 def _forward(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """The attention of a layer, as transformers calls it; returns (B, Q, H, W)."""
     others = [name for name in UNSUPPORTED if options.get(name) is not None]

@@ -6,7 +6,7 @@ Legend: B batch, T tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.hybrid.states import KNOWN, cache_argument
+from draftheads.heads.hybrid.states import KNOWN, cache_argument, is_mixer
+from draftheads.heads.target.pretrained import ADVICE, describe
 
 
 class LongRope:
@@ -46,7 +47,32 @@ class LongRope:
                 f"{type(model).__name__}: expected LongRoPE in its config and in its modules, got "
                 f"the limit {self.limit} and {len(self._ropes)} modules; use {KNOWN}"
             )
+        if self.limit and any(map(is_mixer, model.modules())):
+            raise ValueError(
+                f"{describe(model)} has recurrent layers and RoPE that depends on the length of a "
+                f"text, so that their states would be computed again; {ADVICE}"
+            )
         self.crossing = self.limit if self.limit and _drops_its_cache(model, self.limit) else 0
+
+    def step_end(self, length: int, tokens: int) -> int:
+        """How many of these new tokens a text of `length` tokens takes in one step, which ends
+        where the text is computed again.
+        """
+        if length > self.crossing:
+            return tokens
+        return min(tokens, self.crossing + 1 - length)
+
+    def recompute(self, target: Any, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
+        """Compute rows of `cache` again where `generate` does: when a text has just crossed the
+        limit. target: a `Target`, whose module imports this one. texts: row -> its tokens, the
+        newest (not yet in `cache`) included.
+        """
+        for row, text in texts.items():
+            if len(text) - 1 == self.crossing:
+                alone = target.new_cache(1, len(text))
+                target.prefill([text], alone, ())
+                alone.rewind(len(text) - 1)
+                cache.join(alone, [row])
 
     @contextmanager
     def factors(self, lengths_BT: Tensor) -> Iterator[None]:

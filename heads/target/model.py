@@ -7,8 +7,7 @@ a text.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -25,25 +23,22 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu.attention import use_grouped_attention
 from draftheads.heads.cpu.linear import PackedBits
-from draftheads.heads.hybrid.states import Mixing, States, cache_argument, install
+from draftheads.heads.hybrid.states import Mixing, States, install
 from draftheads.heads.target.adapter import Adapter
 from draftheads.heads.target.load import can_pack_model, load, pack_model
 from draftheads.heads.target.longrope import LongRope
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.masks import Masks
-from draftheads.heads.target.packing import Packing, TrainingPass, is_sharded
+from draftheads.heads.target.packing import Packing, packed_states
 from draftheads.heads.target.placement import LoadOptions, end_ids, quantisation
 from draftheads.heads.target.pretrained import (
-    ADVICE,
-    chosen_states,
-    describe,
+    ModelCall,
     fingerprint,
     is_skeleton,
     logits_fault,
     plain_model,
     refuse_unsupported,
     release,
-    states_argument,
     usable_context,
 )
 from draftheads.heads.target.trial import Ways, working_ways
@@ -99,6 +94,7 @@ class Target:
         self.is_skeleton = is_skeleton(model)
         if not self.is_skeleton:
             refuse_unsupported(model)
+        # recurrent layers, which hand their states to our caches from now on
         self._mixers = [] if self.is_skeleton else install(model)
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -114,16 +110,11 @@ class Target:
         self.context = usable_context(model)
         self.eos_ids = end_ids(model.generation_config.eos_token_id, self.name)
         self.template_args = {}
-        self._cache_name = cache_argument(type(model))
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._masks = Masks(model)
-        self._longrope = LongRope(model)
-        if self.is_hybrid and self.has_long_rope:
-            raise ValueError(
-                f"{describe(model)} has recurrent layers and RoPE that depends on the length of a "
-                f"text, so that their states would be computed again; {ADVICE}"
-            )
+        self.call = ModelCall(model)
+        self.masks = Masks(model)
+        self.longrope = LongRope(model)
         self.ways = Ways(packing="alone" if self._mixers else "resets")
+        # a few tokens are decoded: are states in a tree those of the same texts without one?
         if not (self.is_skeleton or model.get_input_embeddings().weight.is_meta):
             self.ways = working_ways(self)
 
@@ -198,19 +189,18 @@ class Target:
         for start in range(0, max(lengths), chunk):
             chunk_BN = tokens_BT[:, start : start + chunk]
             width = chunk_BN.shape[1]
-            ends = {
-                row: n - 1 - start for row, n in enumerate(lengths) if start < n <= start + width
-            }
-            keep = sorted(set(ends.values())) or [0]
+            # logits are computed where a row ends; nobody reads those of a chunk without an end
+            ends = {row: n - 1 - start for row, n in enumerate(lengths) if 0 < n - start <= width}
+            columns = sorted(set(ends.values())) or [0]
             depths_1N = torch.arange(width, device=self.device)[None]
             counts = [max(0, min(n - start, width)) for n in lengths]
             if cache.states is not None:
                 cache.states.read(counts)
-            with self._longrope.factors(lengths_B1):
-                out = self._decode(chunk_BN, None, depths_1N, cache, layers, keep=keep)
+            with self.longrope.factors(lengths_B1):
+                out = self._decode(chunk_BN, None, depths_1N, cache, layers, columns)
             cache.advance(counts)
-            for row, end in ends.items():
-                logits[row] = out.logits_BNV[row, keep.index(end)]
+            for row, column in ends.items():
+                logits[row] = out.logits_BNV[row, columns.index(column)]
             if len(logits) == len(prompts):
                 logits_BV = torch.stack([logits[row] for row in range(len(prompts))])
                 out = Decoded(logits_BV[:, None], out.features_BND)
@@ -223,7 +213,7 @@ class Target:
         ancestors_BNN = tree.topology.ancestors_BNN if tree.tokens_BN.shape[1] > 1 else None
         if cache.states is not None:
             cache.states.branch(tree.topology)
-        with self._longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
+        with self.longrope.factors(cache.table.lengths_B[:, None] + tree.topology.levels_BN):
             return self._decode(
                 tree.tokens_BN, ancestors_BNN, tree.topology.depths_BN, cache, layers
             )
@@ -235,11 +225,10 @@ class Target:
         depths_BN: Tensor,
         cache: SlotCache,
         layers: Sequence[int],
-        *,
-        keep: list[int] | None = None,
+        columns: list[int] | None = None,
     ) -> Decoded:
-        """One forward pass. ancestors_BNN: None for a chain. keep: nodes to return logits for;
-        None: all.
+        """One forward pass. ancestors_BNN: None for a chain. columns: the nodes whose logits are
+        returned; None: all.
         """
         self._check_layers()
         table = cache.table
@@ -252,31 +241,13 @@ class Target:
                 ancestors_BNN = torch.ones(1, nodes, nodes, device=self.device).tril_() > 0
             visible_BNS = table.visible(ancestors_BNN)
             key_positions_BS = table.positions(depths_BN)
-            mask = self._masks(visible_BNS, positions_BN, key_positions_BS)
-        if table.fixed_S is not None or table.span > self.context:  # by nodes that are not kept
+            mask = self.masks(visible_BNS, positions_BN, key_positions_BS)
+        if table.fixed_S is not None or table.span > self.context:
+            # a text ends at the context, but its last trees may reach beyond; models look positions
+            # up, and nothing of these nodes is kept
             positions_BN = positions_BN.clamp(max=self.context - 1)
-        arguments: dict[str, Any] = {}
-        if layers:
-            arguments["output_hidden_states"] = states_argument(layers)
-        if keep is not None and self._keeps_logits:
-            arguments["logits_to_keep"] = torch.tensor(keep)  # the last layer may be anywhere
-            keep = None
-        out = self.forward(tokens_BN, mask, positions_BN, cache, **arguments)
-        logits_BNV = out.logits if keep is None else out.logits[:, keep]
-        features = chosen_states(out, layers, self.device) if layers else None
-        return Decoded(logits_BNV.to(self.device), features)
-
-    def forward(
-        self, tokens_BN: Tensor, mask: Any, positions_BN: Tensor, cache: SlotCache, **options: Any
-    ) -> Any:
-        """The model's own output for tokens whose keys and values go into `cache`."""
-        return self.model(
-            tokens_BN,
-            attention_mask=mask,
-            position_ids=positions_BN,
-            use_cache=True,
-            **{self._cache_name: cache},
-            **options,
+        return Decoded(
+            *self.call(tokens_BN, mask, positions_BN, cache, layers=layers, columns=columns)
         )
 
     @torch.no_grad()
@@ -293,34 +264,7 @@ class Target:
         apart; default: as a trial found.
         """
         self._check_layers()
-        packing = packing or self.ways.packing
-        if packing == "alone" and batch.reach_BT is not None:
-            return self._states_by_document(batch, layers)
-        return TrainingPass(self.model, self._masks, self._longrope, packing).states(batch, layers)
-
-    def _states_by_document(self, batch: Batch, layers: Sequence[int]) -> Tensor:
-        """`states` without gradients: a document goes on from the cache of what it begins with."""
-        host = batch.host or batch
-        shape = (*batch.tokens_BT.shape, len(layers) * self.hidden_size)
-        states_BTD = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        visible_BTT = host.visible()
-        for row, documents_T in enumerate(host.documents_BT):
-            cache = self.new_cache(1, len(documents_T))
-            positions_T = F.pad(host.positions_BT[row], (0, 1))
-            for number in range(int(documents_T.max()) + 1):
-                own_P = (documents_T == number).nonzero()[:, 0]
-                path_P = visible_BTT[row, own_P[-1]].nonzero()[:, 0]
-                start = cache.rewind(int(positions_T[own_P[0]]))
-                # the next document may go on from a place within this one
-                for stop in (int(positions_T[own_P[-1] + 1]), len(path_P)):
-                    if start < stop:
-                        places_P = path_P[start:stop]
-                        tokens = host.tokens_BT[row, places_P].tolist()
-                        out = self.prefill([tokens], cache, layers)
-                        assert out.features_BND is not None
-                        states_BTD[row, places_P] = out.features_BND[0]
-                        start = stop
-        return states_BTD.take_along_dim(batch.before()[:, :, None], 1)
+        return packed_states(self, batch, layers, packing or self.ways.packing)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings of token ids, shape (..., hidden)."""
@@ -347,11 +291,7 @@ class Target:
                 f"{self.name}: its lm_head has a bias, which shared heads leave out; "
                 "use heads with their own lm_head and hard labels"
             )
-        return self.lm_head_weight()
-
-    def lm_head_weight(self) -> Tensor:
-        """The same (V, hidden), unchecked, for heads that cap the logits by themselves."""
-        weight: Tensor = self.model.get_output_embeddings().weight
+        weight: Tensor = lm_head.weight
         return weight if weight.device == self.device else self._lm_head_copy
 
     def _checked_lm_head(self) -> Any:
@@ -408,35 +348,9 @@ class Target:
         return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
 
     @property
-    def shares_prefixes(self) -> bool:
-        """Whether packed documents may share prefixes: with LongRoPE, states depend on the length
-        of a text. Documents that run alone are read from a cache, without gradients, in as many
-        passes as they need.
-        """
-        is_alone = self.ways.packing == "alone"
-        is_bound = self.adapter or is_sharded(self.model) or self.ways.mixing == "tokens"
-        return not (self.has_long_rope or (is_alone and is_bound))
-
-    @property
     def has_long_rope(self) -> bool:
         """Whether RoPE factors depend on the length of a text (LongRoPE)."""
-        return bool(self._longrope.limit)
-
-    def room(self, length: int) -> int:
-        """The number of tokens that a text of `length` tokens may grow by before `recompute`."""
-        crossing = self._longrope.crossing
-        return crossing + 1 - length if crossing and length <= crossing else self.context
-
-    def recompute(self, texts: Mapping[int, Sequence[int]], cache: SlotCache) -> None:
-        """Compute rows of `cache` again where `generate` does: with LongRoPE, when a text has just
-        crossed the limit. texts: row -> its tokens, the newest (not yet in `cache`) included.
-        """
-        for row, text in texts.items():
-            if len(text) - 1 == self._longrope.crossing:
-                alone = self.new_cache(1, len(text))
-                self.prefill([text], alone, ())
-                alone.rewind(len(text) - 1)
-                cache.join(alone, [row])
+        return bool(self.longrope.limit)
 
     def adapt(self, **choices: Any) -> Adapter:
         """Add a new adapter, which changes nothing until it is trained; choices: arguments of

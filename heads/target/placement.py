@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from datetime import timedelta
@@ -146,15 +146,7 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
         dtype = "float32"
     read: Callable[..., PreTrainedModel] = _read
     if how.lora is not None:
-        # a fingerprint says nothing of a GGUF file's matrices
-        method = "gguf" if is_gguf(path) else bits or quantised_by(read_config(path, revision))
-        if placement != "whole" or method:
-            raise ValueError(
-                f"adapter {how.lora.name}: expected matrices in one place and not quantised, to "
-                f"merge it into, got {path} with placement {placement}, quantisation {method}; "
-                "merge it with PEFT (merge_and_unload), save the result, and pass that as the "
-                "target"
-            )
+        _check_mergeable(path, how, how.lora)
         read = partial(_merged, how.lora)
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
@@ -169,7 +161,25 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
             model = read(device_map="auto" if placement == "split" else placement)
         else:
             model = read(device_map={"": device}) if bits else read().to(device)
-    lm_head = model.get_output_embeddings().weight  # heads read it directly, without any hook
+    _check_lm_head(path, model)
+    return model, None
+
+
+def _check_mergeable(path: str, how: Loading, lora: Lora) -> None:
+    """Raise ValueError for matrices that a LoRA cannot be merged into."""
+    # a fingerprint says nothing of a GGUF file's matrices
+    method = "gguf" if is_gguf(path) else how.bits or quantised_by(read_config(path, how.revision))
+    if how.placement != "whole" or method:
+        raise ValueError(
+            f"adapter {lora.name}: expected matrices in one place and not quantised, to merge it "
+            f"into, got {path} with placement {how.placement}, quantisation {method}; merge it "
+            "with PEFT (merge_and_unload), save the result, and pass that as the target"
+        )
+
+
+def _check_lm_head(path: str, model: PreTrainedModel) -> None:
+    """Raise ValueError for an lm_head or embeddings that heads, which use no hook, cannot read."""
+    lm_head = model.get_output_embeddings().weight
     if lm_head.is_meta or model.get_input_embeddings().weight.is_meta:
         raise ValueError(
             f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
@@ -180,7 +190,6 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
             f"target {path}: expected a floating-point lm_head, which heads copy, got "
             f"{lm_head.dtype}; use a checkpoint that does not quantise it"
         )
-    return model, None
 
 
 def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
@@ -295,10 +304,10 @@ def reading(path: str, revision: str | None = None) -> Iterator[None]:
 
 def read_config(path: str, revision: str | None) -> PretrainedConfig:
     """A target's config.json. An attention implementation without tree masks is not requested."""
-    place, file = location(path)
+    source, file = location(path)
     with reading(path, revision):
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            place, revision=revision, trust_remote_code=False, **file
+            source, revision=revision, trust_remote_code=False, **file
         )
         check_sizes(config.get_text_config(decoder=True))
     if config._attn_implementation not in (None, *MASKED):
@@ -321,11 +330,11 @@ def stored_file(path: str, name: str, revision: str | None, **options: Any) -> s
     """Where a checkpoint's file lies on this machine, after a download if need be; None without
     such a file.
     """
-    place, more = location(path)
+    source, more = location(path)
     if "gguf_file" in more:  # what lies beside it is not its own
         return None
     found: str | None = cached_file(
-        place,
+        source,
         name,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
@@ -338,9 +347,9 @@ def stored_file(path: str, name: str, revision: str | None, **options: Any) -> s
 def read_tokenizer(path: str, revision: str | None) -> Any:
     """The tokenizer of a folder, a GGUF file or a Hub id; errors: as of `reading`."""
     with reading(path, revision):
-        place, file = location(path)
+        source, file = location(path)
         tokenizer = AutoTokenizer.from_pretrained(
-            place, revision=revision, trust_remote_code=False, **file
+            source, revision=revision, trust_remote_code=False, **file
         )
         tokenizer("")  # what its files say is used here for the first time
         return tokenizer
@@ -370,12 +379,12 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     if generation is not None:
         vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", None)
         end_ids(generation.eos_token_id, path, vocabulary)
-    place, file = location(path)
+    source, file = location(path)
     with reading(path, revision):
-        _check_promise(config, Path(place), file.get("gguf_file", "*"))
+        _check_promise(config, Path(source), file.get("gguf_file", "*"))
         model: PreTrainedModel
         model, report = AutoModelForCausalLM.from_pretrained(
-            place,
+            source,
             config=config,
             revision=revision,
             output_loading_info=True,
@@ -387,6 +396,12 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     model.config.name_or_path = path
     if is_gguf(path):  # fingerprints and adapters leave out what was quantised
         model.config.quantization_config = {"quant_method": "gguf"}
+    _check_loaded(path, model, report)
+    return model
+
+
+def _check_loaded(path: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Raise ValueError where transformers' report says that weights do not fit the model."""
     wrong = [f"{name} {tuple(got)}" for name, got, _ in report["mismatched_keys"]]
     left_out = layer_weights(model, report["unexpected_keys"])
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -401,7 +416,6 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
                 f"target {path}: expected the weights of a {type(model).__name__}, got {fault} "
                 f"({some}); download it again, or fix its config.json"
             )
-    return model
 
 
 def _check_promise(config: PretrainedConfig, folder: Path, pattern: str) -> None:

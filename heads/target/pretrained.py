@@ -14,11 +14,11 @@ import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.utils import output_capturing
 
 from draftheads.heads.cpu.attention import IMPLEMENTATION, IN_FLOAT64
-from draftheads.heads.hybrid.states import is_mixer
+from draftheads.heads.hybrid.states import cache_argument, is_mixer
 from draftheads.heads.tree import MOST_NODES
 
 
@@ -141,6 +141,41 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 KEEPS_SOME = hasattr(output_capturing, "resolve_hidden_states_indices")
 """Whether transformers can return some hidden states alone, by their places among all."""
+
+
+class ModelCall:
+    """The forward pass of a model over tokens whose keys and values go into a cache of ours."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._cache_name = cache_argument(type(model))
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def __call__(
+        self,
+        tokens_BN: Tensor,
+        mask: Any,
+        positions_BN: Tensor,
+        cache: Cache,
+        *,
+        layers: Sequence[int] = (),
+        columns: list[int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, N, V), with `columns` those of these tokens alone, and the hidden states of
+        `layers`, (B, N, D), concatenated; None for no layers.
+        """
+        arguments: dict[str, Any] = {self._cache_name: cache}
+        if layers:
+            arguments["output_hidden_states"] = states_argument(layers)
+        if columns is not None and self._keeps_logits:
+            arguments["logits_to_keep"] = torch.tensor(columns)  # the last layer may be anywhere
+            columns = None
+        out = self._model(
+            tokens_BN, attention_mask=mask, position_ids=positions_BN, use_cache=True, **arguments
+        )
+        device = self._model.device
+        logits_BNV = out.logits if columns is None else out.logits[:, columns]
+        return logits_BNV.to(device), chosen_states(out, layers, device) if layers else None
 
 
 def states_argument(layers: Sequence[int]) -> list[int] | bool:

@@ -54,45 +54,49 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
     with torch.no_grad():
         for module in (embeddings, norm) if is_tied else (embeddings, norm, lm_head):
             wanted = [names[id(parameter)] for parameter in module.parameters()]
-            places = {name: checkpoint_name(name, files, path) for name in wanted}
-            tensors = stored_tensors(path, revision, files, places)
+            aliases = {name: checkpoint_name(name, files, path) for name in wanted}
+            tensors = stored_tensors(path, revision, files, aliases)
             module.to_empty(device=device)
             model._initialize_weights(module)  # buffers, too, which are in no checkpoint
             for name, tensor in tensors.items():
-                parameter = model.get_parameter(name)
-                if tensor.shape != parameter.shape:
-                    raise ValueError(
-                        f"target {path}: expected {places[name]} of shape "
-                        f"{tuple(parameter.shape)}, got {tuple(tensor.shape)}; download it again, "
-                        "or fix its config.json"
-                    )
-                parameter.copy_(tensor)
+                expected = f"target {path}: expected {aliases[name]}"
+                _fill(model.get_parameter(name), tensor, expected)
     if is_tied:
         lm_head.weight = embeddings.weight
     return model.to(kind)
 
 
+def _fill(parameter: Tensor, tensor: Tensor, expected: str) -> None:
+    """Copy a stored tensor. Raises ValueError for one of another shape."""
+    if tensor.shape != parameter.shape:
+        raise ValueError(
+            f"{expected} of shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}; download it "
+            "again, or fix its config.json"
+        )
+    parameter.copy_(tensor)
+
+
 def stored_tensors(
-    path: str, revision: str | None, files: Mapping[str, str], places: Mapping[str, str]
+    path: str, revision: str | None, files: Mapping[str, str], aliases: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Tensors of a checkpoint by our names. files: of `tensor_files`; places: name there of each.
+    """Tensors of a checkpoint by our names. files: of `tensor_files`; aliases: their names there.
     Raises ValueError for quantised ones, and where a file is missing.
     """
     tensors = {}
-    for file in {files[theirs] for theirs in places.values()}:
+    for file in {files[theirs] for theirs in aliases.values()}:
         with reading(path, revision):
-            place = stored_file(path, file, revision)
-        if place is None:
+            local = stored_file(path, file, revision)
+        if local is None:
             raise ValueError(f"target {path}: expected {file}, found none; download it again")
-        with reading(path, revision), safe_open(place, framework="pt") as stored:
-            for name, theirs in places.items():
+        with reading(path, revision), safe_open(local, framework="pt") as stored:
+            for name, theirs in aliases.items():
                 if files[theirs] == file:
                     tensors[name] = stored.get_tensor(theirs)
     for name, tensor in tensors.items():
-        scales = {f"{places[name]}_scale", f"{places[name]}_scale_inv"}
+        scales = {f"{aliases[name]}_scale", f"{aliases[name]}_scale_inv"}
         if not tensor.is_floating_point() or tensor.itemsize < 2 or scales & files.keys():
             raise ValueError(
-                f"target {path}: expected {places[name]} in floating point of 16 or 32 bits, got "
+                f"target {path}: expected {aliases[name]} in floating point of 16 or 32 bits, got "
                 "it quantised; use a checkpoint that does not quantise it"
             )
     return tensors

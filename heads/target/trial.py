@@ -22,6 +22,14 @@ from draftheads.heads.tree import TokenTree, Topology
 
 LENGTH = 33
 """Of a text that is decoded as one deep tree: twice as deep as n-grams make them."""
+PARENTS = [-1, 0, 0, 1, 2]
+"""The tree of the trial, by its nodes' parents:
+
+    0 --- 1 --- 3
+      `-- 2 --- 4
+"""
+PATHS = {3: [0, 1, 3], 4: [0, 2, 4]}
+"""Its leaves -> the nodes from the root to them."""
 ALONE = frozenset({"cpu"})
 """Devices that compute what a mask hides: most of the attention in a row of many documents."""
 
@@ -60,37 +68,37 @@ def working_ways(target: Any) -> Ways:
 
 
 def _trial(target: Any, mixing: Mixing) -> Ways | str:
-    """Decode a tree after two prompts of different lengths. Returns the ways that work, or the
+    """Decode the tree after two prompts of different lengths. Returns the ways that work, or the
     fault. Nothing is random.
     """
     ids = torch.linspace(target.vocab_size // 4, 3 * target.vocab_size // 4, 12).long().tolist()
-    prompts, drafts, paths = [ids[:4], ids[4:7]], ids[7:], ([0, 1, 3], [0, 2, 4])
+    prompts = [ids[:4], ids[4:7]]
+    drafts = ids[7:]
     cache = target.new_cache(2, 16, mixing)
     for _ in target.prefill_chunks(prompts, cache, [-1], chunk=2 if target.is_hybrid else None):
         pass
-    nodes_BND = _node_states(target, cache, [drafts, drafts], [-1, 0, 0, 1, 2])
-    # the same four paths as rows of plain text, padded to 7 tokens
-    texts = [prompt + [drafts[node] for node in path] for prompt in prompts for path in paths]
-    plain_BTD = _plain_states(target, [text + ids[: 7 - len(text)] for text in texts])
-    if plain_BTD.ndim != 3 or plain_BTD.shape[2] != target.hidden_size:
-        shape = tuple(plain_BTD.shape)
-        return f"its last states are {shape}, expected texts x tokens x {target.hidden_size}"
-    if not plain_BTD.isfinite().all():
-        return f"its states are not finite in {target.dtype}"
-    if _differ(target, plain_BTD[1, :5], plain_BTD[0, :5]):
+    nodes_BND = _node_states(target, cache, [drafts, drafts], PARENTS)
+    # the same paths as plain text; "long" and "short" say after which prompt
+    texts = [prompt + [drafts[n] for n in path] for prompt in prompts for path in PATHS.values()]
+    plain_BTD = _plain_states(target, [text + ids[: len(texts[0]) - len(text)] for text in texts])
+    if fault := _fault_of_states(target, plain_BTD):
+        return fault
+    plain = [states_TD[: len(text)] for text, states_TD in zip(texts, plain_BTD, strict=True)]
+    long_3, long_4, short_3, _ = plain
+    if _differ(target, long_4[:-2], long_3[:-2]):  # they share the prompt and the root
         return "it is not causal: later tokens change earlier states"
-    ends = [len(text) - 1 for text in texts]
-    if _differ(target, nodes_BND[:, 3:].flatten(0, 1), plain_BTD[range(4), ends]):
+    leaves_LD = nodes_BND[:, [*PATHS]].flatten(0, 1)
+    if _differ(target, leaves_LD, torch.stack([states_LD[-1] for states_LD in plain])):
         return "nodes do not see their own path, or not at its positions"
 
-    # of the first path, what is kept: the state after it is that of its text, too
-    cache.keep(torch.tensor([[0, 1]] * 2, device=target.device), [2, 2])
+    # keep the path to leaf 3, which then follows as the only node
+    cache.keep(torch.tensor([PATHS[3][:-1]] * 2, device=target.device), [2, 2])
     leaf_B1D = _node_states(target, cache, [drafts[3:4]] * 2, [-1])
-    if _differ(target, leaf_B1D[:, 0], plain_BTD[[0, 2], [ends[0], ends[2]]]):
+    if _differ(target, leaf_B1D[:, 0], torch.stack([long_3[-1], short_3[-1]])):
         return "kept nodes do not continue their own path"
     if target.is_hybrid and mixing == "tree" and _differ(target, *_deep(target, ids)):
         return "deep nodes do not see their own path"
-    packing = _packing(target, texts, plain_BTD[2, :5])
+    packing = _packing(target, texts, short_3[:-1])
     return Ways(mixing, packing) if packing else "packed documents see each other in training"
 
 
@@ -110,6 +118,15 @@ def _plain_states(target: Any, texts: list[list[int]]) -> Tensor:
     out = target.model(tokens_BT, use_cache=False, output_hidden_states=states_argument([-1]))
     states_BTD: Tensor = out.hidden_states[-1]
     return states_BTD.to(target.device)
+
+
+def _fault_of_states(target: Any, plain_BTD: Tensor) -> str | None:
+    if plain_BTD.ndim != 3 or plain_BTD.shape[2] != target.hidden_size:
+        shape = tuple(plain_BTD.shape)
+        return f"its last states are {shape}, expected texts x tokens x {target.hidden_size}"
+    if not plain_BTD.isfinite().all():
+        return f"its states are not finite in {target.dtype}"
+    return None
 
 
 def _deep(target: Any, ids: list[int]) -> tuple[Tensor, Tensor]:

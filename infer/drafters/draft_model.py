@@ -143,6 +143,5 @@ class ModelDrafter:
         table.reserve(queries, after=nodes - queries)
         positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
         mask = self.masks(table.visible(seen_BQP), positions_BQ, table.positions(depths_1P))
-        out = self.model.forward(tokens_BQ, mask, positions_BQ, self.slots)
-        logits_BQV: Tensor = out.logits[:, :, : self.vocabulary].float()
-        return logits_BQV
+        logits_BQV, _ = self.model.call(tokens_BQ, mask, positions_BQ, self.slots)
+        return logits_BQV[:, :, : self.vocabulary].float()

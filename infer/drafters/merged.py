@@ -58,7 +58,10 @@ class Merged(DrafterSource):
     def drafter(self, target: Target, tree: Tree | None = None) -> MergedDrafter:
         """A new drafter, for one generation. Of `tree`, only the number of nodes counts."""
         nodes = (tree or self.tree).draft_nodes
-        drafters = [part.drafter(target, part.tree.head(nodes)) for part in self.parts]
+        drafters = []
+        for part in self.parts:
+            own = min(nodes, part.tree.draft_nodes)
+            drafters.append(part.drafter(target, part.tree.resized(own)))
         return MergedDrafter(drafters, nodes)
 
 

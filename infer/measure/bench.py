@@ -210,8 +210,9 @@ def _trees(
     """The trees to try with these drafts, by the names of their candidates."""
     if tree or not nodes:
         return {name: tree or drafts.tree}
-    sizes = sorted({min(size, drafts.tree.largest) for size in nodes})
-    return {f"{name}@{size}": drafts.tree.resized(size) for size in sizes}
+    resized = [drafts.tree.resized(size) for size in nodes]
+    trees = {each.draft_nodes: each for each in resized}
+    return {f"{name}@{size}": trees[size] for size in sorted(trees)}
 
 
 def summarize(

@@ -23,6 +23,7 @@ from turns import conversation, rows_of
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.packing import shares_prefixes
 from draftheads.train.batches import Documents
 from draftheads.train.metrics import read_metrics
 
@@ -48,7 +49,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(kind, name, rows):
         batch = written_by(target, some_prompts(5, 5), 12)
         if rows == "branches":
             batch = rows_of(Documents.read(conversation(5, 1)), 64).batch([0])
-            assert batch.reach_BT is not None and target.shares_prefixes
+            assert batch.reach_BT is not None and shares_prefixes(target)
         batch = batch.to(device)
         loss = head(batch, target.features(batch, head.training_layers), target).loss
         loss.backward()

@@ -127,7 +127,7 @@ def test_long_rope_of_a_model_that_loses_its_cache_is_refused_in_one_line():
 
 
 def test_a_long_rope_target_knows_that_generate_drops_its_cache():
-    assert Target(long_model())._longrope.crossing == 8
+    assert Target(long_model()).longrope.crossing == 8
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3.5"])

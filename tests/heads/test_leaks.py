@@ -127,7 +127,7 @@ def test_features_of_packed_documents_are_those_of_each_alone(name):
 @pytest.mark.parametrize("name", sorted({**CONFIGS, **UNEVEN}.keys() - MASKLESS.keys()))
 def test_where_position_resets_are_enough_training_makes_no_mask(name, monkeypatch):
     target, masks = tiny_target(name), []
-    monkeypatch.setattr(target._masks, "packed", lambda batch: masks.append(batch))
+    monkeypatch.setattr(target.masks, "packed", lambda batch: masks.append(batch))
     target.features(packed(*some_prompts(4, 3)), [-1])
     assert not masks
 
@@ -169,7 +169,7 @@ def said_behind_a_prefix(request):
 
     def log(tokens_BT, hidden_BTH):
         batch, said = replace(BATCH, tokens_BT=tokens_BT), {}
-        for step, (roots_M, hidden_MD, _) in enumerate(head.states(batch, hidden_BTH, target)):
+        for step, (roots_M, hidden_MD, _) in enumerate(head.predictions(batch, hidden_BTH, target)):
             places = zip(roots_M.tolist(), hidden_MD, strict=True)
             said |= {(root, step): row for root, row in places}
         assert sorted(said) == JUDGED

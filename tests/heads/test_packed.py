@@ -19,7 +19,6 @@ from tiny_targets import UNEVEN, generated, is_packed, random_model, some_prompt
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from draftheads.heads import base
 from draftheads.heads.cpu import attention as grouped_attention
 from draftheads.heads.cpu import linear as cpu_linear
 from draftheads.heads.cpu.attention import IMPLEMENTATION, attend
@@ -198,7 +197,7 @@ def test_packed_heads_draft_what_they_drafted(name, int8, all_sizes, monkeypatch
     """As oneDNN lays weights out, the same trees; in int8, about as many right tokens; the output
     is the target's either way.
     """
-    monkeypatch.setattr(base, "has_int8", lambda: int8)
+    monkeypatch.setattr(cpu_linear, "has_int8", lambda: int8)
     target, prompts = tiny_target(), some_prompts(13, 13)
     head = random_head(name, target)
     before = drafts_of(head, target, prompts, NEW, TREE)
@@ -362,7 +361,7 @@ def test_a_shared_lm_head_is_multiplied_as_the_target_packed_it():
     weight = operand(head.unembed_weights(target)[0])  # type: ignore[operator]
     assert isinstance(weight, PackedWeight) and weight.bits == 8
     states = torch.randn(3, target.hidden_size)
-    expected = project(states, target.lm_head_weight()[vocabulary])
+    expected = project(states, target.unembed_weight()[vocabulary])
     torch.testing.assert_close(project(states, weight), expected, atol=0.5, rtol=0.0)
 
 

@@ -108,7 +108,7 @@ def test_most_frequent_is_the_best_tree_for_what_was_observed():
     # counts: (0,) 7, (0,0) 5, (0,0,1) 5, (1,) 3, (1,0) 3, (0,2) 2, (0,2,0) 2
     assert shape.paths == ((0,), (0, 0), (0, 0, 1), (1,))
     assert shape.expected_tokens(ranks_MK) == pytest.approx(1 + (7 + 5 + 5 + 3) / 11)
-    assert shape.head(2).paths == ((0,), (0, 0))
+    assert shape.resized(2).paths == ((0,), (0, 0))
 
 
 @pytest.mark.parametrize(

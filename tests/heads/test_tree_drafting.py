@@ -119,7 +119,7 @@ def test_searching_less_for_a_smaller_tree_loses_nothing(nodes):
     large = DynamicTree(30, 6, 5)
     for seed in range(10):
         model = drawn_at_random(9, seed)
-        small = grow(DynamicTreeBuilder(large.head(nodes), None), model, ROOTS)
+        small = grow(DynamicTreeBuilder(large.resized(nodes), None), model, ROOTS)
         for row, root in enumerate(ROOTS):
             whole = DynamicTree(nodes, large.depth, large.top_k)
             assert paths_of(small, row) == searched(model, root, whole, range(9))

@@ -6,6 +6,7 @@ value the host must know.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from waits import Operators
 
 from draftheads.heads import training_time_test
 from draftheads.heads.batch import Batch
-from draftheads.heads.target import trial
+from draftheads.heads.target import packing, trial
 
 
 def rows(*documents: tuple[int, ...], seed: int = 0) -> Batch:
@@ -117,6 +118,8 @@ def test_a_long_row_has_the_features_of_a_short_one(name, size, device, monkeypa
 
 def test_pieces_end_with_documents():
     batch = rows((20, 31), (40,), (7, 30, 12))
-    assert batch.pieces(45) == [[0, 20, 51], [0, 40], [0, 37, 49]]
-    assert batch.pieces(1) == [[0, 20, 51], [0, 40], [0, 7, 37, 49]]
-    assert batch.pieces(100) == [[0, 51], [0, 40], [0, 49]]
+    cuts = {45: [[0, 20, 51], [0, 40], [0, 37, 49]], 1: [[0, 20, 51], [0, 40], [0, 7, 37, 49]]}
+    cuts[100] = [[0, 51], [0, 40], [0, 49]]
+    for size, expected in cuts.items():
+        spans = [(row, *span) for row, each in enumerate(expected) for span in pairwise(each)]
+        assert list(packing.spans(batch, size)) == spans

@@ -24,6 +24,7 @@ from draftheads.heads import training_time_test
 from draftheads.heads.batch import Batch
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
+from draftheads.heads.target.packing import shares_prefixes
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of as rows_of_line
@@ -152,7 +153,7 @@ def compared(target: Target, features_of: Any, rows: Rows, layers: list[int]) ->
 def test_features_are_those_of_each_document_alone(name):
     """On a device that reads rows whole, and on one that reads documents apart."""
     target = Target(hybrid_model(name)) if name in HYBRIDS else tiny_target(name)
-    assert target.shares_prefixes == (target.ways.mixing != "tokens")
+    assert shares_prefixes(target) == (target.ways.mixing != "tokens")
     layers = [0, 1, target.layers]
     ways = ["alone"] if target.is_hybrid else ["alone", "mask" if name in MASKLESS else "resets"]
     for way in ways:
@@ -195,13 +196,13 @@ def test_long_rows_are_read_in_pieces_of_whole_documents_with_their_branches(mon
 def test_rows_are_masked_one_by_one(monkeypatch):
     """Masks of all rows of a batch would be large."""
     target = tiny_target()
-    shapes, make = [], target._masks.packed
+    shapes, make = [], target.masks.packed
 
     def packed(batch: Batch) -> Any:
         shapes.append(tuple(batch.tokens_BT.shape))
         return make(batch)
 
-    monkeypatch.setattr(target._masks, "packed", packed)
+    monkeypatch.setattr(target.masks, "packed", packed)
     rows = rows_of(documents(), 64)
     target.states(rows.batch(range(len(rows))), [-1], "resets")
     assert shapes == [(1, size) for size in rows.sizes]
@@ -215,9 +216,9 @@ def test_an_adapter_learns_the_same_through_a_mask():
     with torch.no_grad():
         for parameter in adapter.parameters.values():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    assert not target.shares_prefixes, "on this device documents would be read from a cache"
+    assert not shares_prefixes(target), "on this device documents would be read from a cache"
     target.ways = replace(target.ways, packing="resets")
-    assert target.shares_prefixes
+    assert shares_prefixes(target)
     gradients = []
     for branches in (True, False):
         rows = rows_of(documents(), 200, branches)

@@ -16,13 +16,13 @@ from pydantic import Field
 from tiny_targets import some_prompts
 from torch import Tensor, nn
 
-from draftheads.heads.base import DraftHead, HeadLoss, counted
+from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import HeadChoices
 from draftheads.heads.drafting import Committed
 from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.kinds import HEADS, register
-from draftheads.heads.losses import RANKS, chunked_ranks, linear_cross_entropy
+from draftheads.heads.losses import RANKS, chunked_ranks, histogram, linear_cross_entropy
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, TokenTree, Tree, check_fits
 from draftheads.infer.measure.bench import BenchOptions, bench
@@ -74,7 +74,7 @@ class MatrixHead(DraftHead):
     def forward(self, batch: Batch, features_BTD: Tensor, target: Target) -> HeadLoss:
         (roots_M,) = batch.roots(1)
         loss, ranks_M, _ = linear_cross_entropy(*self.factors(batch, features_BTD, roots_M))
-        return HeadLoss(self.choices.scale * loss, counted(ranks_M, RANKS + 1)[None])
+        return HeadLoss(self.choices.scale * loss, histogram(ranks_M, RANKS + 1)[None])
 
     def token_ranks(self, batch: Batch, features_BTD: Tensor, target: Target) -> Tensor:
         (roots_M,) = batch.roots(1)

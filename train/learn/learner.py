@@ -128,7 +128,6 @@ class UseLearner:
             {key: value for key, value in recorded.items() if key in fields}
         )
         self.nodes = self.served.tree.draft_nodes or self.choices.nodes
-        self.served.check_labels(target)
         if self.served.needs_unembed:
             target.unembed_weight()
         self.tokens = max((point.tokens for point in versions.state.points), default=0)
