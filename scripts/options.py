@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from draftheads.heads.tree import Tree
     from draftheads.infer.accept import Acceptance
     from draftheads.infer.engine import DrafterSource
-    from draftheads.train.data.server import ServerOptions
+    from draftheads.infer.remote import ServerOptions
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -316,7 +316,7 @@ class ServerAccess:
 
     def options(self, **more: Any) -> ServerOptions:
         """How servers are asked. more: other fields of `ServerOptions`."""
-        from draftheads.train.data.server import ServerOptions
+        from draftheads.infer.remote import ServerOptions
 
         return ServerOptions(model=self.server_model, api_key_env=self.api_key_env, **more)
 

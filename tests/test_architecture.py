@@ -63,10 +63,10 @@ DOORS = {
     "heads.formats.facts",
     "heads.formats.hub",
     "train.data.answers",
-    "train.data.server",
+    "train.data.foreign",
     "train.data.shards",
 }
-"""What the core uses of its wings: head folders, the answers that it learns from, and servers."""
+"""What the core uses of its wings: head folders, and the answers that it learns from."""
 KERNEL = (
     *("heads.base", "heads.batch", "heads.target.model", "heads.cache", "heads.tree"),
     *("heads.drafting", "heads.medusa", "infer.engine", "infer.rows", "infer.accept"),
@@ -128,6 +128,8 @@ NEIGHBOURS = {
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},
 }
 """The wings that a wing imports. This list only shrinks."""
+OPEN_CIRCLE = {"infer.fixed", "infer.rows"}
+"""Rooms that still import each other. This set only shrinks."""
 MENDS = "tests/mends.txt"
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
@@ -313,6 +315,21 @@ def test_imports_form_no_circle():
         name: imports(ast.parse(path.read_text()), names) - {name} for name, path in MODULES.items()
     }
     assert circles(edges) == []
+
+
+def test_rooms_form_no_circle():
+    """A room can be read without the one that uses it. Modules of a floor are rooms of their own:
+    `train/batches` reads `train/data`, `train/features` reads both.
+    """
+
+    def room(module: str) -> str:
+        return module if part(module) in ORDER else part(module)
+
+    edges: dict[str, set[str]] = {room(name): set() for name in MODULES}
+    for name, path in MODULES.items():
+        used = map(room, imports(ast.parse(path.read_text()), set(MODULES)))
+        edges[room(name)] |= {*used} - {room(name)}
+    assert {room for pair in circles(edges) for room in pair} <= OPEN_CIRCLE
 
 
 def test_what_a_protocol_only_declares_says_so():

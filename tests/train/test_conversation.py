@@ -20,12 +20,13 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.chat.repl import History
 from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.remote import ServerOptions
 from draftheads.scripts.data import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import NOTHING, Conversation, check_tools
 from draftheads.train.data.distill import Answerer, distill
 from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
-from draftheads.train.data.server import ServedTarget, ServerOptions
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
 

@@ -28,12 +28,13 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.remote import ServerError, ServerOptions, without_secret
 from draftheads.scripts import cli
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Conversation
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions, without_secret
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
@@ -716,7 +717,7 @@ def typed(
 ) -> Callable[..., tuple[int, str]]:
     """Type `draftheads distill` for three prompts; gives exit code and error line."""
     impatient = functools.partial(ServerOptions, pause=0.01)
-    monkeypatch.setattr("draftheads.train.data.server.ServerOptions", impatient)
+    monkeypatch.setattr("draftheads.infer.remote.ServerOptions", impatient)
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(3)))
     where = ["--target", folder, "--prompts", asked, "--out", tmp_path / "o"]

@@ -38,8 +38,9 @@ from draftheads.train import loop
 from draftheads.train.advice.plan import make_plan
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer, read_answers
-from draftheads.train.features.foreign import ForeignStates, open_foreign
-from draftheads.train.features.states import StateChecks, StateLayout, file_features
+from draftheads.train.data.foreign import open_foreign
+from draftheads.train.features.foreign import ForeignStates, file_features
+from draftheads.train.features.states import StateChecks, StateLayout
 from draftheads.train.medusa import fit
 from draftheads.train.metrics import read_metrics
 

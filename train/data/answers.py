@@ -58,6 +58,7 @@ from pydantic import (
 
 from draftheads.arguments import expected
 from draftheads.heads.files import naming, sweep, write_json, write_text
+from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.shards import (
     SCHEMA,
     Array,
@@ -70,7 +71,6 @@ from draftheads.train.data.shards import (
     write_error,
 )
 from draftheads.train.data.shards import Record as Record
-from draftheads.train.features.foreign import open_foreign
 
 FORMAT = 3
 MANIFEST = "manifest.json"

@@ -53,9 +53,9 @@ from draftheads.train.data.answers import (
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, Part, check_tools
+from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.features.foreign import open_foreign
 from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:

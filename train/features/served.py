@@ -32,8 +32,7 @@ from torch import Tensor
 
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.train.batches import Rows
-from draftheads.train.data.server import (
+from draftheads.infer.remote import (
     PromptRefused,
     ServedCompletion,
     Server,
@@ -42,8 +41,9 @@ from draftheads.train.data.server import (
     ServerOptions,
     connect,
 )
+from draftheads.train.batches import Rows
+from draftheads.train.data.foreign import FAULTS
 from draftheads.train.data.shards import Array
-from draftheads.train.features.foreign import FAULTS
 from draftheads.train.features.states import StateChecks, StateFeatures, StateLayout
 from draftheads.train.recipe import FeatureChoices, Recipe
 

@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 import torch
 from accelerate import Accelerator
@@ -40,18 +39,12 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
+from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.shards import read_at
 from draftheads.train.faults import is_of_machine
-from draftheads.train.features.foreign import ForeignFolder, ForeignStates, open_foreign
+from draftheads.train.features.foreign import foreign_features
 from draftheads.train.features.served import served_features
-from draftheads.train.features.states import (
-    COMPARED,
-    StateChecks,
-    StateFeatures,
-    StateLayout,
-    check_layers,
-    file_features,
-)
+from draftheads.train.features.states import StateFeatures
 from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
 
@@ -382,33 +375,6 @@ def make_features(
         online.close()
         raise
     return stores[0], evaluated if target.adapter else stores[1]
-
-
-def foreign_features(
-    recipe: Recipe,
-    target: Target,
-    rows: Sequence[Rows],
-    layers: Sequence[int],
-    folder: ForeignFolder,
-) -> list[FeatureSource]:
-    """The sources for rows of another toolkit's data. Raises ValueError if states are missing."""
-    last = target.layers
-    captured = sorted({*(recipe.features.layers or [2, last // 2, last - 3]), last})
-    layout = StateLayout(target, captured, layers, is_normed=folder.is_normed)
-    documents = rows[0].documents
-    sizes = np.diff(documents.spans)[:, 0].tolist()
-    path = recipe.features.path or folder.path / folder.place
-    states = ForeignStates(folder, path, sizes, target.hidden_size, StateChecks(layout))
-    first = int(np.argmax(np.array(sizes) > 1))
-    start = int(documents.spans[first, 0])
-    span = start, start + min(sizes[first], COMPARED)
-    tokens = documents.tokens(*span)
-    states_PLH = states(first, 0, tokens, documents.mask(*span))
-    try:
-        check_layers(layout, states_PLH, tokens.tolist())
-    except ValueError as error:
-        raise ValueError(f"{path / folder.name(first)}: {error}") from None
-    return [file_features(layout, each, states) for each in rows]
 
 
 def write_missing(stores: Sequence[StoredFeatures], accelerator: Accelerator) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from itertools import takewhile
 from operator import eq
 from threading import Lock
@@ -24,11 +23,8 @@ from torch.nn.utils.rnn import pad_sequence
 from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import final_norm
-from draftheads.train.batches import Rows, Span
+from draftheads.train.batches import Rows
 from draftheads.train.data.shards import Array
-
-READERS = 4
-"""Threads that read the states of a batch."""
 
 BEGINNING, BEGINNINGS = 16, 64
 """Tokens of a beginning whose states are kept, and the most beginnings."""
@@ -46,17 +42,11 @@ SAME, NEAR = 0.25, 0.5
 """Relative distances that rounding may cause, also by other choices of experts: of states of equal
 tokens, and of those of other kernels.
 """
-COMPARED = 64
-"""Tokens of the document that is compared with the target's own states."""
 BF16 = 0.02
 """Relative error of states that is rounding."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Ask = Callable[[int], list[Future[Tensor]]]
-Read = Callable[[int, int, Array, Array], Tensor]
-"""(document, place of a piece's first token in it, ids and loss mask of the piece) -> its states
-(P, L, H).
-"""
 
 
 class StateLayout:
@@ -296,21 +286,3 @@ class StateFeatures:
         self.ahead([number])
         states = [future.result() for future in self._asked.pop(number)]
         return self._layout.row(states, rows.prefixes_of(number))
-
-
-def file_features(layout: StateLayout, rows: Rows, read: Read) -> StateFeatures:
-    """Of another toolkit's files. read: called by several threads. The states of a piece are those
-    of its whole document.
-    """
-    threads = ThreadPoolExecutor(READERS, "states")
-    documents = rows.documents
-
-    def states(span: Span) -> Tensor:
-        [number] = documents.numbers(np.array(span[:1])).tolist()
-        start = span[0] - documents.spans[number, 0]
-        return read(number, start, documents.tokens(*span), documents.mask(*span))
-
-    def ask(number: int) -> list[Future[Tensor]]:
-        return [threads.submit(states, span) for span in rows.pieces(number)]
-
-    return StateFeatures(layout, rows, ask, partial(threads.shutdown, cancel_futures=True))
