@@ -258,15 +258,13 @@ def data_preview(
     from draftheads.train.data.text_side import TextSide
 
     manifest = read_manifest(path)
-    origin = manifest["target"]
-    if not origin:
+    if manifest.is_foreign:
         raise ValueError(
             f"{path}: expected a folder that `draftheads distill` wrote, got a "
-            f"{manifest['prompts']['source']}"
+            f"{manifest.prompts.source}"
         )
-    if target:
-        origin = {"name": target}
-    side = TextSide.load(origin["name"], origin.get("revision"))
+    origin = manifest.target
+    side = TextSide.load(target or origin.name, None if target else origin.revision)
     out = SafeConsole(soft_wrap=True)
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
     show_answers(path, pen, count, out)

@@ -20,7 +20,6 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +27,7 @@ import pyarrow.compute as pc
 import torch
 
 from draftheads.heads.batch import Batch
-from draftheads.train.data.answers import REPAIR, Answer, open_shards, verify
+from draftheads.train.data.answers import REPAIR, Answer, Manifest, open_shards, verify
 from draftheads.train.data.shards import Array, Shard, bounds_of, content_hash, digest, to_batch
 
 OPEN_ROWS = 64
@@ -90,7 +89,7 @@ class Documents:
         are not `below` the size of the target's vocabulary.
         """
         shards, manifest = open_shards(folder)
-        bounds = [entry["largest_token"] for entry in manifest.get("shards", [])]
+        bounds = [file.largest_token for file in manifest.shards]
         if not bounds:
             bounds = [int(shard.tokens_N.max(initial=0)) for shard in shards]
         largest = max(bounds, default=0)
@@ -99,7 +98,7 @@ class Documents:
                 f"{folder}: expected token ids below {below} ({target}), got {largest}; use the "
                 "data of this target, or distill with it"
             )
-        return cls(shards, manifest.get("digest", ""), below)
+        return cls(shards, manifest.digest, below)
 
     def __len__(self) -> int:
         return len(self._bounds_D1) - 1
@@ -211,7 +210,7 @@ class Documents:
 class Verification:
     """Compares a folder of answers with its checksums, in a thread beside the first steps."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._error: Exception | None = None
         self._thread = Thread(target=self._run, args=(folder, manifest), daemon=True)
         self._thread.start()
@@ -227,7 +226,7 @@ class Verification:
         if self._error is not None:
             raise self._error
 
-    def _run(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def _run(self, folder: Path, manifest: Manifest) -> None:
         try:
             verify(folder, manifest)
         except Exception as error:  # raised again by the thread that trains

@@ -22,7 +22,7 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
 from draftheads.train.checkpoint import RunState, Saved, check_data, refuse_changes
-from draftheads.train.data.answers import read_manifest
+from draftheads.train.data.answers import Manifest, read_manifest
 from draftheads.train.launch import Log, main_process_log
 from draftheads.train.origin import initial_head, read_origin
 from draftheads.train.recipe import Recipe
@@ -40,7 +40,7 @@ class TrainingData:
     documents: Documents
     train: Rows
     heldout: Rows
-    manifest: dict[str, Any]
+    manifest: Manifest
     path: Path
 
     @cached_property
@@ -102,16 +102,15 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     """Read the answers and lay them out in rows. Raises ValueError for unusable data."""
     path, pack = recipe.data.path, recipe.data.pack
     manifest = read_manifest(path)
-    origin = manifest.get("target", {})
-    if not same_weights(origin.get("fingerprint"), target.fingerprint()):
-        lora = origin.get("lora")
+    origin = manifest.target
+    if not same_weights(origin.fingerprint, target.fingerprint()):
         raise ValueError(
             f"{path}: expected answers of {target.title} ({target.fingerprint()}), got answers of "
-            f"{titled(origin.get('name'), lora)} ({origin.get('fingerprint')}); distill with this "
-            f"target, or set target={origin.get('name')} target_adapter={lora or 'null'}"
+            f"{titled(origin.name, origin.lora)} ({origin.fingerprint}); distill with this "
+            f"target, or set target={origin.name} target_adapter={origin.lora or 'null'}"
         )
-    if not origin:
-        source = manifest["prompts"]["source"]
+    if manifest.is_foreign:
+        source = manifest.prompts.source
         log(f"data: a {source}; whether {target.name} wrote its answers cannot be checked")
     documents = Documents.open(path, target.vocab_size, str(target.name))
     length = min(recipe.data.sequence_length, target.context)
@@ -227,7 +226,7 @@ def free_unread(
     if recipe.decodes or target.adapter:
         return
     is_cached = recipe.features.mode == "cached"
-    proves = recipe.features.server or not data.manifest["target"]  # states of others
+    proves = recipe.features.server or data.manifest.is_foreign  # states of others
     shares = data.train.prefix_tokens or data.heldout.prefix_tokens
     prefills = shares and target.ways.packing == "alone"
     spares_lm_head = not (head.needs_unembed or proves or prefills)
@@ -240,6 +239,7 @@ def training_facts(
 ) -> dict[str, Any]:
     """Facts about the training for the head's config.json. results: of an evaluation."""
     origin = ("target", "sampling", "prompts", "seed", "versions")
+    manifest = data.manifest.as_written()
     device = f"CPU process ({platform.processor() or platform.machine()})"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
@@ -250,7 +250,7 @@ def training_facts(
         "loss": state.loss,
         **results,
         "recipe": state.recipe.model_dump(mode="json"),
-        "data": {**data.counts, **{key: data.manifest.get(key) for key in origin}},
+        "data": {**data.counts, **{key: manifest.get(key) for key in origin}},
         "versions": state.versions,
         "hardware": f"{accelerator.num_processes} x {device}",
     }

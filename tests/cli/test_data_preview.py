@@ -66,8 +66,8 @@ def test_imported_folder_is_training_data_that_says_where_it_is_from(
     out = tmp_path / "data"
     import_answers(talks, side, out)
     manifest = read_manifest(out)
-    assert manifest["imported"] == {"verified": False}
-    assert manifest["target"] == {
+    assert manifest.imported == {"verified": False}
+    assert manifest.as_written()["target"] == {
         "name": side,
         "revision": None,
         "fingerprint": None,

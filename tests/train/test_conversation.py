@@ -323,10 +323,10 @@ def test_documents_conversations_and_prompts_add_up(
 ) -> None:
     report = distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
     documents = list(read_answers(tmp_path / "o"))
-    counts = read_manifest(tmp_path / "o")["counts"]
-    assert (report.prompts, counts["done"], counts["skipped"], counts["turns"]) == (5, 4, 1, 12)
-    assert counts["documents"] == len(documents) > counts["done"]
-    assert counts["tokens"] == sum(len(document.tokens) for document in documents)
+    counts = read_manifest(tmp_path / "o").counts
+    assert (report.prompts, counts.done, counts.skipped, counts.turns) == (5, 4, 1, 12)
+    assert counts.documents == len(documents) > counts.done
+    assert counts.tokens == sum(len(document.tokens) for document in documents)
     said = f"4 conversations became {len(documents)} documents, because the chat template rewrites"
     assert said in capsys.readouterr().out
 

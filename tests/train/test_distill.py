@@ -276,7 +276,7 @@ def test_a_prompt_that_fails_alone_is_counted_and_the_others_are_answered(
     assert found[4] == {"id": 4, "failed": f"{error.__name__}: no room"}
     assert [a for a in whole if a["id"] != 4] == [b for b in found if b["id"] != 4]
     assert "12 prompts = 11 done + 0 skipped + 1 failed" in capsys.readouterr().out
-    assert read_manifest(tmp_path / "o")["counts"]["failed"] == 1
+    assert read_manifest(tmp_path / "o").counts.failed == 1
 
 
 def test_cause_that_is_not_the_prompts_stops_the_run(target: Target, tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_two_processes_divide_the_work_and_one_reports(target: Target, tmp_path:
     assert said.count("next: draftheads init") == 1
     distill(target, asked(BEFORE), options(tmp_path / "whole"))
     assert records(tmp_path / "o") == records(tmp_path / "whole")
-    assert read_manifest(tmp_path / "o")["complete"]
+    assert read_manifest(tmp_path / "o").complete
     assert files(tmp_path / "o").keys() == files(tmp_path / "whole").keys()
 
 

@@ -118,9 +118,18 @@ class DistillReport:
     prompts: int
     counts: Counts
     missing: int  # prompts of this process's share that its server failed to answer
-    complete: bool  # all prompts of all processes were answered or refused
     seconds: float
     others: int = 0  # processes of this launch that were still answering
+
+    @property
+    def open(self) -> int:
+        """Prompts of all processes that were neither answered nor refused."""
+        return self.prompts - self.counts.done - self.counts.skipped - self.counts.failed
+
+    @property
+    def complete(self) -> bool:
+        """Whether all prompts of all processes were answered or refused."""
+        return self.open == 0
 
     def __str__(self) -> str:
         lines = self._lines()
@@ -138,11 +147,10 @@ class DistillReport:
     def _lines(self) -> list[str]:
         """What the folder holds."""
         counts = self.counts
-        rest = self.prompts - counts.done - counts.skipped - counts.failed
         learned, _, *reasons = counts.lines()
         lines = [
             f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
-            f"+ {counts.failed} failed" + (f" + {rest} not answered yet" if rest else ""),
+            f"+ {counts.failed} failed" + (f" + {self.open} not answered yet" if self.open else ""),
             f"{learned}; {self.seconds:.1f} s",
         ]
         if counts.cut > MANY_CUT * max(1, counts.documents):
@@ -280,11 +288,8 @@ def distill(
             missing = _answer(answerer, renderer, prompts, names, options, journal)
         others = journal.others
     counts = Counts() if others else finish(options.out, manifest)
-    complete = manifest["complete"]
     seconds = time.monotonic() - started
-    report = DistillReport(
-        options.out, len(prompts), counts, len(missing), complete, seconds, others
-    )
+    report = DistillReport(options.out, len(prompts), counts, len(missing), seconds, others)
     print(printable(str(report)))
     return report
 
@@ -434,15 +439,15 @@ def _begin(
     if changes and count(out, old).done:
         listed = [f"{key}: expected {before.get(key)!r}, got {now[key]!r}" for key in changes]
         raise ValueError(
-            f"{out} was begun with other options (target {old['target']['name']}, prompts "
-            f"{old['prompts'].get('source') or 'unnamed'}): {'; '.join(listed)}. "
+            f"{out} was begun with other options (target {old.target.name}, prompts "
+            f"{old.prompts.source or 'unnamed'}): {'; '.join(listed)}. "
             "Use another --out, or the same options to resume"
         )
     if changes:
         delete_records(out)  # nothing is lost; a template may be mended that refused all prompts
     set_aside(out, old)
-    if old["prompts"]["sha256"] != sha256:
-        _note_other_prompts(out, old["prompts"]["count"], names)
+    if old.prompts.sha256 != sha256:
+        _note_other_prompts(out, old.prompts.count, names)
     return manifest
 
 
@@ -464,20 +469,19 @@ def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> N
 
 def _settings(manifest: Manifest) -> Entry:
     """Everything that changes answers and must stay equal when a folder is resumed."""
-    target = manifest["target"]
+    target = manifest.target
     source = "this process"
-    if server := target.get("server"):  # its address may change, its model may not
+    if server := target.server:  # its address may change, its model may not
         source = (
-            f"a server with model {server['model']}, context {server['context']}, target "
-            f"{target['name']}"
+            f"a server with model {server.model}, context {server.context}, target {target.name}"
         )
     return {
         "answers come from": source,
-        "seed": manifest.get("seed"),
-        **manifest["sampling"],
-        "target fingerprint": target.get("fingerprint"),
-        "target dtype": target.get("dtype"),
-        **manifest.get("text", {}),
+        "seed": manifest.seed,
+        **manifest.sampling.model_dump(exclude_unset=True),
+        "target fingerprint": target.fingerprint,
+        "target dtype": target.dtype,
+        **manifest.text,
     }
 
 

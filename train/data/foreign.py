@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -84,9 +84,8 @@ class ForeignFolder(ABC):
                 raise damaged(file, error) from error
         return [Shard(to_batch(rows[at : at + ROWS])) for at in range(0, len(rows), ROWS)]
 
-    def manifest(self) -> dict[str, Any]:
-        """What is known of the data, as in a folder of ours."""
-        return {"target": {}, "prompts": {"source": f"{self.toolkit} folder {self.path}"}}
+    def __str__(self) -> str:
+        return f"{self.toolkit} folder {self.path}"
 
 
 class SpeculatorsFolder(ForeignFolder):
