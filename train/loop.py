@@ -1,5 +1,5 @@
-"""A step of training: the target's features, the head's loss, an optimizer step over all processes;
-and what follows it: counts, an evaluation, a checkpoint. The loop itself is in train/medusa.py.
+"""A run, and a step of it: the target's features, the head's loss, an optimizer step over all
+processes. The run counts steps, evaluates and saves. The loop itself is in train/medusa.py.
 
 A step's rows, micro batches and random numbers are functions of (seed, step), its learning rate of
 the step, or of the seconds of training before it: resuming is continuing at step n.
@@ -14,32 +14,33 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from draftheads.heads.base import DraftHead
+from draftheads.heads.base import DraftHead, HeadLoss
 from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.train.batches import Order, share
-from draftheads.train.checkpoint import Checkpoints, Content, RunState
+from draftheads.train.checkpoint import Checkpoints, Content, RunState, Saved
 from draftheads.train.engines import Engine
-from draftheads.train.evaluate import Evaluator
+from draftheads.train.evaluate import Evaluation, Evaluator
 from draftheads.train.faults import lost_processes
-from draftheads.train.features.sources import SharedFaults
-from draftheads.train.launch import agreeing
-from draftheads.train.metrics import Progress, StepResult
+from draftheads.train.features.sources import FeatureSource, SharedFaults
+from draftheads.train.launch import StopRequest, agreeing, main_process_log
+from draftheads.train.metrics import Outcome, Progress, StepResult
 from draftheads.train.origin import sizes_of
 from draftheads.train.recipe import Recipe
-from draftheads.train.setup import TrainingData, training_facts
+from draftheads.train.setup import TrainingData, free_unread, training_facts
 
 AHEAD = 2
 """Micro batches that are made ahead, at least."""
@@ -54,35 +55,155 @@ OnEvaluation = Callable[[int, dict[str, Any]], bool | None]
 
 @dataclass
 class Run:
-    """One process's part of a run. state: after the last step done."""
+    """One process's part of a run. Iterating gives the steps that are left.
 
-    recipe: Recipe
+    sources: the features of training rows and of held-out rows. state: after the last step done.
+    resumed: the checkpoint that the run goes on from. on_evaluation: called by the first process;
+    where it returns False, the run is saved and ends after the next step.
+    """
+
     accelerator: Accelerator
     target: Target
     data: TrainingData
-    order: Order
+    state: RunState
     head: DraftHead
     engine: Engine
-    features: SharedFaults
-    evaluator: Evaluator
-    checkpoints: Checkpoints
-    state: RunState
+    sources: tuple[FeatureSource, FeatureSource]
+    resumed: Path | None = None
     on_evaluation: OnEvaluation | None = None
-    asked: str = ""
-    """What asked for the end of the run, other than a signal."""
-    batches: Generator[MicroBatch] = field(init=False)
+    stopped_by: str = field(default="", init=False)
+    """The signal, file, callback or process that ends the run early."""
+    ended_by: str = field(default="", init=False)
+    """What asked for that, other than a signal or a file."""
+    progress: Progress = field(init=False)
     began: float = field(init=False)
     """When this process would have begun, had it done all in one launch, by time.monotonic."""
 
     def __post_init__(self) -> None:
+        recipe, accelerator, target = self.recipe, self.accelerator, self.target
+        log = main_process_log(accelerator)
+        layers = len(self.head.training_layers)
+        self.features, heldout = (SharedFaults(each, target, layers) for each in self.sources)
+        free_unread(recipe, target, self.data, self.head, log)
+        self.evaluator = Evaluator(recipe, accelerator, target, self.data, heldout)
+        if recipe.run.minutes:
+            reserved = self.evaluator.seconds()
+            self.state = replace(self.state, reserved=reserved)
+            log(f"run.minutes begins; an evaluation, of about {reserved:.0f} s, is part of it")
+        self.checkpoints = Checkpoints(recipe, accelerator, self.resumed, self.engine.bytes_saved)
+        self.order = Order(len(self.data.train), self.state.rows_per_step, recipe.run.seed)
+        self.stop = StopRequest(recipe.run.output)
         self.batches = self._micro_batches()
         self.began = time.monotonic() - self.state.seconds
 
     @property
+    def recipe(self) -> Recipe:
+        """The recipe of this launch."""
+        return self.state.recipe
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Take requests to stop and show progress in the block, then end all that goes on beside
+        the training.
+
+        If features fail, what was learned before is saved without an evaluation, for which held-out
+        ones would fail, too. A process that is gone is named before the launcher ends this one.
+        """
+        with closing(self), self.stop.watch():  # there is nothing to save before
+            self.progress = Progress(self.accelerator, self.state)
+            with closing(self.progress), lost_processes():
+                try:
+                    yield
+                except (ValueError, OSError):
+                    if self.features.is_broken or self.evaluator.features.is_broken:
+                        self._save_without_evaluation()
+                    raise
+
+    def __iter__(self) -> Iterator[int]:
+        if self.state.lacks_evaluation:
+            self.save(self.evaluate())
+        while self.state.has_steps and not self.stopped_by:
+            yield self.state.step
+
+    @property
     def must_stop(self) -> bool:
-        """Whether this process knows a reason to end the run, other than a signal."""
+        """Whether this process was asked to end the run, or knows a reason to."""
         failed = self.checkpoints.failed or self.data.verification.failed
-        return failed or bool(self.asked)
+        return self.stop.pending() or failed or bool(self.ended_by)
+
+    @property
+    def must_save(self) -> bool:
+        """Whether to save after this step."""
+        return bool(self.stopped_by) or self.state.saves
+
+    def record(self, result: StepResult) -> None:
+        """Count a step. Raises ValueError after too many consecutive non-finite ones, and the error
+        of a checkpoint that could not be written.
+        """
+        rows = self.order.step(self.state.step)
+        tokens = sum(self.data.train.sizes[row] for row in rows)
+        skipped = self.state.skipped + 1
+        self.state = self.state.after_step(tokens, result.seconds)
+        self.progress.bar.total = self.state.steps
+        if math.isfinite(result.norm):
+            self.state = replace(self.state, loss=result.loss, skipped=0)
+            self.progress.step(self.state.step, result, tokens)
+        else:
+            self.state = replace(self.state, skipped=skipped)
+            self._note_skipped(result, rows)
+        if result.stop:
+            self.stopped_by = self.stop.by or self.ended_by or "another process"
+            self.checkpoints.wait()  # raises if a failed write is the reason
+
+    def _note_skipped(self, result: StepResult, rows: Sequence[int]) -> None:
+        documents = result.documents or sorted(set(self.data.train.document_numbers(rows)))
+        listed = ", ".join(map(str, documents[:SHOWN]))
+        if documents[SHOWN:]:
+            listed += " ..."
+        cause = f"loss {result.loss}, gradient norm {result.norm} in documents {listed}"
+        state, recipe = self.state, self.recipe
+        self.progress.skipped(state.step, cause)
+        if state.skipped >= recipe.run.max_skipped:
+            raise ValueError(
+                f"loss or gradient was not finite in {state.skipped} steps up to {state.step}; "
+                f"{cause}; lower optim.lr or check the target in dtype {recipe.target_dtype}, then "
+                "run again"
+            )
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate the heads on held-out documents and fit their tree to the result. A run that was
+        interrupted does not decode. Raises ValueError if weights are not finite.
+        """
+        evaluation = self.evaluator(self._finite_head(), decode=self.state.is_due)
+        self.head.tree = evaluation.head.tree
+        return evaluation
+
+    def save(self, evaluation: Evaluation) -> None:
+        """Log an evaluation, and begin to write a checkpoint of the head that was evaluated."""
+        figures = self.progress.evaluated(self.state.step, evaluation)
+        [seconds, *_] = gather_object([time.monotonic() - self.began])  # by the clock of the first
+        self.state = self.state.evaluated(figures).at(seconds)
+        results = {
+            "predicted_tokens_per_step": self.state.tokens_per_step,
+            "heldout_top1": figures["heldout_top1"],
+        }
+        if self.state.measured:
+            results["decoding"] = self.state.measured
+        self._write(evaluation.head, results)
+        is_main = self.accelerator.is_main_process
+        if self.on_evaluation and is_main and self.on_evaluation(self.state.step, figures) is False:
+            self.ended_by = "on_evaluation"
+
+    def outcome(self) -> Outcome:
+        """How the run ended, once its checkpoint is on disk."""
+        self.checkpoints.wait()
+        state = self.state
+        steps = state.steps
+        if state.exhausted and state.step < steps:
+            self.progress.log(state.early_end)
+            steps = state.step
+        folder = self.checkpoints.folder(state.step)
+        return Outcome(folder, state.step, steps, trained=True, stopped_by=self.stopped_by)
 
     def close(self) -> None:
         """End all that goes on beside the training."""
@@ -119,159 +240,138 @@ class Run:
             for future in due:
                 yield future.result()
 
+    def _save_without_evaluation(self) -> None:
+        self.checkpoints.wait()
+        step = self.state.step
+        with agreeing(self.accelerator) as values:
+            values["saved"] = is_saved = not step or self.checkpoints.folder(step).exists()
+        if not is_saved:
+            self.state = replace(
+                self.state,
+                tokens_per_step=1.0,
+                measured=None,
+                drift=None,
+                lacks_evaluation=self.evaluator.features.is_broken,
+            )
+            self._write(self._finite_head(), {})
+            self.checkpoints.wait()
 
-def train_step(run: Run, stop: bool) -> StepResult:
-    """One optimizer step over all processes; skipped if the gradient is not finite. stop: whether
-    this process was asked to stop.
+    def _finite_head(self) -> DraftHead:
+        """The whole head; a collective. Raises ValueError if weights are not finite."""
+        head = self.engine.full_head()
+        if not all(weight.isfinite().all() for weight in head.state_dict().values()):
+            raise ValueError(
+                f"weights are not finite after step {self.state.step}, which was not saved; lower "
+                "optim.lr, then run again from the last checkpoint"
+            )
+        return head
+
+    def _write(self, head: DraftHead, results: dict[str, Any]) -> None:
+        """Begin to write a checkpoint. results: of its evaluation."""
+        facts = training_facts(self.state, results, self.data, self.accelerator)
+        if self.state.origin:
+            facts["continued"] = asdict(self.state.origin)
+            facts["recipe"]["head"] |= sizes_of(head, self.recipe.head)
+        self.checkpoints.wait()  # before the copies: only one is in memory
+        self.data.verification.wait()  # nothing learned from damaged files is kept
+        is_main = self.accelerator.is_main_process
+        optimizer_state = self.engine.optimizer_state(keep=is_main)
+        if is_main:
+            target = copy.copy(self.target)
+            if target.adapter:
+                target.adapter = target.adapter.on_host()
+            on_host = self.engine.on_host(head)
+            content = Content(on_host, optimizer_state, self.state, target, facts)
+            self.checkpoints.save(content)
+
+
+def end_again(saved: Saved, recipe: Recipe, accelerator: Accelerator) -> Outcome:
+    """The outcome of a run without a step left, after what a process that was killed behind the
+    last one did not come to: `best`, removal of old checkpoints.
+    """
+    Checkpoints(recipe, accelerator, saved.folder, size=0).close()
+    return Outcome(saved.folder, saved.state.step, saved.state.step, trained=False)
+
+
+def train_step(run: Run, step: int) -> StepResult:
+    """One optimizer step over all processes; skipped if the gradient is not finite.
 
     The loss is one mean over all learned tokens of the step. Raises, on all processes, the error of
     the features of any.
     """
-    recipe, step, device = run.recipe, run.state.step, run.accelerator.device
-    rank, world = run.accelerator.process_index, run.accelerator.num_processes
+    stop = run.must_stop
+    recipe, accelerator = run.recipe, run.accelerator
+    rank, world = accelerator.process_index, accelerator.num_processes
     numbers = run.order.step(step)
     learned = sum(run.data.train.learned[row] for row in numbers)
     shares = share(numbers, recipe.data.rows_per_batch, rank, world)
-    losses: list[Tensor] = []
-    ranks: list[Tensor] = []
-    for number, rows, on_host in islice(run.batches, len(shares)):
-        last = number == shares[-1][0]
-        batch = on_host.to(device)
-        features_BTD = run.features(rows, batch)
-        # seeded by micro batch, so the number of processes does not matter
-        torch.manual_seed(hash((recipe.run.seed, step, number)) % (1 << 63))
-        with run.engine.accumulating(last=last):
-            out = run.engine.model(batch, features_BTD, run.target, run.state.done)
-            loss = out.loss / learned
-            # a non-finite loss must give non-finite gradients on every engine
-            is_good = loss.detach().isfinite() & (run.features.fault is None)
-            poison = torch.where(is_good, 1.0, math.nan)
-            run.engine.backward(loss * poison, last=last)
-        losses.append(loss.detach())
-        ranks.append(out.ranks_KR)
-    mine = torch.stack(losses)
-    # one collective for all: whoever is asked to stop, all stop after the same step, and all go by
-    # the clock of the first
-    seconds = 0.0 if rank else time.monotonic() - run.began - run.state.seconds
-    flags = torch.tensor([stop, run.features.fault is not None, seconds], device=mine.device)
-    sums = torch.cat([mine.sum()[None], flags.to(mine)])
-    loss_sum, stops, faults, seconds = run.accelerator.reduce(sums, "sum").tolist()
+    parts = []
+    for micro_batch in islice(run.batches, len(shares)):
+        last = len(parts) == len(shares) - 1
+        parts.append(forward_backward(run, micro_batch, learned, last=last))
+    losses = torch.stack([part.loss for part in parts])
+    ranks_KR = torch.stack([part.ranks_KR for part in parts]).sum(0)
+    agreed = agree(run, losses.sum(), stop=stop)
     rates = run.engine.learner.rates(recipe.optim, *run.state.place)
     norm = run.engine.update(rates)
-    if faults:
-        run.features.check(run.accelerator)
+    if agreed.has_faults:
+        run.features.check(accelerator)
     documents: list[int] = []
     if not math.isfinite(norm):
-        bad = [rows for (_, rows), loss in zip(shares, mine, strict=True) if not loss.isfinite()]
-        suspects = [run.data.train.document_numbers(rows) for rows in bad]
-        documents = sorted({number for numbers in gather_object(suspects) for number in numbers})
-    ranks_KR = torch.stack(ranks).sum(0)
-    return StepResult(loss_sum, norm, rates["heads"], ranks_KR, stops > 0, documents, seconds)
+        bad = [rows for (_, rows), loss in zip(shares, losses, strict=True) if not loss.isfinite()]
+        documents = blame(run, bad)
+    return StepResult(
+        agreed.loss, norm, rates["heads"], ranks_KR, agreed.stop, documents, agreed.seconds
+    )
 
 
-def record(run: Run, result: StepResult, progress: Progress) -> None:
-    """Count a step. Raises ValueError after too many consecutive non-finite ones."""
-    state, recipe = run.state, run.recipe
-    rows = run.order.step(state.step)
-    tokens = sum(run.data.train.sizes[row] for row in rows)
-    run.state = state.after_step(tokens, result.seconds)
-    progress.bar.total = run.state.steps
-    if math.isfinite(result.norm):
-        run.state = replace(run.state, loss=result.loss, skipped=0)
-        progress.step(run.state.step, result, tokens)
-        return
-    run.state = replace(run.state, skipped=state.skipped + 1)
-    documents = result.documents or sorted(set(run.data.train.document_numbers(rows)))
-    listed = ", ".join(map(str, documents[:SHOWN]))
-    if documents[SHOWN:]:
-        listed += " ..."
-    cause = f"loss {result.loss}, gradient norm {result.norm} in documents {listed}"
-    progress.skipped(run.state.step, cause)
-    if run.state.skipped >= recipe.run.max_skipped:
-        raise ValueError(
-            f"loss or gradient was not finite in {run.state.skipped} steps up to {run.state.step}; "
-            f"{cause}; lower optim.lr or check the target in dtype {recipe.target_dtype}, then run "
-            "again"
-        )
+def forward_backward(run: Run, micro_batch: MicroBatch, learned: int, *, last: bool) -> HeadLoss:
+    """Add the gradient of one micro batch; its loss, divided by the learned tokens of the step.
 
-
-def save(run: Run, progress: Progress) -> None:
-    """Evaluate the heads on held-out documents, fit their tree to the result, and begin to write a
-    checkpoint. A run that was interrupted does not decode.
+    last: of this process in the step, when engines exchange gradients.
     """
-    head = _finite_head(run)
-    evaluation = run.evaluator(head, decode=run.state.is_due)
-    run.head.tree = head.tree
-    figures = progress.evaluated(run.state.step, evaluation)
-    [seconds, *_] = gather_object([time.monotonic() - run.began])  # by the clock of the first
-    run.state = run.state.evaluated(figures).at(seconds)
-    results = {
-        "predicted_tokens_per_step": run.state.tokens_per_step,
-        "heldout_top1": figures["heldout_top1"],
-    }
-    if run.state.measured:
-        results["decoding"] = run.state.measured
-    _write(run, head, results)
-    is_main = run.accelerator.is_main_process
-    if run.on_evaluation and is_main and run.on_evaluation(run.state.step, figures) is False:
-        run.asked = "on_evaluation"
+    number, rows, on_host = micro_batch
+    batch = on_host.to(run.accelerator.device)
+    features_BTD = run.features(rows, batch)
+    # seeded by micro batch, so the number of processes does not matter
+    torch.manual_seed(hash((run.recipe.run.seed, run.state.step, number)) % (1 << 63))
+    with run.engine.accumulating(last=last):
+        out = run.engine.model(batch, features_BTD, run.target, run.state.done)
+        loss = out.loss / learned
+        # a non-finite loss must give non-finite gradients on every engine
+        is_good = loss.detach().isfinite() & (run.features.fault is None)
+        poison = torch.where(is_good, 1.0, math.nan)
+        run.engine.backward(loss * poison, last=last)
+    return HeadLoss(loss.detach(), out.ranks_KR)
 
 
-@contextmanager
-def rescued(run: Run) -> Iterator[None]:
-    """Save what was learned before features failed, without an evaluation, for which held-out ones
-    would fail, too. A process that is gone is named before the launcher ends this one.
+class Agreed(NamedTuple):
+    """What all processes know of a step. loss: of all. stop: any was asked to. has_faults: features
+    of any failed. seconds: of training since the step before, by the clock of the first.
     """
-    with lost_processes():
-        try:
-            yield
-        except (ValueError, OSError):
-            if run.features.is_broken or run.evaluator.features.is_broken:
-                _save_without_evaluation(run)
-            raise
+
+    loss: float
+    stop: bool
+    has_faults: bool
+    seconds: float
 
 
-def _save_without_evaluation(run: Run) -> None:
-    run.checkpoints.wait()
-    step = run.state.step
-    with agreeing(run.accelerator) as values:
-        values["saved"] = is_saved = not step or run.checkpoints.folder(step).exists()
-    if not is_saved:
-        run.state = replace(
-            run.state,
-            tokens_per_step=1.0,
-            measured=None,
-            drift=None,
-            lacks_evaluation=run.evaluator.features.is_broken,
-        )
-        _write(run, _finite_head(run), {})
-        run.checkpoints.wait()
+def agree(run: Run, loss: Tensor, *, stop: bool) -> Agreed:
+    """One collective for all: whoever is asked to stop, all stop after the same step. loss, stop:
+    of this process.
+    """
+    seconds = time.monotonic() - run.began - run.state.seconds
+    if not run.accelerator.is_main_process:
+        seconds = 0.0  # all go by the clock of the first
+    flags = torch.tensor([stop, run.features.fault is not None, seconds], device=loss.device)
+    sums = torch.cat([loss[None], flags.to(loss)])
+    total, stops, faults, seconds = run.accelerator.reduce(sums, "sum").tolist()
+    return Agreed(total, stops > 0, faults > 0, seconds)
 
 
-def _finite_head(run: Run) -> DraftHead:
-    """The whole head; a collective. Raises ValueError if weights are not finite."""
-    head = run.engine.full_head()
-    if not all(weight.isfinite().all() for weight in head.state_dict().values()):
-        raise ValueError(
-            f"weights are not finite after step {run.state.step}, which was not saved; lower "
-            "optim.lr, then run again from the last checkpoint"
-        )
-    return head
-
-
-def _write(run: Run, head: DraftHead, results: dict[str, Any]) -> None:
-    """Begin to write a checkpoint. results: of its evaluation."""
-    facts = training_facts(run.state, results, run.data, run.accelerator)
-    if run.state.origin:
-        facts["continued"] = asdict(run.state.origin)
-        facts["recipe"]["head"] |= sizes_of(head, run.recipe.head)
-    run.checkpoints.wait()  # before the copies: only one is in memory
-    run.data.verification.wait()  # nothing learned from damaged files is kept
-    is_main = run.accelerator.is_main_process
-    optimizer_state = run.engine.optimizer_state(keep=is_main)
-    if is_main:
-        target = copy.copy(run.target)
-        if target.adapter:
-            target.adapter = target.adapter.on_host()
-        on_host = run.engine.on_host(head)
-        run.checkpoints.save(Content(on_host, optimizer_state, run.state, target, facts))
+def blame(run: Run, bad: Sequence[Sequence[int]]) -> list[int]:
+    """The documents of all processes' micro batches whose loss was not finite; a collective. bad:
+    the rows of this process's.
+    """
+    suspects = [run.data.train.document_numbers(rows) for rows in bad]
+    return sorted({number for numbers in gather_object(suspects) for number in numbers})

@@ -13,16 +13,24 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from draftheads.arguments import check_path
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import WEIGHTS
+from draftheads.heads.formats.hub import WEIGHTS, refusals
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.adapter import FOLDER as ADAPTER
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
-from draftheads.train.checkpoint import RunState, Saved, check_data, refuse_changes
+from draftheads.train.checkpoint import (
+    RunState,
+    Saved,
+    check_data,
+    load_optimizer_state,
+    refuse_changes,
+)
 from draftheads.train.data.answers import Manifest, read_manifest
+from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.launch import Log, main_process_log
 from draftheads.train.origin import initial_head, read_origin
 from draftheads.train.recipe import Recipe
@@ -57,6 +65,12 @@ class TrainingData:
             "learned_tokens": self.documents.learned,
             "digest": self.documents.digest(),
         }
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Raise ValueError for paths that hold nothing, before the target is loaded."""
+    check_path(recipe.target)
+    read_manifest(recipe.data.path)
 
 
 def frozen_target(recipe: Recipe, accelerator: Accelerator) -> Target:
@@ -142,15 +156,15 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     return TrainingData(documents, train, heldout, manifest, path)
 
 
-def schedule(
+def first_state(
     recipe: Recipe,
     accelerator: Accelerator,
     target: Target,
     data: TrainingData,
     saved: Saved | None,
-) -> tuple[Order, RunState]:
-    """The rows of each step, and the state to start from. A resumed run keeps its rows per step,
-    and its length unless the recipe's has changed.
+) -> RunState:
+    """The state to start from. A resumed run keeps its rows per step, and its length unless the
+    recipe's has changed.
     """
     world = accelerator.num_processes
     log = main_process_log(accelerator)
@@ -185,14 +199,12 @@ def schedule(
         log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
         if saved.state.versions != state.versions:
             log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
-        return order, replace(
-            saved.state, recipe=recipe, steps=state.steps, versions=state.versions
-        )
+        return replace(saved.state, recipe=recipe, steps=state.steps, versions=state.versions)
     if recipe.head.source is not None:
         origin = read_origin(recipe, target)
         state = replace(state, origin=origin, lacks_evaluation=True)
         log(f"continuing {origin}")
-    return order, state
+    return state
 
 
 def create_head(
@@ -217,6 +229,25 @@ def create_head(
             target.adapter.restore(saved / ADAPTER)
     head.recompute = recipe.run.gradient_checkpointing
     return head
+
+
+def create_engine(
+    recipe: Recipe,
+    head: DraftHead,
+    target: Target,
+    accelerator: Accelerator,
+    saved: Path | None = None,
+) -> Engine:
+    """What trains a head, with the optimizer state of a checkpoint. Logs what is trained."""
+    log = main_process_log(accelerator)
+    learner = make_learner(recipe, head, target)
+    log(f"training {learner.size:,} parameters of the {head.kind} head; the target is frozen")
+    if readers := refusals(head, target):
+        log(f"convert will refuse this head for {readers}")
+    engine = make_engine(learner, recipe.optim, accelerator)
+    if saved:
+        engine.restore(load_optimizer_state(saved))
+    return engine
 
 
 def free_unread(

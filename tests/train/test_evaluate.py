@@ -171,14 +171,12 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         measured = Measured(1, tau, 0.0, [0.5]) if decode and self.prompts else None
-        return Evaluation(calibration, measured, None)
+        return Evaluation(head, calibration, measured, None)
 
     runs: list[loop.Run] = []
-    monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
+    evaluate = loop.Run.evaluate
+    monkeypatch.setattr(loop.Run, "evaluate", lambda run: runs.append(run) or evaluate(run))
     monkeypatch.setattr(Evaluator, "__call__", verdict)
-
-
-save = loop.save
 
 
 @pytest.mark.parametrize(

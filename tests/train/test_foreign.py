@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -262,8 +263,10 @@ def test_a_run_resumes_bit_for_bit(made, tmp_path, monkeypatch):
     losses(made, data, tmp_path / "whole", mode="cached")
     real = loop.train_step
 
-    def interrupt(run, stop, **kwargs):
-        return real(run, stop or run.state.step == 2, **kwargs)
+    def interrupt(run, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(run, step)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", interrupt)
