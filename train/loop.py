@@ -93,7 +93,7 @@ class Run:
         self.checkpoints = Checkpoints(recipe, accelerator, self.resumed, self.engine.bytes_saved)
         self.order = Order(len(self.data.train), self.state.rows_per_step, recipe.run.seed)
         self.stop = StopRequest(recipe.run.output)
-        self.batches = self._micro_batches()
+        self.batches = self.micro_batches()
         self.began = time.monotonic() - self.state.seconds
 
     @property
@@ -212,7 +212,7 @@ class Run:
         self.checkpoints.close()
         del self.engine  # a DDP that outlives its process group hangs
 
-    def _micro_batches(self) -> Generator[MicroBatch]:
+    def micro_batches(self) -> Generator[MicroBatch]:
         """All that this process has left to read, made ahead by a thread."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         size = self.recipe.data.rows_per_batch

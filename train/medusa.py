@@ -1,6 +1,8 @@
 """Train Medusa heads: accelerate launch train/medusa.py RECIPE.yaml [key.path=value ...]
 
-This is the training script. `draftheads train` runs `main`, too, and programs call `fit`.
+This is the training script: `start` makes the parts of a run, `fit` takes its steps. `draftheads
+train` runs `main`, too, and programs call `fit`. What is slow to import is imported in these
+functions, after `main` has begun to handle signals.
 """
 
 from __future__ import annotations
@@ -15,9 +17,45 @@ from draftheads.train import entry
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from draftheads.train.loop import OnEvaluation
+    from draftheads.train.checkpoint import Saved
+    from draftheads.train.loop import OnEvaluation, Run
     from draftheads.train.metrics import Outcome
     from draftheads.train.recipe import Recipe
+
+
+def start(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    saved: Saved | None = None,
+    on_evaluation: OnEvaluation | None = None,
+) -> Run:
+    """Make the parts of a run. saved: the checkpoint from which it is resumed."""
+    from draftheads.train import launch, loop, setup
+    from draftheads.train.features import sources
+
+    log = launch.main_process_log(accelerator)
+    folder = saved and saved.folder
+    with launch.agreeing(accelerator) as values:
+        setup.check_inputs(recipe)
+        target = setup.frozen_target(recipe, accelerator)
+        answers = setup.load_data(recipe, target, log)
+        values.update(target=target.fingerprint(), data=answers.counts["digest"])
+    state = setup.first_state(recipe, accelerator, target, answers, saved)
+    head = setup.create_head(recipe, target, answers.documents, folder)
+    engine = setup.create_engine(recipe, head, target, accelerator, folder)
+    layers, rows = head.training_layers, (answers.train, answers.heldout)
+    features = sources.make_features(recipe, target, rows, layers, accelerator)
+    return loop.Run(
+        accelerator,
+        target,
+        answers,
+        state,
+        head,
+        engine,
+        features,
+        resumed=folder,
+        on_evaluation=on_evaluation,
+    )
 
 
 def fit(
@@ -33,35 +71,14 @@ def fit(
     next step, as if it was interrupted. Raises ValueError for a recipe, data or launch that cannot
     work, and if the loss stays non-finite; OSError if a checkpoint cannot be written.
     """
-    # slow to import: `main` handles signals first
-    from draftheads.train import checkpoint, launch, loop, setup
-    from draftheads.train.features import sources
+    from draftheads.train import checkpoint, launch, loop
 
     with launch.launched(recipe, accelerator) as accelerator:
         log = launch.main_process_log(accelerator)
         saved = checkpoint.resume_point(recipe, accelerator)
         if saved and checkpoint.is_over(saved.state, recipe, log):
             return loop.end_again(saved, recipe, accelerator)
-        folder = saved and saved.folder
-        with launch.agreeing(accelerator) as values:
-            setup.check_inputs(recipe)
-            target = setup.frozen_target(recipe, accelerator)
-            answers = setup.load_data(recipe, target, log)
-            values.update(target=target.fingerprint(), data=answers.counts["digest"])
-        state = setup.first_state(recipe, accelerator, target, answers, saved)
-        head = setup.create_head(recipe, target, answers.documents, folder)
-        layers, rows = head.training_layers, (answers.train, answers.heldout)
-        run = loop.Run(
-            accelerator,
-            target,
-            answers,
-            state,
-            head,
-            engine=setup.create_engine(recipe, head, target, accelerator, folder),
-            sources=sources.make_features(recipe, target, rows, layers, accelerator),
-            resumed=folder,
-            on_evaluation=on_evaluation,
-        )
+        run = start(recipe, accelerator, saved, on_evaluation)
         with run.guarded():
             for step in run:
                 run.record(loop.train_step(run, step))
