@@ -258,11 +258,6 @@ def data_preview(
     from draftheads.train.data.text_side import TextSide
 
     manifest = read_manifest(path)
-    if manifest.is_foreign:
-        raise ValueError(
-            f"{path}: expected a folder that `draftheads distill` wrote, got a "
-            f"{manifest.prompts.source}"
-        )
     origin = manifest.target
     side = TextSide.load(target or origin.name, None if target else origin.revision)
     out = SafeConsole(soft_wrap=True)

@@ -63,7 +63,6 @@ DOORS = {
     "heads.formats.facts",
     "heads.formats.hub",
     "train.data.answers",
-    "train.data.foreign",
     "train.data.shards",
 }
 """What the core uses of its wings: head folders, and the answers that it learns from."""

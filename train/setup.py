@@ -123,9 +123,6 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
             f"{titled(origin.name, origin.lora)} ({origin.fingerprint}); distill with this "
             f"target, or set target={origin.name} target_adapter={origin.lora or 'null'}"
         )
-    if manifest.is_foreign:
-        source = manifest.prompts.source
-        log(f"data: a {source}; whether {target.name} wrote its answers cannot be checked")
     documents = Documents.open(path, target.vocab_size, str(target.name))
     length = min(recipe.data.sequence_length, target.context)
     for line in excess(recipe, target):
@@ -257,10 +254,9 @@ def free_unread(
     if recipe.decodes or target.adapter:
         return
     is_cached = recipe.features.mode == "cached"
-    proves = recipe.features.server or data.manifest.is_foreign  # states of others
     shares = data.train.prefix_tokens or data.heldout.prefix_tokens
     prefills = shares and target.ways.packing == "alone"
-    spares_lm_head = not (head.needs_unembed or proves or prefills)
+    spares_lm_head = not (head.needs_unembed or recipe.features.server or prefills)
     freed = target.release(lm_head=spares_lm_head, layers=is_cached)
     log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
 

@@ -2,7 +2,6 @@
 
 prompts       records of files, folders and Hub data sets as prompts or conversations
 shards        documents as columns: token ids, and which spans of them the target wrote
-foreign       the folders of other toolkits, as documents
 answers       the folder of a distillation: manifest, lines of each process, shards
 text_side     a target's tokenizer and end tokens, without its weights
 conversation  one prompt while it is answered, turn by turn, until it is a record
@@ -10,5 +9,5 @@ distill       answers prompts into a folder, with the target in this process or 
 server        an `Answerer` whose tokens come from OpenAI-compatible servers
 imports       conversations that the target answered earlier, as such a folder
 
-Training reads `answers`, `foreign` and `shards` alone.
+Training reads `answers` and `shards` alone.
 """

@@ -57,7 +57,6 @@ from pydantic import (
 
 from draftheads.arguments import expected
 from draftheads.heads.files import naming, sweep, write_json, write_text
-from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.shards import (
     SCHEMA,
     Array,
@@ -219,11 +218,6 @@ class Manifest(_Section):
     rest: list[_File] = []
 
     @property
-    def is_foreign(self) -> bool:
-        """Whether the folder is another toolkit's, which names no target."""
-        return not self.target.model_fields_set
-
-    @property
     def has_shards(self) -> bool:
         """Whether the answers are in shards: the folder is finished."""
         return "shards" in self.model_fields_set
@@ -246,21 +240,14 @@ class Manifest(_Section):
 
 
 def has_answers(folder: Path) -> bool:
-    """Whether training can read this folder: one of ours or of another toolkit."""
-    return (folder / MANIFEST).is_file() or open_foreign(folder) is not None
+    """Whether training can read this folder."""
+    return (folder / MANIFEST).is_file()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """A folder's manifest, with what is known of one of another toolkit. Raises ValueError if it is
-    missing, damaged or of another format.
-    """
+    """A folder's manifest. Raises ValueError if it is missing, damaged or of another format."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        if foreign := open_foreign(folder):
-            return Manifest.model_construct(
-                target=_Target.model_construct(),
-                prompts=_Prompts.model_construct(source=str(foreign)),
-            )
         raise ValueError(
             f"{folder}: expected a distillation folder with {MANIFEST}, found none; "
             "give the folder that `draftheads distill --out` wrote"
@@ -315,8 +302,6 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
-    if manifest.is_foreign and (foreign := open_foreign(folder)):
-        return foreign.shards(), manifest
     if manifest.has_shards:
         _compare(folder, manifest.shards, by_content=False)
         return [Shard.open(Path(folder) / file.name) for file in manifest.shards], manifest

@@ -53,7 +53,6 @@ from draftheads.train.data.answers import (
     write_manifest,
 )
 from draftheads.train.data.conversation import Conversation, Part, check_tools
-from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.text_side import TextSide
 from draftheads.train.launch import check_environment
@@ -426,11 +425,6 @@ def _begin(
         text=_text_identity(renderer),
     )
     if not (out / MANIFEST).is_file():
-        if foreign := open_foreign(out):
-            raise ValueError(
-                f"--out: expected a new folder or one of answers, got {out}, a {foreign.toolkit} "
-                "folder; give another one"
-            )
         return manifest
     old = read_manifest(out)
     before = _settings(old)

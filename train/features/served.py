@@ -27,6 +27,7 @@ from threading import Thread
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
@@ -42,7 +43,6 @@ from draftheads.infer.remote import (
     connect,
 )
 from draftheads.train.batches import Rows
-from draftheads.train.data.foreign import FAULTS
 from draftheads.train.data.shards import Array
 from draftheads.train.features.states import StateChecks, StateFeatures, StateLayout
 from draftheads.train.recipe import FeatureChoices, Recipe
@@ -59,6 +59,8 @@ FP8 = 0.12
 """Relative error of states that is rounding."""
 CONNECTOR = "ExampleHiddenStatesConnector"
 """vLLM's, which writes files."""
+FAULTS = (OSError, RuntimeError, ValueError, TypeError, LookupError, SafetensorError)
+"""What reading raises for a file that is damaged, or something else."""
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 """Tensors of a file."""
 

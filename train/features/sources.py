@@ -39,10 +39,8 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
-from draftheads.train.data.foreign import open_foreign
 from draftheads.train.data.shards import read_at
 from draftheads.train.faults import is_of_machine
-from draftheads.train.features.foreign import foreign_features
 from draftheads.train.features.served import served_features
 from draftheads.train.features.states import StateFeatures
 from draftheads.train.launch import agreeing, main_process_log
@@ -341,8 +339,7 @@ def make_features(
 ) -> tuple[FeatureSource, FeatureSource]:
     """The sources for (training rows, held-out rows); the latter with the target's adapter, if any.
 
-    features.mode "cached" reads the states of another toolkit's data; of ours it first writes the
-    missing shards, see `write_missing`.
+    features.mode "cached" first writes the missing shards, see `write_missing`.
     """
     train, heldout = rows
     online: RowSource = OnlineFeatures(target, layers)
@@ -350,19 +347,15 @@ def make_features(
     if recipe.features.server:
         log = main_process_log(accelerator)
         online, evaluated = served_features(recipe, target, rows, layers, log)
-    foreign = None if recipe.features.server else open_foreign(recipe.data.path)
-    if recipe.features.layers and not (recipe.features.server or foreign):
+    elif recipe.features.layers:
         raise ValueError(
-            "features.layers: expected features.server, or data of another toolkit, got neither; "
-            "leave it out, as head.feature_layers says what a head reads"
+            "features.layers: expected features.server, got none; leave it out, as "
+            "head.feature_layers says what a head reads"
         )
     if recipe.features.mode != "cached":
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
-    if foreign:
-        states, heldout_states = foreign_features(recipe, target, rows, layers, foreign)
-        return states, evaluated if target.adapter else heldout_states
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
     bits = recipe.target_bits
     stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
