@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from draftheads.train.checkpoint import Saved
-    from draftheads.train.loop import OnEvaluation, Run
     from draftheads.train.metrics import Outcome
     from draftheads.train.recipe import Recipe
+    from draftheads.train.run import OnEvaluation, Run
 
 
 def start(
@@ -30,8 +30,9 @@ def start(
     on_evaluation: OnEvaluation | None = None,
 ) -> Run:
     """Make the parts of a run. saved: the checkpoint from which it is resumed."""
-    from draftheads.train import launch, loop, setup
+    from draftheads.train import launch, setup
     from draftheads.train.features import sources
+    from draftheads.train.run import Run
 
     log = launch.main_process_log(accelerator)
     folder = saved and saved.folder
@@ -45,7 +46,7 @@ def start(
     engine = setup.create_engine(recipe, head, target, accelerator, folder)
     layers, rows = head.training_layers, (answers.train, answers.heldout)
     features = sources.make_features(recipe, target, rows, layers, accelerator)
-    return loop.Run(
+    return Run(
         accelerator,
         target,
         answers,
@@ -72,12 +73,13 @@ def fit(
     work, and if the loss stays non-finite; OSError if a checkpoint cannot be written.
     """
     from draftheads.train import checkpoint, launch, loop
+    from draftheads.train.run import end_again
 
     with launch.launched(recipe, accelerator) as accelerator:
         log = launch.main_process_log(accelerator)
         saved = checkpoint.resume_point(recipe, accelerator)
         if saved and checkpoint.is_over(saved.state, recipe, log):
-            return loop.end_again(saved, recipe, accelerator)
+            return end_again(saved, recipe, accelerator)
         run = start(recipe, accelerator, saved, on_evaluation)
         with run.guarded():
             for step in run:

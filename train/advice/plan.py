@@ -43,10 +43,11 @@ from draftheads.train.data.answers import has_answers
 from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, serve_command
 from draftheads.train.launch import make_accelerator, use_huge_pages
-from draftheads.train.loop import Run, train_step
+from draftheads.train.loop import train_step
 from draftheads.train.medusa import start
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
+from draftheads.train.run import Run
 from draftheads.train.setup import excess, load_data
 
 ENGINES = {
