@@ -264,9 +264,7 @@ class Thinking:
     def __init__(self, *_: Any) -> None:
         pass
 
-    def run(
-        self, take: Callable[[], Request | None], note: Any
-    ) -> Iterator[tuple[Request, list[int], None]]:
+    def run(self, take: Callable[[], Request | None]) -> Iterator[tuple[Request, list[int], None]]:
         while (request := take()) is not None:
             if Thinking.asked == Thinking.interrupted_at:
                 raise KeyboardInterrupt

@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from tqdm import tqdm
 
 from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
@@ -182,10 +183,8 @@ class Answerer(ABC):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
-        """Answer all turns of the conversations, in place. note: told now and then how long the
-        unfinished answers are, if that is known.
+        """Answer all turns of the conversations, in place.
 
         Yields each finished conversation, with the last error of a prompt that could not be
         answered, or None. Those that failed for a reason other than their prompt are not yielded.
@@ -218,7 +217,6 @@ class LocalAnswerer(Answerer):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         accept = checked(sampling.temperature, sampling.top_p, sampling.top_k)
@@ -243,7 +241,7 @@ class LocalAnswerer(Answerer):
             asking[request] = row
             return request
 
-        for request, ids, error in batch.run(take, note):
+        for request, ids, error in batch.run(take):
             row = asking.pop(request)
             if error is None:
                 row.answer(ids)
@@ -326,44 +324,15 @@ def _answer(
     patience = MAX_LOST_BATCHES * options.batch_size
     if not stored:
         patience = max(1, min(patience, len(mine)))
-    progress = TokenBar(len(mine), options.max_new_tokens, disable=rank > 0)
-    answers = answerer.answer(rows, options, progress.note)
+    answers = answerer.answer(rows, options)
+    bar = progress_bar(total=len(mine), desc="distill", unit="prompt", disable=rank > 0)
     try:
-        with progress.bar, closing(answers):
-            _store(answers, journal, missing, patience, progress)
+        with bar, closing(answers):
+            _store(answers, journal, missing, patience, bar)
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
     return missing
-
-
-class TokenBar:
-    """A progress bar in tokens, which come steadily, where whole answers come late. What is left is
-    estimated: open answers become at least as long as others were, all at most `longest`.
-    """
-
-    def __init__(self, prompts: int, longest: int, *, disable: bool = False) -> None:
-        self._prompts = prompts
-        self._ended = 0
-        self._tokens = 0  # of ended conversations
-        self.bar = progress_bar(
-            total=prompts * longest, desc="distill", unit="token", smoothing=0, disable=disable
-        )
-
-    def end(self, rows: Sequence[Conversation]) -> None:
-        """Note conversations with all their answers."""
-        self._ended += len(rows)
-        self._tokens += sum(row.written for row in rows)
-        self.bar.set_postfix_str(f"{self._ended} of {self._prompts} prompts", refresh=False)
-        self.note([])
-
-    def note(self, lengths: Sequence[int]) -> None:
-        """Note the tokens of open answers, so far."""
-        if self._ended:
-            mean = self._tokens / self._ended
-            likely = self._tokens + sum(max(mean, length) for length in lengths)
-            self.bar.total = round(self._prompts * likely / (self._ended + len(lengths)))
-        self.bar.update(max(0, self._tokens + sum(lengths) - self.bar.n))
 
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
@@ -484,7 +453,7 @@ def _store(
     journal: Journal,
     missing: set[int],
     patience: int,
-    progress: TokenBar,
+    bar: tqdm[Any],
 ) -> None:
     """Append answers as they arrive, and remove their prompts from `missing`.
 
@@ -504,5 +473,5 @@ def _store(
             lost = 0
             held = []
         missing.discard(row.prompt.index)
-        progress.end([row])
+        bar.update()
     journal.append(held)

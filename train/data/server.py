@@ -84,7 +84,6 @@ class ServedTarget(Answerer):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer many conversations at a time; each is yielded as soon as it is done.
 
