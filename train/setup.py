@@ -189,19 +189,27 @@ def first_state(
     if warning and not recipe.run.minutes:
         log(warning)
     if saved:
-        if not same_weights(saved.state.target, state.target):  # step n would not mean the same
-            change = f"{saved.state.target} -> {state.target}"
-            refuse_changes(saved, f"weights of {recipe.target}", [change])
-        check_data(saved, recipe.data.path, state.data["digest"])
-        log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
-        if saved.state.versions != state.versions:
-            log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
-        return replace(saved.state, recipe=recipe, steps=state.steps, versions=state.versions)
+        return resumed(saved, state, log)
     if recipe.head.source is not None:
         origin = read_origin(recipe, target)
         state = replace(state, origin=origin, lacks_evaluation=True)
         log(f"continuing {origin}")
     return state
+
+
+def resumed(saved: Saved, state: RunState, log: Log) -> RunState:
+    """The state of a checkpoint under the recipe and versions of `state`. Raises ValueError if step
+    n would not mean the same: for other weights of the target, or other data.
+    """
+    recipe = state.recipe
+    if not same_weights(saved.state.target, state.target):
+        change = f"{saved.state.target} -> {state.target}"
+        refuse_changes(saved, f"weights of {recipe.target}", [change])
+    check_data(saved, recipe.data.path, state.data["digest"])
+    log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
+    if saved.state.versions != state.versions:
+        log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
+    return replace(saved.state, recipe=recipe, steps=state.steps, versions=state.versions)
 
 
 def create_head(

@@ -396,6 +396,17 @@ def _begin(
     if not (out / MANIFEST).is_file():
         return manifest
     old = read_manifest(out)
+    _check_options(out, old, manifest)
+    set_aside(out, old)
+    if old.prompts.sha256 != sha256:
+        _note_other_prompts(out, old.prompts.count, names)
+    return manifest
+
+
+def _check_options(out: Path, old: Manifest, manifest: Manifest) -> None:
+    """Raise ValueError, naming each difference, if a folder has answers by other options; without
+    any, remove what is left of them.
+    """
     before = _settings(old)
     now = _settings(manifest)
     changes = [key for key, value in now.items() if before.get(key) != value]
@@ -408,10 +419,6 @@ def _begin(
         )
     if changes:
         delete_records(out)  # nothing is lost; a template may be mended that refused all prompts
-    set_aside(out, old)
-    if old.prompts.sha256 != sha256:
-        _note_other_prompts(out, old.prompts.count, names)
-    return manifest
 
 
 def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> None:
