@@ -395,12 +395,14 @@ class Rows:
         """These rows, padded to the longest; padding is a separate document."""
         width = max(self.sizes[row] for row in rows)
         lines = [self._line(row, width) for row in rows]
-        parts = [torch.from_numpy(np.stack(part)) for part in zip(*lines, strict=True)]
+        tokens_BT, loss_mask_BT, positions_BT, documents_BT = (
+            torch.from_numpy(np.stack(part)) for part in zip(*lines, strict=True)
+        )
         has_branches = any(any(self.prefixes_of(row)) for row in rows)
         reach_BT = None
         if has_branches:
             reach_BT = torch.from_numpy(np.stack([self._reach(row, width) for row in rows]))
-        return Batch(*parts, reach_BT=reach_BT)
+        return Batch(tokens_BT, loss_mask_BT, positions_BT, documents_BT, reach_BT=reach_BT)
 
     def _line(self, row: int, width: int) -> tuple[Array, Array, Array, Array]:
         """Token ids, loss mask, positions and documents (T) of a row, padded to a width."""

@@ -36,7 +36,7 @@ def train_step(run: Run, step: int) -> StepResult:
     numbers = run.order.step(step)
     learned = sum(run.data.train.learned[row] for row in numbers)
     shares = share(numbers, recipe.data.rows_per_batch, rank, world)
-    parts = []
+    parts: list[HeadLoss] = []
     for micro_batch in islice(run.batches, len(shares)):
         last = len(parts) == len(shares) - 1
         parts.append(forward_backward(run, micro_batch, learned, last=last))

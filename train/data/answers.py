@@ -70,7 +70,7 @@ from draftheads.train.data.shards import (
 )
 from draftheads.train.data.shards import Record as Record
 
-FORMAT = 3
+FORMAT: Literal[3] = 3
 MANIFEST = "manifest.json"
 LOCK_SECONDS = 1800.0
 """Longest wait for another process that brings answers into shards."""

@@ -101,7 +101,8 @@ class StateLayout:
     def last(self, states_PH: Tensor) -> Tensor:
         """Captured last states after the final norm, in the target's dtype on its device."""
         states_PH = states_PH.to(self.target.device, self.target.dtype)
-        return final_norm(self.target.model)(states_PH).to(self.target.device)
+        normed_PH: Tensor = final_norm(self.target.model)(states_PH)
+        return normed_PH.to(self.target.device)
 
 
 class StateChecks:
