@@ -163,14 +163,12 @@ def answer_all(
     rule: Acceptance,
     most: int,
     take: Callable[[], Request | None],
-    note: Callable[[list[int]], None] = lambda lengths: None,
 ) -> Iterator[Outcome]:
     """Decode what `take` returns, up to `most` at a time, until it returns None while no row is
     left. Yields requests as they finish.
 
-    Rows that need more memory than there is are decoded again, in a batch half as large. note:
-    called after each pass with the numbers of new tokens of the others. Raises ValueError for
-    drafters other than heads, whose texts cannot be replaced.
+    Rows that need more memory than there is are decoded again, in a batch half as large. Raises
+    ValueError for drafters other than heads, whose texts cannot be replaced.
     """
     if not engine.rows_may_leave:
         raise ValueError("expected draft heads or none, got other drafts; pass a head")
@@ -206,7 +204,6 @@ def answer_all(
         for row in [row for row in asked if row.finish]:
             batch.leave(row)
             yield asked.pop(row), row.answer, row.fault
-        note([row.new_tokens for row in asked])
 
 
 def _read(

@@ -38,7 +38,7 @@ from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
-    from draftheads.train.data.server import ServerOptions
+    from draftheads.infer.remote import ServerOptions
 
 SETS = {
     "to distil from (--prompts NAME; the Hub's need a network)": {
@@ -102,7 +102,7 @@ class AnswerServers:
 
     def options(self, urls: list[str]) -> ServerOptions:
         """How these servers are asked."""
-        from draftheads.train.data.server import ServerOptions
+        from draftheads.infer.remote import ServerOptions
 
         return ServerOptions(
             urls=urls,
@@ -297,15 +297,8 @@ def data_preview(
     from draftheads.train.data.text_side import TextSide
 
     manifest = read_manifest(path)
-    origin = manifest["target"]
-    if not origin:
-        raise ValueError(
-            f"{path}: expected a folder that `draftheads distill` wrote, got a "
-            f"{manifest['prompts']['source']}"
-        )
-    if target:
-        origin = {"name": target}
-    side = TextSide.load(origin["name"], origin.get("revision"))
+    origin = manifest.target
+    side = TextSide.load(target or origin.name, None if target else origin.revision)
     out = SafeConsole(soft_wrap=True)
     pen = Pen(side, is_plain=not out.is_terminal or out.no_color)
     show_answers(path, pen, count, out)

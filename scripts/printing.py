@@ -69,8 +69,8 @@ def show_answers(folder: Path, pen: Pen, limit: int, out: Console) -> None:
         )
         out.print(pen.document(answer.tokens, answer.learn), end="\n\n")
     manifest = read_manifest(folder)
-    note = " (imported, not checked)" if "imported" in manifest else ""
-    out.print(Text(f"{folder}, answered by {manifest['target']['name']}{note}", style="bold"))
+    note = " (imported, not checked)" if manifest.imported else ""
+    out.print(Text(f"{folder}, answered by {manifest.target.name}{note}", style="bold"))
     out.print(Text("\n".join(count(folder, manifest).lines())))
 
 

@@ -4,7 +4,7 @@ A step's rows are a function of (seed, step) alone; processes and accumulation o
 So a run resumes at step n without stored state, on any number of processes that divides the step.
 
 Legend: B batch, T tokens; of a data set: N tokens, D documents, S spans to learn, P pieces of
-documents, R rows.
+documents, G groups of pieces that share prefixes, R rows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +27,7 @@ import pyarrow.compute as pc
 import torch
 
 from draftheads.heads.batch import Batch
-from draftheads.train.data.answers import REPAIR, Answer, open_shards, verify
+from draftheads.train.data.answers import REPAIR, Answer, Manifest, open_shards, verify
 from draftheads.train.data.shards import Array, Shard, bounds_of, content_hash, digest, to_batch
 
 OPEN_ROWS = 64
@@ -90,7 +89,7 @@ class Documents:
         are not `below` the size of the target's vocabulary.
         """
         shards, manifest = open_shards(folder)
-        bounds = [entry["largest_token"] for entry in manifest.get("shards", [])]
+        bounds = [file.largest_token for file in manifest.shards]
         if not bounds:
             bounds = [int(shard.tokens_N.max(initial=0)) for shard in shards]
         largest = max(bounds, default=0)
@@ -99,7 +98,7 @@ class Documents:
                 f"{folder}: expected token ids below {below} ({target}), got {largest}; use the "
                 "data of this target, or distill with it"
             )
-        return cls(shards, manifest.get("digest", ""), below)
+        return cls(shards, manifest.digest, below)
 
     def __len__(self) -> int:
         return len(self._bounds_D1) - 1
@@ -211,7 +210,7 @@ class Documents:
 class Verification:
     """Compares a folder of answers with its checksums, in a thread beside the first steps."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._error: Exception | None = None
         self._thread = Thread(target=self._run, args=(folder, manifest), daemon=True)
         self._thread.start()
@@ -227,19 +226,107 @@ class Verification:
         if self._error is not None:
             raise self._error
 
-    def _run(self, folder: Path, manifest: dict[str, Any]) -> None:
+    def _run(self, folder: Path, manifest: Manifest) -> None:
         try:
             verify(folder, manifest)
         except Exception as error:  # raised again by the thread that trains
             self._error = error
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """Pieces of documents, each a document of its own for the head.
+
+    starts_P, stops_P: spans of tokens. learned_P: their learned tokens. prefixes_P: the tokens that
+    a piece has in common with the one before it, with which it stands in one row as a branch of it;
+    0: it stands by itself. So rows of 6 tokens come from four documents, of which b and c are turns
+    of one conversation and begin with the same two tokens:
+
+        documents    aaaaaaaa  bbbb  bbcc  ddd
+        cut          aaaaaa  aa  bbbb  bbcc  ddd
+        group        aaaaaa  aa  bbbb+cc  ddd         what branches adds its own tokens alone
+        pack         2       1   0        1           rows, after the groups were shuffled
+        order        bbbbcc | aaddd | aaaaaa
+    """
+
+    starts_P: Array
+    stops_P: Array
+    learned_P: Array
+    prefixes_P: Array
+
+    @property
+    def sizes_P(self) -> Array:
+        """The tokens that each adds to its row."""
+        return self.stops_P - self.starts_P - self.prefixes_P
+
+    def at(self, places: Array | slice) -> Pieces:
+        """Those at these places."""
+        return Pieces(
+            self.starts_P[places],
+            self.stops_P[places],
+            self.learned_P[places],
+            self.prefixes_P[places],
+        )
+
+
+def cut(documents: Documents, spans_D2: Array, length: int) -> Pieces:
+    """Documents in pieces of at most `length` tokens. The first token of a piece is not learned,
+    because no state predicted it.
+    """
+    starts_D, stops_D = spans_D2.reshape(-1, 2).T
+    counts_D = -(-(stops_D - starts_D) // length)
+    befores_D = counts_D.cumsum() - counts_D  # pieces of the documents before
+    starts_P = np.repeat(starts_D - length * befores_D, counts_D)
+    starts_P += length * np.arange(len(starts_P))
+    stops_P = np.minimum(starts_P + length, np.repeat(stops_D, counts_D))
+    learned_P = documents.learned_before(stops_P) - documents.learned_before(starts_P + 1)
+    return Pieces(starts_P, stops_P, learned_P, np.zeros_like(starts_P))
+
+
+def group(pieces: Pieces, documents: Documents, length: int) -> Pieces:
+    """These pieces with the prefixes that they share: a piece and its branches fit into a row, and
+    no branch begins behind its first learned token.
+    """
+    prefixes_P = np.zeros_like(pieces.starts_P)
+    talks_P = documents.conversations()[documents.numbers(pieces.starts_P)]
+    spans = list(zip(pieces.starts_P.tolist(), pieces.stops_P.tolist(), strict=True))
+    size = 0  # of the group of the piece before
+    last = -1
+    for place in (np.flatnonzero(np.diff(talks_P) == 0) + 1).tolist():
+        earlier, own = (documents.tokens(*span) for span in spans[place - 1 : place + 1])
+        learned = documents.mask(*spans[place])[1:].nonzero()[0][0]
+        most = min(len(earlier), learned)
+        differs = np.append(earlier[:most] != own[:most], True)
+        prefix = int(differs.argmax())
+        if last != place - 1:
+            size = len(earlier)
+        if not prefix or size + len(own) - prefix > length:
+            prefix = size = 0
+        prefixes_P[place] = prefix
+        size += len(own) - prefix
+        last = place
+    return replace(pieces, prefixes_P=prefixes_P)
+
+
+def pack_groups(sizes_G: Array, length: int, seed: int, *, several: bool) -> tuple[Array, Array]:
+    """(row, turn) of each group: they take turns by `seed`, and go into the oldest open row with
+    room for them. several: else each has a row of its own.
+    """
+    shuffled_G = _permutation(len(sizes_G), seed)
+    turns_G = np.argsort(shuffled_G)
+    if not several:
+        return turns_G, turns_G
+    # over Python's integers: numpy's are slow in a loop
+    rows = _first_fit(array("i", sizes_G[shuffled_G].tobytes()), length)
+    return rows[turns_G], turns_G
+
+
 class Rows:
     """Documents in rows of at most `length` tokens.
 
     Documents are shuffled by `seed` and packed first-fit (pack=False: one per row). Longer ones are
-    cut into row-long pieces. A piece counts as a document: its positions start at 0, and its first
-    token is not learned, because no state predicted it. Pieces without learned tokens are dropped.
+    cut into row-long pieces. A piece counts as a document: its positions start at 0. Pieces without
+    learned tokens are dropped.
 
     share_prefixes: where they fit, documents of a conversation stand in one row, which has the
     prefix that two of them share once. The later one is a branch of the earlier one there.
@@ -258,40 +345,28 @@ class Rows:
         self.documents = documents
         self.spans = np.asarray(spans, np.int64)
         self.length = length
-        starts_D, stops_D = self.spans.reshape(-1, 2).T
-        counts_D = -(-(stops_D - starts_D) // length)
-        self.cut = int(counts_D.sum()) - len(self.spans)
-        befores_D = counts_D.cumsum() - counts_D
-        starts_P = np.repeat(starts_D - length * befores_D, counts_D)
-        starts_P += length * np.arange(len(starts_P))
-        stops_P = np.minimum(starts_P + length, np.repeat(stops_D, counts_D))
-        learned_P = documents.learned_before(stops_P) - documents.learned_before(starts_P + 1)
-        useful = np.flatnonzero(learned_P)
-        starts_P, stops_P, learned_P = starts_P[useful], stops_P[useful], learned_P[useful]
-        prefixes_P = np.zeros_like(starts_P)
+        pieces = cut(documents, self.spans, length)
+        self.cut = len(pieces.starts_P) - len(self.spans)
+        pieces = pieces.at(np.flatnonzero(pieces.learned_P))
         if share_prefixes:
-            prefixes_P = self._prefixes(starts_P, stops_P)
-        sizes_P = stops_P - starts_P - prefixes_P
-        wholes_G = np.flatnonzero(prefixes_P == 0)  # the first of a group, and then its branches
-        sizes_G = np.array(_sums(sizes_P, wholes_G), np.int32)
-        shuffled_G = _permutation(len(sizes_G), seed)
-        rows_G = np.arange(len(sizes_G))
-        if pack:  # over Python's integers: numpy's are slow in a loop
-            rows_G = _first_fit(array("i", sizes_G[shuffled_G].tobytes()), length)
-        counts_G = np.diff(wholes_G, append=len(useful))
-        places_P = np.repeat(np.argsort(shuffled_G), counts_G)  # of its group
-        rows_P = rows_G[places_P]
-        order = np.lexsort((places_P, rows_P))
-        self._starts_P = starts_P[order]
-        self._sizes_P = (stops_P - starts_P)[order].astype(np.int32)
-        self._prefixes_P = prefixes_P[order].astype(np.int32)
+            pieces = group(pieces, documents, length)
+        firsts_G = np.flatnonzero(pieces.prefixes_P == 0)  # of each group, whose branches follow
+        sizes_G = np.array(_sums(pieces.sizes_P, firsts_G), np.int32)
+        counts_G = np.diff(firsts_G, append=len(pieces.starts_P))
+        rows_G, turns_G = pack_groups(sizes_G, length, seed, several=pack)
+        rows_P = np.repeat(rows_G, counts_G)
+        order = np.lexsort((np.repeat(turns_G, counts_G), rows_P))
+        pieces = pieces.at(order)
+        self._starts_P = pieces.starts_P
+        self._lengths_P = (pieces.stops_P - pieces.starts_P).astype(np.int32)
+        self._prefixes_P = pieces.prefixes_P.astype(np.int32)
         firsts_R = np.flatnonzero(np.diff(rows_P[order], prepend=-1))
-        self._bounds_R1 = array("q", np.append(firsts_R, len(useful)).tobytes())
-        self.learned = _sums(learned_P[order], firsts_R)
+        self._bounds_R1 = array("q", np.append(firsts_R, len(order)).tobytes())
+        self.learned = _sums(pieces.learned_P, firsts_R)
         """Learned tokens of each row."""
-        self.sizes = _sums(sizes_P[order], firsts_R)
+        self.sizes = _sums(pieces.sizes_P, firsts_R)
         """Tokens of each row, without padding."""
-        self.prefix_tokens = int(prefixes_P.sum())
+        self.prefix_tokens = int(pieces.prefixes_P.sum())
         """Tokens of prefixes that rows hold once for several documents."""
 
     def __len__(self) -> int:
@@ -301,7 +376,7 @@ class Rows:
         """The spans of tokens that a row holds."""
         start, stop = self._bounds_R1[row : row + 2]
         starts_P = self._starts_P[start:stop]
-        stops_P = starts_P + self._sizes_P[start:stop]
+        stops_P = starts_P + self._lengths_P[start:stop]
         return list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
 
     def prefixes_of(self, row: int) -> list[int]:
@@ -309,29 +384,6 @@ class Rows:
         start, stop = self._bounds_R1[row : row + 2]
         prefixes: list[int] = self._prefixes_P[start:stop].tolist()
         return prefixes
-
-    def _prefixes(self, starts_P: Array, stops_P: Array) -> Array:
-        """`prefixes_of` for all pieces in the order of the data: with its branches, a document fits
-        into a row, and no branch begins behind its first learned token.
-        """
-        documents = self.documents
-        prefixes_P = np.zeros_like(starts_P)
-        talks_P = documents.conversations()[documents.numbers(starts_P)]
-        spans = list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
-        size, last = 0, -1
-        for place in (np.flatnonzero(np.diff(talks_P) == 0) + 1).tolist():
-            earlier, own = (documents.tokens(*span) for span in spans[place - 1 : place + 1])
-            learned = documents.mask(*spans[place])[1:].nonzero()[0][0]
-            most = min(len(earlier), learned)
-            differs = np.append(earlier[:most] != own[:most], True)
-            prefix = int(differs.argmax())
-            size = size if last == place - 1 else len(earlier)
-            if not prefix or size + len(own) - prefix > self.length:
-                prefix = size = 0
-            prefixes_P[place] = prefix
-            size += len(own) - prefix
-            last = place
-        return prefixes_P
 
     def document_numbers(self, rows: Iterable[int]) -> list[int]:
         """Indices of the documents in these rows, in the order of the data."""
@@ -342,40 +394,53 @@ class Rows:
     def batch(self, rows: Sequence[int]) -> Batch:
         """These rows, padded to the longest; padding is a separate document."""
         width = max(self.sizes[row] for row in rows)
-        shape = (len(rows), width)
-        tokens_BT = np.zeros(shape, np.int64)
-        loss_mask_BT = np.zeros(shape, np.bool_)
-        documents_BT = np.full(shape, -1)
-        positions_BT = np.tile(np.arange(width), (len(rows), 1))
-        reach_BT = width - 1 - positions_BT  # of the last document: padding may see it
-        has_branches = False
-        for line, row in enumerate(rows):
-            end = self.sizes[row]
-            prefixes_P = self.prefixes_of(row)
-            starts_P, stops_P = np.array(self.pieces(row)).T
-            spans = list(zip(starts_P + prefixes_P, stops_P, strict=True))
-            sizes_P = stops_P - starts_P - prefixes_P
-            firsts_P = sizes_P.cumsum() - sizes_P
-            np.concatenate(
-                [self.documents.tokens(*span) for span in spans], out=tokens_BT[line, :end]
-            )
-            loss_mask_BT[line, :end] = np.concatenate([self.documents.mask(*s) for s in spans])
-            loss_mask_BT[line, firsts_P] = False
-            documents_BT[line, :end] = np.repeat(np.arange(len(spans)), sizes_P)
-            positions_BT[line, :end] -= np.repeat(firsts_P - prefixes_P, sizes_P)
-            positions_BT[line, end:] -= end
-            path = np.arange(0)  # the places of a document's tokens
-            for first, size, prefix in zip(firsts_P, sizes_P, prefixes_P, strict=True):
-                reach_BT[line, path[prefix:]] = first - 1 - path[prefix:]
-                path = np.append(path[:prefix], np.arange(first, first + size))
-            has_branches |= any(prefixes_P)
-        return Batch(
-            torch.from_numpy(tokens_BT),
-            torch.from_numpy(loss_mask_BT),
-            torch.from_numpy(positions_BT),
-            torch.from_numpy(documents_BT),
-            reach_BT=torch.from_numpy(reach_BT) if has_branches else None,
+        lines = [self._line(row, width) for row in rows]
+        tokens_BT, loss_mask_BT, positions_BT, documents_BT = (
+            torch.from_numpy(np.stack(part)) for part in zip(*lines, strict=True)
         )
+        has_branches = any(any(self.prefixes_of(row)) for row in rows)
+        reach_BT = None
+        if has_branches:
+            reach_BT = torch.from_numpy(np.stack([self._reach(row, width) for row in rows]))
+        return Batch(tokens_BT, loss_mask_BT, positions_BT, documents_BT, reach_BT=reach_BT)
+
+    def _line(self, row: int, width: int) -> tuple[Array, Array, Array, Array]:
+        """Token ids, loss mask, positions and documents (T) of a row, padded to a width."""
+        end = self.sizes[row]
+        prefixes_P, firsts_P, sizes_P = self._layout(row)
+        spans = [
+            (start + prefix, stop)
+            for (start, stop), prefix in zip(self.pieces(row), prefixes_P.tolist(), strict=True)
+        ]
+        tokens_T = np.zeros(width, np.int64)
+        loss_mask_T = np.zeros(width, np.bool_)
+        positions_T = np.arange(width)
+        documents_T = np.full(width, -1)
+        np.concatenate([self.documents.tokens(*span) for span in spans], out=tokens_T[:end])
+        loss_mask_T[:end] = np.concatenate([self.documents.mask(*span) for span in spans])
+        loss_mask_T[firsts_P] = False
+        positions_T[:end] -= np.repeat(firsts_P - prefixes_P, sizes_P)
+        positions_T[end:] -= end
+        documents_T[:end] = np.repeat(np.arange(len(spans)), sizes_P)
+        return tokens_T, loss_mask_T, positions_T, documents_T
+
+    def _reach(self, row: int, width: int) -> Array:
+        """`Batch.reach_BT` of a row, padded to a width: a branch ends it for the tokens behind the
+        prefix that it shares. Padding may see the last document.
+        """
+        reach_T = np.full(width, width - 1)
+        path = np.arange(0)  # the places of a document's tokens
+        for prefix, first, size in zip(*self._layout(row), strict=True):
+            reach_T[path[prefix:]] = first - 1
+            path = np.append(path[:prefix], np.arange(first, first + size))
+        return reach_T - np.arange(width)
+
+    def _layout(self, row: int) -> tuple[Array, Array, Array]:
+        """Of each piece of a row, its prefix, and the place and number of its own tokens."""
+        starts_P, stops_P = np.array(self.pieces(row)).T
+        prefixes_P = np.array(self.prefixes_of(row))
+        sizes_P = stops_P - starts_P - prefixes_P
+        return prefixes_P, sizes_P.cumsum() - sizes_P, sizes_P
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ def resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
         if saved:
             refuse_changes(saved, "choices", differences(saved.state.recipe, recipe))
             path = recipe.data.path  # what a finished run has learned from may be gone
-            if has_answers(path) and (digest := read_manifest(path).get("digest")):
+            if has_answers(path) and (digest := read_manifest(path).digest):
                 check_data(saved, path, digest)
         values["checkpoint"] = saved.folder.name if saved else "none"
         values.update(flat(recipe.model_dump(mode="json")))

@@ -71,6 +71,11 @@ class Learner(nn.Module):
         """Trainable parameters by name. Engines replace them: call again after wrapping."""
         return {name: p for name, p in self.head.named_parameters() if p.requires_grad}
 
+    @property
+    def size(self) -> int:
+        """Number of trained parameters, before an engine divides them."""
+        return sum(parameter.numel() for parameter in self.trained().values())
+
     def optimizer(self, choices: OptimChoices) -> torch.optim.AdamW:
         """AdamW with weight decay for the heads' matrices only."""
         groups: dict[tuple[str, float], dict[str, Any]] = {}
@@ -215,6 +220,7 @@ class Engine(ABC):
         self.choices = choices
         self.world = world
         self._named = learner.trained()
+        self.bytes_saved = 12 * learner.size  # weights and two moments, float32
         head = learner.head
         tensors = head.state_dict()
         self._constant = {name: each for name, each in tensors.items() if name not in self._named}

@@ -175,8 +175,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results on held-out documents. measured: None if not decoded. drift: None without adapter."""
+    """Results of a head, which is whole, on held-out documents. measured: None if not decoded.
+    drift: None without adapter.
+    """
 
+    head: DraftHead
     calibration: Calibration
     measured: Measured | None
     drift: Drift | None
@@ -220,7 +223,7 @@ class Evaluator:
         measured = None
         if decode and self.prompts:
             measured = self.decode(head)
-        return Evaluation(calibration, measured, drift)
+        return Evaluation(head, calibration, measured, drift)
 
     def seconds(self) -> float:
         """What an evaluation takes at most, by its first prompt without drafts."""

@@ -57,9 +57,7 @@ Beta = Annotated[float, Ge(0), Lt(1)]
 class DataChoices(Section):
     """The target's answers and their layout in rows."""
 
-    path: Path = Field(
-        description="folder of `draftheads distill --out`, speculators' prepare-data or SpecForge"
-    )
+    path: Path = Field(description="folder of `draftheads distill --out`")
     sequence_length: int = Field(1024, ge=2, description="tokens per row")
     rows_per_batch: int = Field(8, ge=1, description="rows per process and forward")
     pack: bool = Field(True, description="pack several documents per row; false: one")
@@ -73,14 +71,11 @@ class FeatureChoices(Section):
     mode: Literal["online", "cached"] = Field(
         "online", description="online: at every step; cached: once, into features.path"
     )
-    path: Path | None = Field(
-        None, description="null: next to data.path, or where another toolkit writes states"
-    )
+    path: Path | None = Field(None, description="null: next to data.path")
     layers: list[int] | None = Field(
         None,
-        description="states that servers capture, or another toolkit's files hold, by "
-        "transformers' numbers; null: 0, what the head reads and the last; in files 2, half of the "
-        "layers, the third last and the last",
+        description="states that servers capture, by transformers' numbers; null: 0, what the head "
+        "reads and the last",
     )
     server: list[str] = Field(
         default_factory=list,

@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from draftheads.arguments import check_path
 from draftheads.heads.base import DraftHead
-from draftheads.heads.formats.hub import WEIGHTS
+from draftheads.heads.formats.hub import WEIGHTS, refusals
 from draftheads.heads.kinds import HEADS
 from draftheads.heads.target.adapter import FOLDER as ADAPTER
 from draftheads.heads.target.lora import titled
@@ -22,8 +23,15 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.target.packing import shares_prefixes
 from draftheads.heads.target.pretrained import same_weights
 from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
-from draftheads.train.checkpoint import RunState, Saved, check_data, refuse_changes
-from draftheads.train.data.answers import read_manifest
+from draftheads.train.checkpoint import (
+    RunState,
+    Saved,
+    check_data,
+    load_optimizer_state,
+    refuse_changes,
+)
+from draftheads.train.data.answers import Manifest, read_manifest
+from draftheads.train.engines import Engine, make_engine, make_learner
 from draftheads.train.launch import Log, main_process_log
 from draftheads.train.origin import initial_head, read_origin
 from draftheads.train.recipe import Recipe
@@ -41,7 +49,7 @@ class TrainingData:
     documents: Documents
     train: Rows
     heldout: Rows
-    manifest: dict[str, Any]
+    manifest: Manifest
     path: Path
 
     @cached_property
@@ -58,6 +66,12 @@ class TrainingData:
             "learned_tokens": self.documents.learned,
             "digest": self.documents.digest(),
         }
+
+
+def check_inputs(recipe: Recipe) -> None:
+    """Raise ValueError for paths that hold nothing, before the target is loaded."""
+    check_path(recipe.target)
+    read_manifest(recipe.data.path)
 
 
 def frozen_target(recipe: Recipe, accelerator: Accelerator) -> Target:
@@ -103,17 +117,13 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     """Read the answers and lay them out in rows. Raises ValueError for unusable data."""
     path, pack = recipe.data.path, recipe.data.pack
     manifest = read_manifest(path)
-    origin = manifest.get("target", {})
-    if not same_weights(origin.get("fingerprint"), target.fingerprint()):
-        lora = origin.get("lora")
+    origin = manifest.target
+    if not same_weights(origin.fingerprint, target.fingerprint()):
         raise ValueError(
             f"{path}: expected answers of {target.title} ({target.fingerprint()}), got answers of "
-            f"{titled(origin.get('name'), lora)} ({origin.get('fingerprint')}); distill with this "
-            f"target, or set target={origin.get('name')} target_adapter={lora or 'null'}"
+            f"{titled(origin.name, origin.lora)} ({origin.fingerprint}); distill with this "
+            f"target, or set target={origin.name} target_adapter={origin.lora or 'null'}"
         )
-    if not origin:
-        source = manifest["prompts"]["source"]
-        log(f"data: a {source}; whether {target.name} wrote its answers cannot be checked")
     documents = Documents.open(path, target.vocab_size, str(target.name))
     length = min(recipe.data.sequence_length, target.context)
     for line in excess(recipe, target):
@@ -144,15 +154,15 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
     return TrainingData(documents, train, heldout, manifest, path)
 
 
-def schedule(
+def first_state(
     recipe: Recipe,
     accelerator: Accelerator,
     target: Target,
     data: TrainingData,
     saved: Saved | None,
-) -> tuple[Order, RunState]:
-    """The rows of each step, and the state to start from. A resumed run keeps its rows per step,
-    and its length unless the recipe's has changed.
+) -> RunState:
+    """The state to start from. A resumed run keeps its rows per step, and its length unless the
+    recipe's has changed.
     """
     world = accelerator.num_processes
     log = main_process_log(accelerator)
@@ -180,21 +190,27 @@ def schedule(
     if warning and not recipe.run.minutes:
         log(warning)
     if saved:
-        if not same_weights(saved.state.target, state.target):  # step n would not mean the same
-            change = f"{saved.state.target} -> {state.target}"
-            refuse_changes(saved, f"weights of {recipe.target}", [change])
-        check_data(saved, recipe.data.path, state.data["digest"])
-        log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
-        if saved.state.versions != state.versions:
-            log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
-        return order, replace(
-            saved.state, recipe=recipe, steps=state.steps, versions=state.versions
-        )
+        return resumed(saved, state, log)
     if recipe.head.source is not None:
         origin = read_origin(recipe, target)
         state = replace(state, origin=origin, lacks_evaluation=True)
         log(f"continuing {origin}")
-    return order, state
+    return state
+
+
+def resumed(saved: Saved, state: RunState, log: Log) -> RunState:
+    """The state of a checkpoint under the recipe and versions of `state`. Raises ValueError if step
+    n would not mean the same: for other weights of the target, or other data.
+    """
+    recipe = state.recipe
+    if not same_weights(saved.state.target, state.target):
+        change = f"{saved.state.target} -> {state.target}"
+        refuse_changes(saved, f"weights of {recipe.target}", [change])
+    check_data(saved, recipe.data.path, state.data["digest"])
+    log(f"resuming {saved.folder} at step {saved.state.step} of {state.steps}")
+    if saved.state.versions != state.versions:
+        log(f"not bit for bit: saved with {saved.state.versions}, now {state.versions}")
+    return replace(saved.state, recipe=recipe, steps=state.steps, versions=state.versions)
 
 
 def create_head(
@@ -221,6 +237,25 @@ def create_head(
     return head
 
 
+def create_engine(
+    recipe: Recipe,
+    head: DraftHead,
+    target: Target,
+    accelerator: Accelerator,
+    saved: Path | None = None,
+) -> Engine:
+    """What trains a head, with the optimizer state of a checkpoint. Logs what is trained."""
+    log = main_process_log(accelerator)
+    learner = make_learner(recipe, head, target)
+    log(f"training {learner.size:,} parameters of the {head.kind} head; the target is frozen")
+    if readers := refusals(head, target):
+        log(f"convert will refuse this head for {readers}")
+    engine = make_engine(learner, recipe.optim, accelerator)
+    if saved:
+        engine.restore(load_optimizer_state(saved))
+    return engine
+
+
 def free_unread(
     recipe: Recipe, target: Target, data: TrainingData, head: DraftHead, log: Log
 ) -> None:
@@ -228,10 +263,9 @@ def free_unread(
     if recipe.decodes or target.adapter:
         return
     is_cached = recipe.features.mode == "cached"
-    proves = recipe.features.server or not data.manifest["target"]  # states of others
     shares = data.train.prefix_tokens or data.heldout.prefix_tokens
     prefills = shares and target.ways.packing == "alone"
-    spares_lm_head = not (head.needs_unembed or proves or prefills)
+    spares_lm_head = not (head.needs_unembed or recipe.features.server or prefills)
     freed = target.release(lm_head=spares_lm_head, layers=is_cached)
     log(f"freed {freed / 1e6:.4g} MB of the target, not needed to train")
 
@@ -241,6 +275,7 @@ def training_facts(
 ) -> dict[str, Any]:
     """Facts about the training for the head's config.json. results: of an evaluation."""
     origin = ("target", "sampling", "prompts", "seed", "versions")
+    manifest = data.manifest.as_written()
     device = f"CPU process ({platform.processor() or platform.machine()})"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
@@ -251,7 +286,7 @@ def training_facts(
         "loss": state.loss,
         **results,
         "recipe": state.recipe.model_dump(mode="json"),
-        "data": {**data.counts, **{key: data.manifest.get(key) for key in origin}},
+        "data": {**data.counts, **{key: manifest.get(key) for key in origin}},
         "versions": state.versions,
         "hardware": f"{accelerator.num_processes} x {device}",
     }

@@ -200,9 +200,9 @@ def test_answers_record_it_and_train_no_heads_of_the_base(run, base, lora, tmp_p
     words = ["--prompts", questions(tmp_path, 8), "--out", data, "--max-new-tokens", 8]
     assert run("distill", "--target", base, "--adapter", lora, *words)[0] == 0
     target = Target.load(base, lora=lora)
-    recorded = read_manifest(data)["target"]
-    assert (recorded["name"], recorded["lora"]) == (str(base), str(lora))
-    assert recorded["fingerprint"] == target.fingerprint()
+    recorded = read_manifest(data).target
+    assert (recorded.name, recorded.lora) == (str(base), str(lora))
+    assert recorded.fingerprint == target.fingerprint()
     recipe = tmp_path / "recipe.yaml"
     values = tiny_recipe(tmp_path, output=str(tmp_path / "run"), steps=1)
     recipe.write_text(json.dumps(values | {"target": str(base)}))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from draftheads.train import loop
+from draftheads.train import run
 from draftheads.train.launch import make_accelerator
 from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
@@ -19,7 +19,7 @@ if __name__ == "__main__":
     recipe = load_recipe(path, ["run.minutes=0.01", f"run.output={out / 'run'}"])
     accelerator = make_accelerator(recipe)
     if not accelerator.is_main_process:
-        loop.time = SimpleNamespace(monotonic=float)
+        run.time = SimpleNamespace(monotonic=float)
     fit(recipe, accelerator)
     accelerator.end_training()
     sys.stdout.flush()

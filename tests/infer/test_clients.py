@@ -17,11 +17,12 @@ from tiny_chat import EOS, llama, options, prompts
 from tiny_heads import random_head
 
 from draftheads.infer.engine import Speculator
+from draftheads.infer.remote import ServerOptions
 from draftheads.infer.serve import service
 from draftheads.infer.serve.service import ServeOptions
 from draftheads.train.data.answers import read_answers
 from draftheads.train.data.distill import distill
-from draftheads.train.data.server import ServedTarget, ServerOptions
+from draftheads.train.data.server import ServedTarget
 
 openai = pytest.importorskip("openai")
 TEXT = "Grüße, 世界! 👋🏽 «naïve» ﷽ — Ω≈ç√ 🏳️‍🌈."

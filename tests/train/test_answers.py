@@ -54,7 +54,7 @@ def drawn(seed: int, count: int = 40) -> list[Record]:
     return records
 
 
-def new_folder(folder: Path, records: list[Record]) -> dict[str, Any]:
+def new_folder(folder: Path, records: list[Record]) -> answers.Manifest:
     """A folder whose prompts are those of the records, without answers; its manifest."""
     folder.mkdir(exist_ok=True)
     names = "".join(f"{record['id']}\n" for record in records)
@@ -70,7 +70,7 @@ def answer_all(
 ) -> answers.Counts:
     """Distill with two processes, or resume. written: gets what was appended."""
     manifest = read_manifest(folder)
-    if not answers.has_shards(manifest):
+    if not manifest.has_shards:
         known = answers.answered(folder, [record["id"] for record in records])
         missing = [n for n in range(len(records)) if n not in known]
         for rank in (1, 0):
@@ -127,7 +127,7 @@ def test_a_finished_folder_says_what_was_answered(small: None, tmp_path: Path, s
     ]
     documents = [(d, n > 0) for r in records for n, d in enumerate(shards.documents_of(r))]
     assert found == [(d["tokens"], d["learn"], follows) for d, follows in documents]
-    assert sum(entry["tokens"] for entry in manifest["shards"]) == expected.tokens
+    assert sum(file.tokens for file in manifest.shards) == expected.tokens
     assert answers.answered(tmp_path, [r["id"] for r in records]) == [*range(40)]
     assert not answers.journals(tmp_path)
 
@@ -150,8 +150,10 @@ def test_a_lost_shard_is_answered_again(
         answers.open_shards(tmp_path)
     manifest = read_manifest(tmp_path)
     assert not answers.finished(tmp_path, manifest)
-    manifest = {key: manifest[key] for key in manifest if key not in ("shards", "rest", "digest")}
-    answers.write_manifest(tmp_path, manifest | {"complete": False})
+    unfinished = manifest.as_written() | {"complete": False}
+    for key in ("shards", "rest", "digest"):
+        del unfinished[key]
+    answers.write_manifest(tmp_path, answers.Manifest(**unfinished))
     written: set[int] = set()
     assert answer_all(tmp_path, records, written) == counts
     assert 0 < len(written) < len(records) and content(tmp_path) == whole
@@ -232,7 +234,7 @@ def test_a_finished_folder_is_not_read_again(
     monkeypatch.setattr(answers, "read_batch", None)
     assert answers.finished(tmp_path, manifest)
     assert answers.finish(tmp_path, manifest) == counts
-    manifest["prompts"]["sha256"] = "other"
+    manifest.prompts.sha256 = "other"
     assert not answers.finished(tmp_path, manifest)
 
 
@@ -243,7 +245,7 @@ def test_prompts_may_be_added_removed_and_come_back(tmp_path: Path) -> None:
         answer_all(tmp_path / "o", part)
         ids = [record["id"] for record in records]
         assert answers.answered(tmp_path / "o", ids) == [*range(5, 30)]
-        assert read_manifest(tmp_path / "o")["counts"]["done"] == answered_in(part)
+        assert read_manifest(tmp_path / "o").counts.done == answered_in(part)
     new_folder(tmp_path / "o", records)
     answer_all(tmp_path / "o", records)
     new_folder(tmp_path / "whole", records)

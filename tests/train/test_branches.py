@@ -234,8 +234,8 @@ def test_an_adapter_learns_the_same_through_a_mask():
 
 
 def test_states_of_others_are_those_of_each_document_alone():
-    """Servers and files give the states of whole documents; rows take what they have of them."""
-    target, layers = tiny_target(), [1, 2]
+    """Servers give the states of whole documents; rows take what they have of them."""
+    target, layers = tiny_target(), [0, 1]
     rows = rows_of(documents(), 200)
 
     def ask(number: int) -> list[Future[torch.Tensor]]:
@@ -244,10 +244,10 @@ def test_states_of_others_are_those_of_each_document_alone():
             tokens_1T = torch.tensor(documents().tokens(*span).tolist())[None]
             out = target.model.model(tokens_1T, output_hidden_states=True, use_cache=False)
             futures.append(Future())
-            futures[-1].set_result(torch.stack(out.hidden_states[1:3], dim=2)[0].detach())
+            futures[-1].set_result(torch.stack(out.hidden_states[:2], dim=2)[0].detach())
         return futures
 
-    layout = StateLayout(target, layers, layers, is_normed=True)
+    layout = StateLayout(target, layers, layers)
     compared(target, StateFeatures(layout, rows, ask, lambda: None), rows, layers)
 
 

@@ -20,12 +20,13 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.chat.repl import History
 from draftheads.infer.continuous import Request
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.remote import ServerOptions
 from draftheads.scripts.data import data_preview
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import NOTHING, Conversation, check_tools
 from draftheads.train.data.distill import Answerer, distill
 from draftheads.train.data.prompts import Prompt, read_conversations, read_prompts
-from draftheads.train.data.server import ServedTarget, ServerOptions
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.data.shards import documents_of
 from draftheads.train.data.text_side import TextSide
 
@@ -262,7 +263,7 @@ class Thinking:
 
     @staticmethod
     def answer_all(
-        engine: Any, rule: Any, most: int, take: Callable[[], Request | None], note: Any
+        engine: Any, rule: Any, most: int, take: Callable[[], Request | None]
     ) -> Iterator[tuple[Request, list[int], None]]:
         while (request := take()) is not None:
             if Thinking.asked == Thinking.interrupted_at:
@@ -320,10 +321,10 @@ def test_documents_conversations_and_prompts_add_up(
 ) -> None:
     report = distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
     documents = list(read_answers(tmp_path / "o"))
-    counts = read_manifest(tmp_path / "o")["counts"]
-    assert (report.prompts, counts["done"], counts["skipped"], counts["turns"]) == (5, 4, 1, 12)
-    assert counts["documents"] == len(documents) > counts["done"]
-    assert counts["tokens"] == sum(len(document.tokens) for document in documents)
+    counts = read_manifest(tmp_path / "o").counts
+    assert (report.prompts, counts.done, counts.skipped, counts.turns) == (5, 4, 1, 12)
+    assert counts.documents == len(documents) > counts.done
+    assert counts.tokens == sum(len(document.tokens) for document in documents)
     said = f"4 conversations became {len(documents)} documents, because the chat template rewrites"
     assert said in capsys.readouterr().out
 

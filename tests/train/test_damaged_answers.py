@@ -74,9 +74,10 @@ def shuffled(path: Path) -> None:
 def trusted(folder: Path) -> None:
     """Bring sizes and checksums up to date, as a faulty tool would that also wrote the manifest."""
     manifest = read_manifest(folder)
-    for entry in manifest["shards"]:
-        content = (folder / entry["name"]).read_bytes()
-        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    for file in manifest.shards:
+        content = (folder / file.name).read_bytes()
+        file.bytes = len(content)
+        file.sha256 = hashlib.sha256(content).hexdigest()
     answers.write_manifest(folder, manifest)
 
 
@@ -139,8 +140,8 @@ def test_a_folder_can_be_checked(
     monkeypatch.setattr(sys, "argv", ["draftheads", "data-preview", "--check", str(folder)])
     with pytest.raises(SystemExit) as ended:
         main()
-    counts = read_manifest(folder)["counts"]
-    tokens = f"40 documents of {counts['tokens']} tokens, {counts['learned_tokens']} to learn"
+    counts = read_manifest(folder).counts
+    tokens = f"40 documents of {counts.tokens} tokens, {counts.learned_tokens} to learn"
     said = f"{folder}: all as it was written: {tokens}"
     assert not ended.value.code and said in capsys.readouterr().out
     shuffled(shard(folder, 0))

@@ -94,7 +94,7 @@ def test_two_processes_answer_the_same_as_one(
     for rank, complete in ((1, False), (0, True)):
         monkeypatch.setenv("RANK", str(rank))
         report = distill(target, prompts(14, turns=2), options(out))
-        assert report.complete is complete is read_manifest(out)["complete"]
+        assert report.complete is complete is read_manifest(out).complete
         assert report.counts.done > 0 and complete is (report.counts.done == 14)
     assert files(out) == files(whole)
 
@@ -216,7 +216,9 @@ def test_another_format_is_refused(
     target: Target, whole: Path, tmp_path: Path, version: Any
 ) -> None:
     """By reading and by resuming."""
-    (tmp_path / "manifest.json").write_text(json.dumps(read_manifest(whole) | {"format": version}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps(read_manifest(whole).as_written() | {"format": version})
+    )
     for read in (read_manifest, lambda out: distill(target, prompts(1), options(out))):
         with pytest.raises(ValueError) as error:
             read(tmp_path)

@@ -28,12 +28,13 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
+from draftheads.infer.remote import ServerError, ServerOptions, without_secret
 from draftheads.scripts import cli
 from draftheads.train.data.answers import read_answers, read_manifest
 from draftheads.train.data.conversation import LOSSY, TOO_LONG, Conversation
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.server import ServedTarget, ServerError, ServerOptions, without_secret
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.data.text_side import TextSide
 
 pytestmark = pytest.mark.slow
@@ -128,7 +129,7 @@ def test_text_alone_gives_the_same_answers_and_is_counted(
         target = served(folder, server)
         report = distill(target, prompts(9, 2), options(tmp_path / name, max_new_tokens=30))
         assert report.counts.retokenized == (report.counts.turns if name == "text" else 0)
-    assert read_manifest(tmp_path / "text")["counts"]["retokenized"] == report.counts.turns == 15
+    assert read_manifest(tmp_path / "text").counts.retokenized == report.counts.turns == 15
     assert "15 answers came as text and were tokenized here" in str(report)
     stored = [r | {"retokenized": None} for r in records(tmp_path / "text")]
     assert stored == [r | {"retokenized": None} for r in records(tmp_path / "ids")]
@@ -219,9 +220,9 @@ def test_sampling_is_sent_and_recorded_and_seeds_differ(
     seeds = [request["seed"] for request in server.asked]
     assert sorted(seeds[:10]) == sorted(seeds[10:]) and len(set(seeds)) == 10
     manifest = read_manifest(tmp_path / "a")
-    assert manifest["sampling"]["top_p"] == 0.9 and manifest["target"]["fingerprint"] is None
+    assert manifest.sampling.top_p == 0.9 and manifest.target.fingerprint is None
     where = {"urls": [server.url + "/v1"], "model": "tiny", "context": CONTEXT}
-    assert manifest["target"]["server"] == where
+    assert manifest.as_written()["target"]["server"] == where
 
 
 def test_servers_shorter_context_is_kept(
@@ -294,7 +295,7 @@ def test_faults_are_the_prompts_or_the_servers(
     server.fault = lambda number, request: broken.get(len(request["prompt"]))
     report = distill(served(folder, server, tries=3), asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.failed, report.missing) == (10, 3, 7)
-    assert not report.complete and not read_manifest(tmp_path / "o")["complete"]
+    assert not report.complete and not read_manifest(tmp_path / "o").complete
     assert "+ 7 not answered yet" in str(report)
     assert "the server failed on 7 prompts; run the same command again" in str(report)
     sizes = [len(request["prompt"]) for request in server.asked]
@@ -528,7 +529,7 @@ def test_ctrl_c_cuts_requests_under_way(
     with pytest.raises(KeyboardInterrupt):
         distill(served(folder, server, concurrency=2), prompts(40), options(tmp_path / "o"))
     assert 6 <= len(records(tmp_path / "o")) <= 8  # all but those that were under way
-    assert not read_manifest(tmp_path / "o")["complete"]
+    assert not read_manifest(tmp_path / "o").complete
 
 
 def test_killed_run_goes_on_without_asking_again(
@@ -716,7 +717,7 @@ def typed(
 ) -> Callable[..., tuple[int, str]]:
     """Type `draftheads distill` for three prompts; gives exit code and error line."""
     impatient = functools.partial(ServerOptions, pause=0.01)
-    monkeypatch.setattr("draftheads.train.data.server.ServerOptions", impatient)
+    monkeypatch.setattr("draftheads.infer.remote.ServerOptions", impatient)
     asked = tmp_path / "prompts.jsonl"
     asked.write_text("".join(json.dumps({"prompt": f"question {n}"}) + "\n" for n in range(3)))
     where = ["--target", folder, "--prompts", asked, "--out", tmp_path / "o"]

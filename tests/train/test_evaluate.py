@@ -31,7 +31,6 @@ from tiny_training import (
 from draftheads.heads.formats.hub import HEADS, load_head
 from draftheads.heads.target.model import Target
 from draftheads.infer.rows import Step
-from draftheads.train import loop
 from draftheads.train.checkpoint import read_state
 from draftheads.train.data.answers import Answer
 from draftheads.train.evaluate import (
@@ -42,6 +41,7 @@ from draftheads.train.evaluate import (
 )
 from draftheads.train.features.sources import OnlineFeatures, SharedFaults
 from draftheads.train.metrics import Progress, evaluation_line, read_metrics
+from draftheads.train.run import Run
 from draftheads.train.setup import load_data
 
 pytestmark = pytest.mark.slow
@@ -171,14 +171,12 @@ def scripted(monkeypatch, simulated: list[float], decoded: list[float]) -> None:
         calibration = replace(real.calibration, tokens_per_step=simulated[step - 1])
         tau = decoded[step - 1]
         measured = Measured(1, tau, 0.0, [0.5]) if decode and self.prompts else None
-        return Evaluation(calibration, measured, None)
+        return Evaluation(head, calibration, measured, None)
 
-    runs: list[loop.Run] = []
-    monkeypatch.setattr(loop, "save", lambda run, *a, **k: runs.append(run) or save(run, *a, **k))
+    runs: list[Run] = []
+    evaluate = Run.evaluate
+    monkeypatch.setattr(Run, "evaluate", lambda run: runs.append(run) or evaluate(run))
     monkeypatch.setattr(Evaluator, "__call__", verdict)
-
-
-save = loop.save
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from launching import ENGINES, outputs_of_two_forks
 from tiny_training import assert_same, run, tiny_recipe, weights
 
 from draftheads.train import loop
+from draftheads.train import run as running
 from draftheads.train.checkpoint import RunState, load_optimizer_state, newest
 from draftheads.train.engines import learning_rate
 from draftheads.train.evaluate import Evaluator
@@ -32,19 +33,19 @@ def state_of(output: Path) -> RunState:
 def clock(monkeypatch):
     """A clock by which every step takes two seconds, and every save three."""
     clock = SimpleNamespace(now=0.0, seconds=2.0, saving=3.0)
-    train_step, save = loop.train_step, loop.save
+    train_step, evaluate = loop.train_step, running.Run.evaluate
 
     def slow_step(*parts):
         clock.now += clock.seconds
         return train_step(*parts)
 
-    def slow_save(*parts):
+    def slow_evaluation(run):
         clock.now += clock.saving
-        save(*parts)
+        return evaluate(run)
 
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(loop, "train_step", slow_step)
-    monkeypatch.setattr(loop, "save", slow_save)
+    monkeypatch.setattr(running.Run, "evaluate", slow_evaluation)
     return clock
 
 
@@ -61,13 +62,13 @@ def test_the_clock_ends_the_run_and_sets_learning_rates(made, tmp_path, clock):
 
 
 def test_a_machine_that_becomes_busy_takes_fewer_steps(made, tmp_path, clock, monkeypatch):
-    record = loop.record
+    record = running.Run.record
 
     def busy(run, *rest):
         record(run, *rest)
         clock.seconds += 1
 
-    monkeypatch.setattr(loop, "record", busy)
+    monkeypatch.setattr(running.Run, "record", busy)
     assert run(made, tmp_path / "run", "run.minutes=0.2") == 0
     state = state_of(tmp_path / "run")
     assert (state.step, state.seconds) == (4, 17.0), "2, 3, 4 and 5 seconds, and a save"
@@ -77,7 +78,7 @@ def test_an_evaluation_has_its_time(made, tmp_path, clock, monkeypatch, capsys):
     """The last one ends the run in time, and none takes the time that is left to train."""
     monkeypatch.setattr(Evaluator, "seconds", lambda self: 10.0)
     saved = []
-    monkeypatch.setattr(loop, "_write", lambda run, *_: saved.append(run.state.step))
+    monkeypatch.setattr(running.Run, "_write", lambda run, *_: saved.append(run.state.step))
     output = tmp_path / "run"
     assert run(made, output, "run.minutes=0.5", "eval.every=3") == 0
     assert "an evaluation, of about 10 s, is part of it" in capsys.readouterr().out

@@ -476,12 +476,12 @@ def test_what_a_killed_run_left_is_deleted_and_nothing_else(made, server, tmp_pa
     assert mine.exists(), "the folder may be one of models, by mistake"
 
 
-def test_layers_of_files_mean_nothing_for_data_of_ours(made, tmp_path, capsys):
+def test_layers_mean_nothing_without_servers(made, tmp_path, capsys):
     for mode in ("online", "cached"):
         chosen = [f"features.mode={mode}", "features.layers=[0,1,2]"]
         assert run(made, tmp_path / "run", *chosen) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]
-        assert "features.layers: expected features.server, or data of another toolkit" in line
+        assert "features.layers: expected features.server, got none; leave it out" in line
 
 
 def test_recipes_that_cannot_work(made, server, tmp_path, capsys):

@@ -285,7 +285,7 @@ def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> 
         str(path), str(tmp_path / "target"), tmp_path / "out", PromptSet(tools=str(tools))
     )
     kept = {"tools": [{"type": "function", "function": {"name": "f"}}]}
-    assert read_manifest(tmp_path / "out")["sampling"]["template_args"] == kept
+    assert read_manifest(tmp_path / "out").sampling.template_args == kept
     for wrong, got in (
         ("kepe", "a JSON file of definitions, got 'kepe'"),
         (str(path), "got keys me"),

@@ -37,6 +37,7 @@ from draftheads.train.engines import Learner, TorchEngine, learning_rate
 from draftheads.train.medusa import fit
 from draftheads.train.metrics import Progress, read_metrics
 from draftheads.train.recipe import OptimChoices
+from draftheads.train.run import Run
 
 UNTRAINED = {"fc.bias", "d2t", "t2d", "token_map"}
 """Buffers in a folder."""
@@ -236,7 +237,7 @@ def test_every_choice_trains_a_head_that_decodes(made, tmp_path, kind, overrides
 
 def test_only_the_head_is_trained(made, tmp_path, monkeypatch, capsys, kind):
     before = load_file(made / "target" / "model.safetensors")
-    seen: list[loop.Run] = []
+    seen: list[Run] = []
     original = loop.train_step
     monkeypatch.setattr(
         loop, "train_step", lambda run, *rest: seen.append(run) or original(run, *rest)

@@ -43,10 +43,11 @@ from draftheads.train.data.answers import has_answers
 from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, serve_command
 from draftheads.train.launch import make_accelerator, use_huge_pages
-from draftheads.train.loop import Run, train_step
+from draftheads.train.loop import train_step
 from draftheads.train.medusa import start
 from draftheads.train.origin import initial_shape
 from draftheads.train.recipe import Recipe
+from draftheads.train.run import Run
 from draftheads.train.setup import excess, load_data
 
 ENGINES = {
@@ -165,7 +166,6 @@ class Workload:
         if has_answers(data.path):
             answers = load_data(recipe, target, log=lambda line: None)
             self.rows = len(answers.train)
-            self.stores &= bool(answers.manifest["target"])  # else another toolkit has written them
             self.heldout = min(HELDOUT_TOKENS, sum(answers.heldout.sizes))
             self.tokens = sum(answers.train.sizes)
         self.row_tokens = self.tokens / (self.rows or 1)
@@ -236,10 +236,11 @@ def trial_seconds(run: Run) -> tuple[float, float]:
     """Seconds of a step, and of a step whose features are in memory."""
 
     def seconds(step: int) -> float:
-        part = replace(run, state=replace(run.state, step=step, steps=step + 1))
+        run.state = replace(run.state, step=step, steps=step + 1)
+        run.batches = run.micro_batches()
         began = time.perf_counter()
-        with closing(part.batches):
-            train_step(part, stop=False)
+        with closing(run.batches):
+            train_step(run, step)
         return time.perf_counter() - began
 
     for number in range(2):  # the first warms up

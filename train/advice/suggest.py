@@ -88,7 +88,7 @@ def suggest(
     if (folder / "manifest.json").is_file():
         manifest = read_manifest(folder)
         counts = count(folder, manifest)
-        if manifest["complete"] and counts.documents:
+        if manifest.complete and counts.documents:
             covered = answer_vocabulary(folder, config.vocab_size)
     has_bf16 = default_device() != "cpu" or answering_dtype(target, revision) == "bfloat16"
     choices = [Setting("target", target)]

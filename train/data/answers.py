@@ -39,7 +39,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,7 +51,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -70,9 +69,8 @@ from draftheads.train.data.shards import (
     write_error,
 )
 from draftheads.train.data.shards import Record as Record
-from draftheads.train.features.foreign import open_foreign
 
-FORMAT = 3
+FORMAT: Literal[3] = 3
 MANIFEST = "manifest.json"
 LOCK_SECONDS = 1800.0
 """Longest wait for another process that brings answers into shards."""
@@ -104,10 +102,8 @@ BATCH_BYTES = 1 << 26
 
 logger = logging.getLogger("draftheads")
 
-Manifest = dict[str, Any]
-"""Of a folder, as in its file. `_Manifest` describes what the code relies on."""
 Entry = dict[str, Any]
-"""A part of a manifest."""
+"""A part of a new manifest."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,13 @@ class Answer:
 Size = Annotated[int, Field(ge=0)]
 
 
-@dataclass
-class Counts:
+class _Section(BaseModel):
+    """A part of a manifest. What was set or read is written, defaults are not."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class Counts(_Section):
     """Summary counts of a folder."""
 
     done: Size = 0  # prompts answered
@@ -138,7 +139,7 @@ class Counts:
     turns: Size = 0  # answers
     cut: Size = 0  # documents whose last answer ended by length
     retokenized: Size = 0  # answers whose ids were made from text
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = Field(default_factory=Counter)
 
     def lines(self) -> list[str]:
         """For people: what there is to learn, then why some is not."""
@@ -158,11 +159,8 @@ class Counts:
         return lines + [f"  {number:,} {why}" for why, number in self.reasons.most_common()]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
 class _Served(_Section):
+    urls: list[str] = []
     model: str
     context: Size
 
@@ -176,41 +174,65 @@ class _Target(_Section):
     server: _Served | None = None
 
 
+class _Sampling(_Section):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    max_new_tokens: int | None = None
+    template_args: dict[str, Any] = {}
+    reasoning: str | None = None
+
+
 class _Prompts(_Section):
     source: str = ""
     count: Size
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{12,}$")]  # part of a file's name
 
 
-class _Sampling(_Section):
-    temperature: float | None = None
-    template_args: dict[str, Any] = {}
-
-
 class _File(_Section):
     name: Annotated[str, Field(pattern=f"^{COLUMNS.pattern}$")]
     bytes: Size
     sha256: str
+    documents: Size = 0
+    tokens: Size = 0
+    learned_tokens: Size = 0
     largest_token: Size
 
 
-class _Manifest(_Section):
-    """What the code relies on; of other entries only their presence in the file is kept."""
+class Manifest(_Section):
+    """What a folder says of itself, as in its file."""
 
-    format: Literal[3]
+    format: Literal[3] = FORMAT
     target: _Target
     sampling: _Sampling
     prompts: _Prompts
     complete: bool
     counts: Counts
+    versions: dict[str, str] = {}
     seed: int | None = None
-    text: dict[str, str] = {}
+    batch_size: int | None = None
+    text: dict[str, str] = {}  # what makes token ids, as digests
+    imported: dict[str, Any] | None = None  # whether the answers of an import were checked
     digest: str = ""
     shards: list[_File] = []
     rest: list[_File] = []
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether the answers are in shards: the folder is finished."""
+        return "shards" in self.model_fields_set
+
+    @property
+    def files(self) -> list[_File]:
+        """All that it lists."""
+        return [*self.shards, *self.rest]
+
+    def as_written(self) -> Entry:
+        """The content of its file."""
+        return self.model_dump(exclude_unset=True)
+
     @model_validator(mode="after")
-    def _is_whole(self) -> _Manifest:
+    def _is_whole(self) -> Manifest:
         fields = {"digest", "shards", "rest"} & self.model_fields_set
         if len(fields) not in (0, 3):
             raise ValueError(f"expected digest, shards and rest, got {' and '.join(fields)} alone")
@@ -218,29 +240,22 @@ class _Manifest(_Section):
 
 
 def has_answers(folder: Path) -> bool:
-    """Whether training can read this folder: one of ours or of another toolkit."""
-    return (folder / MANIFEST).is_file() or open_foreign(folder) is not None
+    """Whether training can read this folder."""
+    return (folder / MANIFEST).is_file()
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """A folder's manifest, with what is known of one of another toolkit. Raises ValueError if it is
-    missing, damaged or of another format.
-    """
+    """A folder's manifest. Raises ValueError if it is missing, damaged or of another format."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
-        if foreign := open_foreign(folder):
-            return foreign.manifest()
         raise ValueError(
             f"{folder}: expected a distillation folder with {MANIFEST}, found none; "
             "give the folder that `draftheads distill --out` wrote"
         )
-    content = path.read_bytes()
     try:
-        _Manifest.model_validate_json(content)
-        manifest: Manifest = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
         raise ValueError(f"{path}: {_complaint(error)}") from error
-    return manifest
 
 
 def _complaint(error: Exception) -> str:
@@ -259,30 +274,25 @@ def _complaint(error: Exception) -> str:
     )
 
 
-def has_shards(manifest: Manifest) -> bool:
-    """Whether the answers are in shards, which the manifest lists: the folder is finished."""
-    return "shards" in manifest
-
-
 def new_manifest(target: Entry, sampling: Entry, prompts: Entry, **more: Any) -> Manifest:
     """The manifest of an empty folder. prompts: source, count, sha256. more: further entries."""
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {
-        "format": FORMAT,
-        "target": target,
-        "sampling": sampling,
-        "prompts": prompts,
-        "complete": False,
-        "counts": {},
-        "versions": versions,
+    return Manifest(
+        format=FORMAT,
+        target=_Target(**target),
+        sampling=_Sampling(**sampling),
+        prompts=_Prompts(**prompts),
+        complete=False,
+        counts=Counts(),
+        versions=versions,
         **more,
-    }
+    )
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Replace the manifest atomically."""
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / MANIFEST, manifest.as_written())
 
 
 def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
@@ -292,16 +302,13 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     incomplete one only logs a warning.
     """
     manifest = read_manifest(folder)
-    if not manifest["target"] and (foreign := open_foreign(folder)):
-        return foreign.shards(), manifest
-    if has_shards(manifest):
-        shards = manifest["shards"]
-        verify(folder, {"shards": shards}, by_content=False)
-        return [Shard.open(Path(folder) / entry["name"]) for entry in shards], manifest
+    if manifest.has_shards:
+        _compare(folder, manifest.shards, by_content=False)
+        return [Shard.open(Path(folder) / file.name) for file in manifest.shards], manifest
     contents = _Contents.read(folder, manifest)
-    prompts = manifest["prompts"]["count"]
+    prompts = manifest.prompts.count
     seen = contents.answered + len(contents.refused)
-    if not manifest["complete"]:
+    if not manifest.complete:
         logger.warning(
             "%s is incomplete: %d of %d prompts (%.0f%%) are done; "
             "run the same `draftheads distill` again to resume, or train on these answers",
@@ -310,11 +317,15 @@ def open_shards(folder: str | Path) -> tuple[list[Shard], Manifest]:
     return [Shard(batch) for batch in contents.batches(contents.documents)], manifest
 
 
-def verify(folder: str | Path, manifest: Manifest, *, by_content: bool = True) -> None:
+def verify(folder: str | Path, manifest: Manifest) -> None:
     """Compare the files of a finished folder with size and checksum in its manifest. Raises
     ValueError naming those that differ.
     """
-    faults = _faults(folder, manifest, by_content=by_content)
+    _compare(folder, manifest.files)
+
+
+def _compare(folder: str | Path, files: Sequence[_File], *, by_content: bool = True) -> None:
+    faults = _faults(folder, files, by_content=by_content)
     if listed := "; ".join(f"{path}: {fault}" for path, fault in faults):
         raise ValueError(f"{listed}; {REPAIR}")
 
@@ -326,9 +337,9 @@ def check(folder: str | Path) -> Counts:
     manifest = read_manifest(folder)
     verify(folder, manifest)
     shards, _ = open_shards(folder)
-    if has_shards(manifest) and (actual := digest(shards)) != manifest["digest"]:
+    if manifest.has_shards and (actual := digest(shards)) != manifest.digest:
         raise ValueError(
-            f"{folder}: expected data of digest {manifest['digest']}, got {actual}; {REPAIR}"
+            f"{folder}: expected data of digest {manifest.digest}, got {actual}; {REPAIR}"
         )
     return count(folder, manifest)
 
@@ -336,7 +347,7 @@ def check(folder: str | Path) -> Counts:
 def set_aside(folder: Path, manifest: Manifest) -> None:
     """Rename the damaged files of a finished folder, so that their prompts are answered again."""
     with _locked(folder):
-        for path, fault in _faults(folder, manifest):
+        for path, fault in _faults(folder, manifest.files):
             if path.is_file():  # another process of this launch may have come first
                 path.replace(path.with_name(f"{path.name}.damaged"))
                 logger.warning("%s: %s; set aside, its prompts are answered again", path, fault)
@@ -350,24 +361,19 @@ def delete_records(folder: Path) -> None:
                 path.unlink()
 
 
-def _entries(manifest: Manifest) -> list[Entry]:
-    """The files that a manifest lists."""
-    return [*manifest.get("shards", []), *manifest.get("rest", [])]
-
-
 def _faults(
-    folder: str | Path, manifest: Manifest, *, by_content: bool = True
+    folder: str | Path, files: Sequence[_File], *, by_content: bool = True
 ) -> Iterator[tuple[Path, str]]:
     """The files that are not as they were written, and what is wrong. by_content: not only sizes
     are compared.
     """
-    for entry in _entries(manifest):
-        path = Path(folder) / entry["name"]
+    for file in files:
+        path = Path(folder) / file.name
         size = path.stat().st_size if path.is_file() else "no file"
-        if size != entry["bytes"]:
-            yield path, f"expected {entry['bytes']} bytes, got {size}"
-        elif by_content and (actual := _checksum(path)) != entry["sha256"]:
-            yield path, f"expected SHA-256 {entry['sha256'][:12]}, got {actual[:12]}"
+        if size != file.bytes:
+            yield path, f"expected {file.bytes} bytes, got {size}"
+        elif by_content and (actual := _checksum(path)) != file.sha256:
+            yield path, f"expected SHA-256 {file.sha256[:12]}, got {actual[:12]}"
 
 
 def _checksum(path: Path) -> str:
@@ -387,8 +393,8 @@ def read_answers(folder: str | Path) -> Iterator[Answer]:
 
 def count(folder: str | Path, manifest: Manifest) -> Counts:
     """Summary counts of a folder; those of a finished one are in its manifest."""
-    if has_shards(manifest):
-        return TypeAdapter(Counts).validate_python(manifest["counts"])
+    if manifest.has_shards:
+        return manifest.counts
     return _Contents.read(folder, manifest).counts()
 
 
@@ -404,7 +410,7 @@ def columns(folder: str | Path) -> list[Path]:
 
 def read_ids(folder: str | Path, manifest: Manifest) -> Sequence[str]:
     """The ids of a folder's prompts, in order."""
-    prompts: int = manifest["prompts"]["count"]
+    prompts = manifest.prompts.count
     path = ids_file(folder, manifest)
     ids = path.read_text(errors="replace").split() if path.is_file() else []
     if len(ids) != prompts:
@@ -417,7 +423,7 @@ def read_ids(folder: str | Path, manifest: Manifest) -> Sequence[str]:
 
 def ids_file(folder: str | Path, manifest: Manifest) -> Path:
     """The file with the ids of a folder's prompts."""
-    return Path(folder) / f"prompts-{manifest['prompts']['sha256'][:12]}.txt"
+    return Path(folder) / f"prompts-{manifest.prompts.sha256[:12]}.txt"
 
 
 def answered(folder: str | Path, ids: Sequence[str]) -> list[int]:
@@ -619,9 +625,9 @@ def finished(folder: Path, manifest: Manifest) -> bool:
     if not (folder / MANIFEST).is_file():
         return False
     old = read_manifest(folder)
-    if not has_shards(old) or old["prompts"]["sha256"] != manifest["prompts"]["sha256"]:
+    if not old.has_shards or old.prompts.sha256 != manifest.prompts.sha256:
         return False
-    return all((folder / entry["name"]).is_file() for entry in old["shards"])
+    return all((folder / file.name).is_file() for file in old.shards)
 
 
 def finish(folder: Path, manifest: Manifest) -> Counts:
@@ -631,18 +637,18 @@ def finish(folder: Path, manifest: Manifest) -> Counts:
     """
     with _locked(folder):
         if finished(folder, manifest):
-            manifest.update(read_manifest(folder))
+            manifest = read_manifest(folder)
         else:
             contents = _Contents.read(folder, manifest)
             counts = contents.counts()
             done = counts.done + counts.skipped + counts.failed
-            manifest["complete"] = done == manifest["prompts"]["count"]
-            manifest["counts"] = vars(counts)
-            if not manifest["complete"] or not counts.done:
+            manifest.complete = done == manifest.prompts.count
+            manifest.counts = counts
+            if not manifest.complete or not counts.done:
                 write_manifest(folder, manifest)
                 return counts
             _store(folder, manifest, contents)
-        current = {entry["name"] for entry in _entries(manifest)}
+        current = {file.name for file in manifest.files}
         for path in [*journals(folder), *columns(folder), *folder.glob(".draft-*.arrow")]:
             if path.name not in current:
                 path.unlink()
@@ -658,41 +664,44 @@ def _store(folder: Path, manifest: Manifest, contents: _Contents) -> None:
         write_batch(drafts[-1], batch)
     shards = [Shard(read_batch(draft)) for draft in drafts]
     name = digest(shards)
-    entries = []
+    files = []
     for number, (draft, shard) in enumerate(zip(drafts, shards, strict=True)):
         path = folder / f"answers-{name}-{number:05d}-of-{len(drafts):05d}.arrow"
         os.replace(draft, path)
-        entries.append(_entry(path, shard))
+        files.append(_described(path, shard))
     rest = []
     for batch in contents.batches(np.append(contents.refused, contents.others)):
         ids = hashlib.sha256("".join(batch["id"].to_pylist()).encode())
         path = folder / f"rest-{ids.hexdigest()[:16]}.arrow"
         write_batch(path, batch)
-        rest.append(_entry(path, Shard(batch)))
-    manifest |= {"digest": name, "shards": entries, "rest": rest}
+        rest.append(_described(path, Shard(batch)))
+    manifest.digest = name
+    manifest.shards = files
+    manifest.rest = rest
     if not (folder / CARD).exists():
-        write_text(folder / CARD, CARD_TEXT.format(name=manifest["target"]["name"]))
+        write_text(folder / CARD, CARD_TEXT.format(name=manifest.target.name))
     write_manifest(folder, manifest)
 
 
 def store_batch(folder: Path, manifest: Manifest, batch: pa.RecordBatch) -> Counts:
     """Write a whole folder at once. batch: the rows of all prompts, in their order."""
     contents = _Contents([batch], batch["id"].unique().to_pylist())
-    counts = contents.counts()
-    _store(folder, manifest | {"complete": True, "counts": vars(counts)}, contents)
-    return counts
+    manifest.complete = True
+    manifest.counts = contents.counts()
+    _store(folder, manifest, contents)
+    return manifest.counts
 
 
-def _entry(path: Path, shard: Shard) -> Entry:
-    return {
-        "name": path.name,
-        "bytes": path.stat().st_size,
-        "sha256": _checksum(path),
-        "documents": len(shard.follows_D),
-        "tokens": len(shard.tokens_N),
-        "learned_tokens": int(shard.sizes_S.sum()),
-        "largest_token": int(shard.tokens_N.max(initial=0)),
-    }
+def _described(path: Path, shard: Shard) -> _File:
+    return _File(
+        name=path.name,
+        bytes=path.stat().st_size,
+        sha256=_checksum(path),
+        documents=len(shard.follows_D),
+        tokens=len(shard.tokens_N),
+        learned_tokens=int(shard.sizes_S.sum()),
+        largest_token=int(shard.tokens_N.max(initial=0)),
+    )
 
 
 class Journal:

@@ -63,7 +63,6 @@ class Conversation:
         self.tokens: list[int] = []  # of the open document: what the target sees
         self.outcome: dict[str, str] = {}
         self.retokenized = 0  # answers that came as text without ids
-        self.written = 0  # tokens of the answers
         self.turns = turns_of(prompt) if turns is None else turns
         self.answers: list[Message] = []
         self._renderer = renderer.with_variables(prompt.template_args)
@@ -131,7 +130,6 @@ class Conversation:
             self._learn.append((len(self.tokens) + start, len(self.tokens) + stop))
             self._finish = "eos" if ids[-1] in self._renderer.eos_ids else "length"
         self.tokens += ids
-        self.written += len(ids)
         self.answers.append(message)
 
     def retokenize(self, text: str, lead_ids: Sequence[int] = ()) -> list[int] | None:

@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+from tqdm import tqdm
 
 from draftheads.heads.files import write_text
 from draftheads.heads.tensors import dtype_name
@@ -55,7 +56,6 @@ from draftheads.train.data.answers import (
 from draftheads.train.data.conversation import Conversation, Part, check_tools
 from draftheads.train.data.prompts import Prompt
 from draftheads.train.data.text_side import TextSide
-from draftheads.train.features.foreign import open_foreign
 from draftheads.train.launch import check_environment
 
 if TYPE_CHECKING:
@@ -118,9 +118,18 @@ class DistillReport:
     prompts: int
     counts: Counts
     missing: int  # prompts of this process's share that its server failed to answer
-    complete: bool  # all prompts of all processes were answered or refused
     seconds: float
     others: int = 0  # processes of this launch that were still answering
+
+    @property
+    def open(self) -> int:
+        """Prompts of all processes that were neither answered nor refused."""
+        return self.prompts - self.counts.done - self.counts.skipped - self.counts.failed
+
+    @property
+    def complete(self) -> bool:
+        """Whether all prompts of all processes were answered or refused."""
+        return self.open == 0
 
     def __str__(self) -> str:
         lines = self._lines()
@@ -138,11 +147,10 @@ class DistillReport:
     def _lines(self) -> list[str]:
         """What the folder holds."""
         counts = self.counts
-        rest = self.prompts - counts.done - counts.skipped - counts.failed
         learned, _, *reasons = counts.lines()
         lines = [
             f"{self.out}: {self.prompts} prompts = {counts.done} done + {counts.skipped} skipped "
-            f"+ {counts.failed} failed" + (f" + {rest} not answered yet" if rest else ""),
+            f"+ {counts.failed} failed" + (f" + {self.open} not answered yet" if self.open else ""),
             f"{learned}; {self.seconds:.1f} s",
         ]
         if counts.cut > MANY_CUT * max(1, counts.documents):
@@ -175,10 +183,8 @@ class Answerer(ABC):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
-        """Answer all turns of the conversations, in place. note: told now and then how long the
-        unfinished answers are, if that is known.
+        """Answer all turns of the conversations, in place.
 
         Yields each finished conversation, with the last error of a prompt that could not be
         answered, or None. Those that failed for a reason other than their prompt are not yielded.
@@ -211,7 +217,6 @@ class LocalAnswerer(Answerer):
         self,
         rows: Iterable[Conversation],
         sampling: AnswerSampling,
-        note: Callable[[list[int]], None],
     ) -> Generator[Answered]:
         """Answer as many conversations at a time as there are rows."""
         accept = checked(sampling.temperature, sampling.top_p, sampling.top_k)
@@ -235,7 +240,7 @@ class LocalAnswerer(Answerer):
             asking[request] = row
             return request
 
-        for request, ids, error in answer_all(self._engine, accept, self._rows, take, note):
+        for request, ids, error in answer_all(self._engine, accept, self._rows, take):
             row = asking.pop(request)
             if error is None:
                 row.answer(ids)
@@ -279,11 +284,8 @@ def distill(
             missing = _answer(answerer, renderer, prompts, names, options, journal)
         others = journal.others
     counts = Counts() if others else finish(options.out, manifest)
-    complete = manifest["complete"]
     seconds = time.monotonic() - started
-    report = DistillReport(
-        options.out, len(prompts), counts, len(missing), complete, seconds, others
-    )
+    report = DistillReport(options.out, len(prompts), counts, len(missing), seconds, others)
     print(printable(str(report)))
     return report
 
@@ -321,44 +323,15 @@ def _answer(
     patience = MAX_LOST_BATCHES * options.batch_size
     if not stored:
         patience = max(1, min(patience, len(mine)))
-    progress = TokenBar(len(mine), options.max_new_tokens, disable=rank > 0)
-    answers = answerer.answer(rows, options, progress.note)
+    answers = answerer.answer(rows, options)
+    bar = progress_bar(total=len(mine), desc="distill", unit="prompt", disable=rank > 0)
     try:
-        with progress.bar, closing(answers):
-            _store(answers, journal, missing, patience, progress)
+        with bar, closing(answers):
+            _store(answers, journal, missing, patience, bar)
     except KeyboardInterrupt:
         logger.warning("%s: interrupted; run the same command again to resume", options.out)
         raise
     return missing
-
-
-class TokenBar:
-    """A progress bar in tokens, which come steadily, where whole answers come late. What is left is
-    estimated: open answers become at least as long as others were, all at most `longest`.
-    """
-
-    def __init__(self, prompts: int, longest: int, *, disable: bool = False) -> None:
-        self._prompts = prompts
-        self._ended = 0
-        self._tokens = 0  # of ended conversations
-        self.bar = progress_bar(
-            total=prompts * longest, desc="distill", unit="token", smoothing=0, disable=disable
-        )
-
-    def end(self, rows: Sequence[Conversation]) -> None:
-        """Note conversations with all their answers."""
-        self._ended += len(rows)
-        self._tokens += sum(row.written for row in rows)
-        self.bar.set_postfix_str(f"{self._ended} of {self._prompts} prompts", refresh=False)
-        self.note([])
-
-    def note(self, lengths: Sequence[int]) -> None:
-        """Note the tokens of open answers, so far."""
-        if self._ended:
-            mean = self._tokens / self._ended
-            likely = self._tokens + sum(max(mean, length) for length in lengths)
-            self.bar.total = round(self._prompts * likely / (self._ended + len(lengths)))
-        self.bar.update(max(0, self._tokens + sum(lengths) - self.bar.n))
 
 
 def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
@@ -420,29 +393,31 @@ def _begin(
         text=_text_identity(renderer),
     )
     if not (out / MANIFEST).is_file():
-        if foreign := open_foreign(out):
-            raise ValueError(
-                f"--out: expected a new folder or one of answers, got {out}, a {foreign.toolkit} "
-                "folder; give another one"
-            )
         return manifest
     old = read_manifest(out)
+    _check_options(out, old, manifest)
+    set_aside(out, old)
+    if old.prompts.sha256 != sha256:
+        _note_other_prompts(out, old.prompts.count, names)
+    return manifest
+
+
+def _check_options(out: Path, old: Manifest, manifest: Manifest) -> None:
+    """Raise ValueError, naming each difference, if a folder has answers by other options; without
+    any, remove what is left of them.
+    """
     before = _settings(old)
     now = _settings(manifest)
     changes = [key for key, value in now.items() if before.get(key) != value]
     if changes and count(out, old).done:
         listed = [f"{key}: expected {before.get(key)!r}, got {now[key]!r}" for key in changes]
         raise ValueError(
-            f"{out} was begun with other options (target {old['target']['name']}, prompts "
-            f"{old['prompts'].get('source') or 'unnamed'}): {'; '.join(listed)}. "
+            f"{out} was begun with other options (target {old.target.name}, prompts "
+            f"{old.prompts.source or 'unnamed'}): {'; '.join(listed)}. "
             "Use another --out, or the same options to resume"
         )
     if changes:
         delete_records(out)  # nothing is lost; a template may be mended that refused all prompts
-    set_aside(out, old)
-    if old["prompts"]["sha256"] != sha256:
-        _note_other_prompts(out, old["prompts"]["count"], names)
-    return manifest
 
 
 def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> None:
@@ -463,20 +438,19 @@ def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> N
 
 def _settings(manifest: Manifest) -> Entry:
     """Everything that changes answers and must stay equal when a folder is resumed."""
-    target = manifest["target"]
+    target = manifest.target
     source = "this process"
-    if server := target.get("server"):  # its address may change, its model may not
+    if server := target.server:  # its address may change, its model may not
         source = (
-            f"a server with model {server['model']}, context {server['context']}, target "
-            f"{target['name']}"
+            f"a server with model {server.model}, context {server.context}, target {target.name}"
         )
     return {
         "answers come from": source,
-        "seed": manifest.get("seed"),
-        **manifest["sampling"],
-        "target fingerprint": target.get("fingerprint"),
-        "target dtype": target.get("dtype"),
-        **manifest.get("text", {}),
+        "seed": manifest.seed,
+        **manifest.sampling.model_dump(exclude_unset=True),
+        "target fingerprint": target.fingerprint,
+        "target dtype": target.dtype,
+        **manifest.text,
     }
 
 
@@ -485,7 +459,7 @@ def _store(
     journal: Journal,
     missing: set[int],
     patience: int,
-    progress: TokenBar,
+    bar: tqdm[Any],
 ) -> None:
     """Append answers as they arrive, and remove their prompts from `missing`.
 
@@ -505,5 +479,5 @@ def _store(
             lost = 0
             held = []
         missing.discard(row.prompt.index)
-        progress.end([row])
+        bar.update()
     journal.append(held)

@@ -1,3 +1,1 @@
-"""States of the target that heads learn from: computed here, stored, or made by servers and
-other toolkits.
-"""
+"""States of the target that heads learn from: computed here, stored, or made by servers."""

@@ -27,13 +27,13 @@ from threading import Thread
 from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
-from draftheads.train.batches import Rows
-from draftheads.train.data.server import (
+from draftheads.infer.remote import (
     PromptRefused,
     ServedCompletion,
     Server,
@@ -42,8 +42,8 @@ from draftheads.train.data.server import (
     ServerOptions,
     connect,
 )
+from draftheads.train.batches import Rows
 from draftheads.train.data.shards import Array
-from draftheads.train.features.foreign import FAULTS
 from draftheads.train.features.states import StateChecks, StateFeatures, StateLayout
 from draftheads.train.recipe import FeatureChoices, Recipe
 
@@ -59,6 +59,8 @@ FP8 = 0.12
 """Relative error of states that is rounding."""
 CONNECTOR = "ExampleHiddenStatesConnector"
 """vLLM's, which writes files."""
+FAULTS = (OSError, RuntimeError, ValueError, TypeError, LookupError, SafetensorError)
+"""What reading raises for a file that is damaged, or something else."""
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 """Tensors of a file."""
 

@@ -23,7 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import pyarrow as pa
 import torch
 from accelerate import Accelerator
@@ -42,16 +41,8 @@ from draftheads.heads.tensors import dtype_name
 from draftheads.train.batches import Rows, heldout_rows
 from draftheads.train.data.shards import read_at
 from draftheads.train.faults import is_of_machine
-from draftheads.train.features.foreign import ForeignFolder, ForeignStates, open_foreign
 from draftheads.train.features.served import served_features
-from draftheads.train.features.states import (
-    COMPARED,
-    StateChecks,
-    StateFeatures,
-    StateLayout,
-    check_layers,
-    file_features,
-)
+from draftheads.train.features.states import StateFeatures
 from draftheads.train.launch import agreeing, main_process_log
 from draftheads.train.recipe import Recipe
 
@@ -348,8 +339,7 @@ def make_features(
 ) -> tuple[FeatureSource, FeatureSource]:
     """The sources for (training rows, held-out rows); the latter with the target's adapter, if any.
 
-    features.mode "cached" reads the states of another toolkit's data; of ours it first writes the
-    missing shards, see `write_missing`.
+    features.mode "cached" first writes the missing shards, see `write_missing`.
     """
     train, heldout = rows
     online: RowSource = OnlineFeatures(target, layers)
@@ -357,19 +347,15 @@ def make_features(
     if recipe.features.server:
         log = main_process_log(accelerator)
         online, evaluated = served_features(recipe, target, rows, layers, log)
-    foreign = None if recipe.features.server else open_foreign(recipe.data.path)
-    if recipe.features.layers and not (recipe.features.server or foreign):
+    elif recipe.features.layers:
         raise ValueError(
-            "features.layers: expected features.server, or data of another toolkit, got neither; "
-            "leave it out, as head.feature_layers says what a head reads"
+            "features.layers: expected features.server, got none; leave it out, as "
+            "head.feature_layers says what a head reads"
         )
     if recipe.features.mode != "cached":
         if recipe.data.cache_gb:
             return MemoryFeatures(online, train, recipe.data.cache_gb), evaluated
         return online, evaluated
-    if foreign:
-        states, heldout_states = foreign_features(recipe, target, rows, layers, foreign)
-        return states, evaluated if target.adapter else heldout_states
     folder = recipe.features.path or Path(f"{recipe.data.path}-features")
     bits = recipe.target_bits
     stores = [StoredFeatures(folder / "train", online, train, len(train), bits)]
@@ -382,33 +368,6 @@ def make_features(
         online.close()
         raise
     return stores[0], evaluated if target.adapter else stores[1]
-
-
-def foreign_features(
-    recipe: Recipe,
-    target: Target,
-    rows: Sequence[Rows],
-    layers: Sequence[int],
-    folder: ForeignFolder,
-) -> list[FeatureSource]:
-    """The sources for rows of another toolkit's data. Raises ValueError if states are missing."""
-    last = target.layers
-    captured = sorted({*(recipe.features.layers or [2, last // 2, last - 3]), last})
-    layout = StateLayout(target, captured, layers, is_normed=folder.is_normed)
-    documents = rows[0].documents
-    sizes = np.diff(documents.spans)[:, 0].tolist()
-    path = recipe.features.path or folder.path / folder.place
-    states = ForeignStates(folder, path, sizes, target.hidden_size, StateChecks(layout))
-    first = int(np.argmax(np.array(sizes) > 1))
-    start = int(documents.spans[first, 0])
-    span = start, start + min(sizes[first], COMPARED)
-    tokens = documents.tokens(*span)
-    states_PLH = states(first, 0, tokens, documents.mask(*span))
-    try:
-        check_layers(layout, states_PLH, tokens.tolist())
-    except ValueError as error:
-        raise ValueError(f"{path / folder.name(first)}: {error}") from None
-    return [file_features(layout, each, states) for each in rows]
 
 
 def write_missing(stores: Sequence[StoredFeatures], accelerator: Accelerator) -> None:

@@ -1,5 +1,4 @@
-"""Hidden states that others computed, a serving engine or a program that wrote files, as the
-features of our rows.
+"""Hidden states that a serving engine computed, as the features of our rows.
 
 Legend: B batch, T tokens, P tokens of a document or a piece of it, N learned ones, L captured
 states, H hidden size, D = layers x H, V vocabulary.
@@ -9,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future
 from itertools import takewhile
 from operator import eq
 from threading import Lock
@@ -24,11 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.pretrained import final_norm
-from draftheads.train.batches import Rows, Span
+from draftheads.train.batches import Rows
 from draftheads.train.data.shards import Array
-
-READERS = 4
-"""Threads that read the states of a batch."""
 
 BEGINNING, BEGINNINGS = 16, 64
 """Tokens of a beginning whose states are kept, and the most beginnings."""
@@ -42,43 +37,29 @@ SAMPLED = 256
 """Tokens of the first documents, with which learned ones are compared."""
 CHUNK = 64
 """Places whose logits are in memory at a time."""
-SAME, NEAR = 0.25, 0.5
-"""Relative distances that rounding may cause, also by other choices of experts: of states of equal
-tokens, and of those of other kernels.
+SAME = 0.25
+"""Relative distance of states of equal tokens that rounding may cause, also by other choices of
+experts.
 """
-COMPARED = 64
-"""Tokens of the document that is compared with the target's own states."""
 BF16 = 0.02
 """Relative error of states that is rounding."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 Ask = Callable[[int], list[Future[Tensor]]]
-Read = Callable[[int, int, Array, Array], Tensor]
-"""(document, place of a piece's first token in it, ids and loss mask of the piece) -> its states
-(P, L, H).
-"""
 
 
 class StateLayout:
     """How captured states become features.
 
     captured: which states they are, by transformers' numbers, ascending: i enters layer i, and n,
-    of n layers, leaves the last one. layers: the states of the features. is_normed: whether state n
-    is after the final norm. Raises ValueError for states that were not captured.
+    of n layers, leaves the last one, before the final norm. layers: the states of the features.
+    Raises ValueError for states that were not captured.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        captured: Sequence[int],
-        layers: Sequence[int],
-        *,
-        is_normed: bool = False,
-    ) -> None:
+    def __init__(self, target: Target, captured: Sequence[int], layers: Sequence[int]) -> None:
         self.target = target
         self.captured = tuple(captured)
         self.layers = tuple(layers)
-        self.is_normed = is_normed
         known = range(target.layers + 1)
         if list(captured) != sorted(set(captured)) or not set(captured) <= set(known):
             raise ValueError(
@@ -120,9 +101,8 @@ class StateLayout:
     def last(self, states_PH: Tensor) -> Tensor:
         """Captured last states after the final norm, in the target's dtype on its device."""
         states_PH = states_PH.to(self.target.device, self.target.dtype)
-        if not self.is_normed:
-            states_PH = final_norm(self.target.model)(states_PH)
-        return states_PH.to(self.target.device)
+        normed_PH: Tensor = final_norm(self.target.model)(states_PH)
+        return normed_PH.to(self.target.device)
 
 
 class StateChecks:
@@ -143,12 +123,8 @@ class StateChecks:
         self._sampled: list[int] = []
         self._sums_4 = torch.zeros(4)
 
-    def __call__(
-        self, states_PLH: Tensor, tokens: Sequence[int], learned_P: Array, start: int = 0
-    ) -> None:
-        """Raises ValueError for states that are not those of these tokens. learned_P: bool. start:
-        place of the first token in its document.
-        """
+    def __call__(self, states_PLH: Tensor, tokens: Sequence[int], learned_P: Array) -> None:
+        """Raises ValueError for states that are not those of these tokens. learned_P: bool."""
         target = self.layout.target
         captured = list(self.layout.captured)
         shape = (len(tokens), len(captured), target.hidden_size)
@@ -163,8 +139,7 @@ class StateChecks:
         with self._turns, torch.no_grad():
             if captured[0] == 0:
                 self._check_embeddings(states_PLH[:, 0], tokens)
-            if start == 0:
-                self._check_beginning(states_PLH, list(tokens[:BEGINNING]))
+            self._check_beginning(states_PLH, list(tokens[:BEGINNING]))
             if captured[-1] == target.layers:
                 self._check_learned(states_PLH[:, -1:], tokens, learned_P)
 
@@ -228,32 +203,6 @@ class StateChecks:
             )
 
 
-@torch.no_grad()
-def check_layers(layout: StateLayout, states_PLH: Tensor, tokens: Sequence[int]) -> None:
-    """Compare states of a document's first tokens with those of the target itself. Raises
-    ValueError unless each is nearest to that of its own layer. A collective if that is sharded.
-    """
-    target = layout.target
-    ids_1P = torch.tensor([tokens])
-    positions_1P = torch.arange(len(tokens))[None]
-    batch = Batch(ids_1P, ids_1P >= 0, positions_1P, torch.zeros_like(ids_1P)).to(target.device)
-    with target.disable_adapter():
-        own_PD = target.features(batch, range(target.layers + 1))[0, 1:]  # by the alignment law
-    own_PLH = own_PD.float().view(len(own_PD), -1, target.hidden_size)
-    for place, layer in enumerate(layout.captured):
-        got_PH = states_PLH[:-1, place].to(own_PD)
-        if layer == target.layers:
-            got_PH = layout.last(got_PH)
-        error_L = distances(got_PH[:, None].float(), own_PLH).median(0).values
-        nearest = int(error_L.argmin())
-        if nearest != layer or not error_L[layer] < NEAR:
-            raise ValueError(
-                f"expected state {layer} of {target.name}, got one that differs by "
-                f"{error_L[layer]:.0%} (state {nearest}: {error_L[nearest]:.0%}); use the same "
-                "checkpoint, and set features.layers to those that were captured"
-            )
-
-
 def distances(got: Tensor, known: Tensor) -> Tensor:
     """The distances (..) of states (.., H), relative to the known ones."""
     error: Tensor = (got - known).norm(dim=-1) / known.norm(dim=-1).clamp(min=1e-9)
@@ -296,21 +245,3 @@ class StateFeatures:
         self.ahead([number])
         states = [future.result() for future in self._asked.pop(number)]
         return self._layout.row(states, rows.prefixes_of(number))
-
-
-def file_features(layout: StateLayout, rows: Rows, read: Read) -> StateFeatures:
-    """Of another toolkit's files. read: called by several threads. The states of a piece are those
-    of its whole document.
-    """
-    threads = ThreadPoolExecutor(READERS, "states")
-    documents = rows.documents
-
-    def states(span: Span) -> Tensor:
-        [number] = documents.numbers(np.array(span[:1])).tolist()
-        start = span[0] - documents.spans[number, 0]
-        return read(number, start, documents.tokens(*span), documents.mask(*span))
-
-    def ask(number: int) -> list[Future[Tensor]]:
-        return [threads.submit(states, span) for span in rows.pieces(number)]
-
-    return StateFeatures(layout, rows, ask, partial(threads.shutdown, cancel_futures=True))
