@@ -1,0 +1,353 @@
+"""The promise: whatever decodes, whatever drafts and however its steps are run, each row is what
+the target writes token by token, by the same rule and the same numbers.
+
+A case is a combination of five factors. The gate has those that meet every possible pair of values;
+`-m thorough` the whole product. `tests/helpers/decoding_modes.py` has an adapter for each mode, and
+`plain_decoding.py` the reference, which shares no loop, cache or mask with the engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from covering import covering
+from decoding_modes import MODES, STEPS, Answers, Manner, Question, row_seeds
+from hybrid_targets import hybrid_model
+from plain_decoding import Place, chosen, until_the_end
+from tiny_heads import random_head
+from tiny_targets import CONFIGS, VOCABULARY, random_model, scaled_up, some_prompts, tiny_target
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from draftheads.heads.cpu import linear
+from draftheads.heads.cpu.linear import has_int8
+from draftheads.heads.target.model import Target
+from draftheads.heads.tree import DynamicTree, StaticTree
+from draftheads.infer.accept import Acceptance, Greedy, Sampled
+from draftheads.infer.constraint import Constraint
+from draftheads.infer.drafters.draft_model import DraftModel
+from draftheads.infer.drafters.lookahead import Lookahead
+from draftheads.infer.drafters.merged import Merged
+from draftheads.infer.drafters.named import named_drafts
+from draftheads.infer.drafters.ngram import NGram
+from draftheads.infer.engine import Speculator
+from draftheads.infer.lossy import Lenient, Typical
+from draftheads.infer.paths import TokenPath
+
+LIMIT = 32
+"""Tokens up to which LongRoPE has its short factors: some rows begin over it, some cross it."""
+END = 7
+"""The token that ends an answer, which some rows write before their limit."""
+NEW = 20
+SLACK = 1e-3
+"""Logits of one forward and of many differ by rounding."""
+PROMPTS = some_prompts(19, 11, 1, 24)
+PROMPTS[3][:14] = PROMPTS[0][:14]
+QUESTIONS = [
+    Question(tuple(prompt), new, number)
+    for number, (prompt, new) in enumerate(zip(PROMPTS, (NEW, 9, 17, NEW), strict=True), start=5)
+]
+
+
+# targets
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A token for each letter, for stop strings."""
+    alphabet = {chr(ord("a") + token): token for token in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(alphabet, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.0, 1.0, 1.0],
+    "long_factor": [8.0, 30.0, 4.0, 25.0],
+    "original_max_position_embeddings": LIMIT,
+}
+
+
+def changed(name: str, **changes: Any) -> Any:
+    """A random model of `CONFIGS` with another config."""
+    kind, options = CONFIGS[name]
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**{**options, **changes})
+    return scaled_up(AutoModelForCausalLM.from_config(config))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: random_model("llama"),
+    "window": lambda: random_model("gemma3-window"),
+    "positions": lambda: random_model("gpt2"),
+    "deep": lambda: changed("qwen3", num_hidden_layers=6),
+    "hybrid": lambda: hybrid_model("qwen3.5"),
+    "longrope": lambda: changed(
+        "phi3", rope_parameters=LONG_ROPE, original_max_position_embeddings=LIMIT
+    ),
+    "int8": lambda: random_model("llama"),
+}
+
+
+@cache
+def target_of(name: str) -> Target:
+    """A target with an end token and letters."""
+    model = MODELS[name]()
+    model.generation_config.eos_token_id = END
+    target = Target(model, letters(), name=name)
+    if name == "int8":
+        with mock.patch.object(linear, "LEAST", 0):
+            target.pack(8)
+    return target
+
+
+@cache
+def plain_model(name: str) -> Any:
+    """The model of a target, as it is without ours; int8 products are ours."""
+    return target_of(name).model if name == "int8" else MODELS[name]().eval()
+
+
+# drafters
+
+SHORT = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
+
+
+def head(kind: str, target: Target) -> Any:
+    made = random_head(kind, target)
+    return made.pack(target) if target.bits else made
+
+
+def retrieved(target: Target) -> Any:
+    """What the target writes stands in a file, among other things."""
+    texts = [plain_text(target.name, "greedy", each.prompt, "")[3:] for each in QUESTIONS[::2]]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "text").write_text(target.tokenizer.decode([5, *texts[0], 6, *texts[1]]))
+        return named_drafts(f"retrieve:{folder}").load(target)
+
+
+DRAFTERS: dict[str, Callable[[Target], Any]] = {
+    "none": lambda _: None,
+    **{kind: partial(head, kind) for kind in ("medusa", "sequential", "eagle3", "block")},
+    "ngram": lambda _: SHORT,
+    "lookahead": lambda _: Lookahead(DynamicTree(12, 6, 3), shortest=1),
+    "retrieve": retrieved,
+    "merged": lambda target: Merged([head("eagle3", target), SHORT]),
+    "model": lambda _: DraftModel(tiny_target("qwen2"), StaticTree.from_widths((2, 2, 1))),
+}
+ON_HOST = ("ngram", "lookahead", "retrieve", "merged", "model")
+
+
+@cache
+def drafts_of(name: str, target: str) -> Any:
+    return DRAFTERS[name](target_of(target))
+
+
+# manners
+
+
+class Turning(Constraint):
+    """Answers in which a token and the next never sum to a multiple of three."""
+
+    def __init__(self, last: int = 0) -> None:
+        self.last = last  # token of the prompt
+
+    def row(self, number: int, prompt: Sequence[int]) -> Turning:
+        return Turning(prompt[-1])
+
+    def allowed(self, last: int) -> list[int]:
+        """The tokens that may follow another."""
+        return [token for token in range(VOCABULARY) if (token + last) % 3]
+
+    def after(self, answer: list[int], path: TokenPath, logits_V: torch.Tensor) -> torch.Tensor:
+        text = [self.last, *answer, *path]
+        assert all(two in self.allowed(one) for one, two in pairwise(text)), "of allowed texts"
+        is_forbidden_V = torch.ones_like(logits_V, dtype=torch.bool)
+        is_forbidden_V[self.allowed(text[-1])] = False
+        return logits_V.masked_fill(is_forbidden_V, -torch.inf)
+
+
+RULES: dict[str, Callable[[], Acceptance]] = {
+    "greedy": Greedy,
+    "sampled": lambda: Sampled(0.9, top_p=0.95),
+    "typical": lambda: Typical(delta=0.9, temperature=2.0),
+    "lenient": lambda: Lenient(gap=2.0),
+    "constrained": Greedy,
+    "constrained-sampled": lambda: Sampled(1.2, top_k=9),
+    "stopped": Greedy,
+}
+LOSSY = ("typical", "lenient")
+
+
+def manner_of(rule: str, target: str) -> Manner:
+    """A rule with its constraint or stop strings."""
+    constraint = Turning() if rule.startswith("constrained") else None
+    stop: list[str] = []
+    if rule == "stopped":
+        texts = [plain_text(target, "greedy", each.prompt, "") for each in QUESTIONS[::2]]
+        ends = [texts[0][4:6], texts[1][8:10]]
+        stop = [target_of(target).tokenizer.decode([*end]) for end in ends]
+    return Manner(RULES[rule], constraint, stop)
+
+
+# the reference
+
+
+@cache
+def next_logits(target: str, text: tuple[int, ...]) -> Tensor:
+    """float32 logits (V,) of the token after a text, of one forward over all of it."""
+    with torch.inference_mode():
+        out = plain_model(target)(torch.tensor([text]), use_cache=False)
+    return out.logits[0, -1].float()
+
+
+@cache
+def plain_text(target: str, rule: str, prompt: tuple[int, ...], seed: str) -> tuple[int, ...]:
+    """What a target writes token by token, over its ends."""
+    constraint = Turning(prompt[-1]) if rule.startswith("constrained") else None
+    answer: tuple[int, ...] = ()
+    while len(answer) < NEW:
+        logits_V = next_logits(target, (*prompt, *answer))
+        if constraint is not None:
+            logits_V = constraint.after([*answer], (), logits_V)
+        answer = (*answer, chosen(RULES[rule](), logits_V, Place(seed, len(answer))))
+    return answer
+
+
+def plain_answers(case: Case) -> Answers:
+    """Those texts as far as their ends."""
+    target, manner = target_of(case.target), manner_of(case.rule, case.target)
+    return [
+        until_the_end(
+            plain_text(case.target, case.rule, each.prompt, seed),
+            each.new,
+            target.eos_ids,
+            target.tokenizer,
+            manner.stop,
+        )
+        for each, seed in zip(QUESTIONS, row_seeds(case.mode, QUESTIONS), strict=True)
+    ]
+
+
+def answers_alone(case: Case) -> Answers:
+    """What a lossy rule writes depends on what is drafted: each row alone, with the same drafts."""
+    engine = Speculator(target_of(case.target), drafts_of(case.drafter, case.target))
+    rule = RULES[case.rule]()
+    answers = []
+    for each, seed in zip(QUESTIONS, row_seeds(case.mode, QUESTIONS), strict=True):
+        steps = engine.generate_batch(
+            [each.prompt], max_new_tokens=each.new, sampling=rule, seeds=[seed]
+        )
+        answers.append([token for [step] in steps if step for token in step.tokens])
+    return answers
+
+
+def is_near(rule: str, logits_V: Tensor, token: int) -> bool:
+    """Whether a lossy rule may keep a token, by the formula of its paper."""
+    if rule == "lenient":
+        logp_V = logits_V.log_softmax(-1)
+        return bool(logp_V[token] >= logp_V.max() - 2.0 - SLACK)
+    p_V = (logits_V / 2.0).softmax(-1)
+    entropy = -(p_V * p_V.log()).sum()
+    least = min(0.09, 0.9 * float((-entropy).exp()))
+    return bool(p_V[token] > least - SLACK or p_V[token] == p_V.max())
+
+
+# cases
+
+
+class Case(NamedTuple):
+    """A value of each factor."""
+
+    steps: str
+    mode: str
+    target: str
+    drafter: str
+    rule: str
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its text depends on its drafts."""
+        return self.rule in LOSSY and self.drafter != "none"
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether its requests have neither stop strings nor a constraint."""
+        return self.rule != "stopped" and not self.rule.startswith("constrained")
+
+
+IMPOSSIBLE: dict[str, Callable[[Case], bool]] = {
+    "continuous batches take heads or no drafts, as other drafters cannot forget a row": (
+        lambda case: case.mode == "continuous" and case.drafter in ON_HOST
+    ),
+    "requests of continuous batches have neither stop strings nor constraints": (
+        lambda case: case.mode == "continuous" and not case.is_bare
+    ),
+    "without drafts, transformers' generate is its own": (
+        lambda case: case.mode == "transformers" and case.drafter == "none"
+    ),
+    "steps of LongRoPE are neither compiled nor replayed, as a warning says": (
+        lambda case: case.target == "longrope" and case.steps != "eager"
+    ),
+    "torch has no int8 products for this CPU": (
+        lambda case: case.target == "int8" and not has_int8()
+    ),
+}
+FACTORS = (STEPS, MODES, MODELS, DRAFTERS, RULES)
+
+
+def is_possible(values: Sequence[str]) -> bool:
+    """Whether a combination is none of the impossible ones."""
+    case = Case(*values)
+    return not any(is_one(case) for is_one in IMPOSSIBLE.values())
+
+
+def check(case: Case) -> None:
+    """Decode a case, and compare it with the reference."""
+    with STEPS[case.steps]() as compiles:
+        engine = Speculator(
+            target_of(case.target), drafts_of(case.drafter, case.target), compile=compiles
+        )
+        answers = MODES[case.mode](engine, QUESTIONS, manner_of(case.rule, case.target))
+    if not case.is_lossy:
+        assert answers == plain_answers(case), case
+        return
+    assert answers == answers_alone(case), case
+    for question, answer in zip(QUESTIONS, answers, strict=True):
+        for place, token in enumerate(answer):
+            logits_V = next_logits(case.target, (*question.prompt, *answer[:place]))
+            assert is_near(case.rule, logits_V, token), case
+
+
+GATE = [Case(*values) for values in covering(FACTORS, is_possible)]
+
+
+@pytest.mark.parametrize("case", GATE, ids="-".join)
+def test_every_row_is_what_the_target_writes_token_by_token(case):
+    check(case)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", MODELS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("steps", STEPS)
+def test_the_whole_product(steps, mode, target):
+    failed = []
+    for rest in product(DRAFTERS, RULES):
+        if is_possible((steps, mode, target, *rest)):
+            try:
+                check(Case(steps, mode, target, *rest))
+            except AssertionError:
+                failed.append(rest)
+    assert not failed
