@@ -293,7 +293,12 @@ def unroll(
             hidden_BQH = head.checkpointed(advance, step, tokens_BQ, start_BQ + step, hidden_BQH)
         hidden.append(at_places(hidden_BQH, batch.upload(number_BT[mask_BT])))
         places.append(np.flatnonzero(mask_BT) + step + 1)
-    steps_R = np.repeat(np.arange(steps), [len(each) for each in places])
+    return _by_place(batch, hidden, places)
+
+
+def _by_place(batch: Batch, hidden: list[Tensor], places: list[np.ndarray]) -> Unrolled:
+    """The rows of all steps, in the order of the tokens that they predict."""
+    steps_R = np.repeat(np.arange(len(places)), [len(each) for each in places])
     places_R = np.concatenate(places)
     order_R = np.argsort(places_R, kind="stable")
     return Unrolled(

@@ -55,18 +55,10 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
     tree = facts.tree
     training = dict(facts.training)
     recipe = training.pop("recipe", None)
-    source = flat(training).get("data.prompts.source")
     lora = facts.target.lora
     bases = [name.partition("@")[0] for name in (target, lora) if name]
     on_hub = bool(target) and all(map(is_hub_id, bases))
-    data = ModelCardData(
-        library_name="draftheads",
-        pipeline_tag="text-generation",
-        base_model=(bases if lora else target) if on_hub else None,
-        base_model_relation="adapter" if on_hub else None,
-        datasets=[str(source)] if is_hub_id(source) else None,
-        tags=["speculative-decoding", "draft-head", kind],
-    )
+    data = _card_data(kind, (bases if lora else target) if on_hub else None, flat(training))
     if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
         engines = [engine for engine in ENGINES if engine != "mlx"]
     else:
@@ -93,6 +85,21 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         tree=tree,
         training=markdown_table(("", ""), flat(training).items()),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
+    )
+
+
+def _card_data(kind: str, base: Any, training: dict[str, Any]) -> ModelCardData:
+    """What the Hub reads of a card. base: the target, and its LoRA if it has one, on the Hub; None:
+    they are not there.
+    """
+    source = training.get("data.prompts.source")
+    return ModelCardData(
+        library_name="draftheads",
+        pipeline_tag="text-generation",
+        base_model=base,
+        base_model_relation="adapter" if base else None,
+        datasets=[str(source)] if is_hub_id(source) else None,
+        tags=["speculative-decoding", "draft-head", kind],
     )
 
 

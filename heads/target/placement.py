@@ -145,15 +145,7 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
         dtype = "float32"
     read: Callable[..., PreTrainedModel] = _read
     if how.lora is not None:
-        # a fingerprint says nothing of a GGUF file's matrices
-        method = "gguf" if is_gguf(path) else bits or quantised_by(read_config(path, revision))
-        if placement != "whole" or method:
-            raise ValueError(
-                f"adapter {how.lora.name}: expected matrices in one place and not quantised, to "
-                f"merge it into, got {path} with placement {placement}, quantisation {method}; "
-                "merge it with PEFT (merge_and_unload), save the result, and pass that as the "
-                "target"
-            )
+        _check_mergeable(path, how, how.lora)
         read = partial(_merged, how.lora)
     elif device == "cpu" and quantised_by(read_config(path, revision)) == "fp8":
         # transformers dequantises it to bfloat16, whatever dtype it is asked for
@@ -168,7 +160,25 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
             model = read(device_map="auto" if placement == "split" else placement)
         else:
             model = read(device_map={"": device}) if bits else read().to(device)
-    lm_head = model.get_output_embeddings().weight  # heads read it directly, without any hook
+    _check_lm_head(path, model)
+    return model, None
+
+
+def _check_mergeable(path: str, how: Loading, lora: Lora) -> None:
+    """Raise ValueError for matrices that a LoRA cannot be merged into."""
+    # a fingerprint says nothing of a GGUF file's matrices
+    method = "gguf" if is_gguf(path) else how.bits or quantised_by(read_config(path, how.revision))
+    if how.placement != "whole" or method:
+        raise ValueError(
+            f"adapter {lora.name}: expected matrices in one place and not quantised, to merge it "
+            f"into, got {path} with placement {how.placement}, quantisation {method}; merge it "
+            "with PEFT (merge_and_unload), save the result, and pass that as the target"
+        )
+
+
+def _check_lm_head(path: str, model: PreTrainedModel) -> None:
+    """Raise ValueError for an lm_head or embeddings that heads, which use no hook, cannot read."""
+    lm_head = model.get_output_embeddings().weight
     if lm_head.is_meta or model.get_input_embeddings().weight.is_meta:
         raise ValueError(
             f"target {path}: expected embeddings and lm_head to fit on its devices, got them "
@@ -179,7 +189,6 @@ def load_model(path: str, how: Loading) -> tuple[PreTrainedModel, str | None]:
             f"target {path}: expected a floating-point lm_head, which heads copy, got "
             f"{lm_head.dtype}; use a checkpoint that does not quantise it"
         )
-    return model, None
 
 
 def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
@@ -378,6 +387,12 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
     model.config.name_or_path = path
     if is_gguf(path):  # fingerprints and adapters leave out what was quantised
         model.config.quantization_config = {"quant_method": "gguf"}
+    _check_loaded(path, model, report)
+    return model
+
+
+def _check_loaded(path: str, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
+    """Raise ValueError where transformers' report says that weights do not fit the model."""
     wrong = [f"{name} {tuple(got)}" for name, got, _ in report["mismatched_keys"]]
     left_out = layer_weights(model, report["unexpected_keys"])
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -392,7 +407,6 @@ def _read(path: str, *, revision: str | None, **options: Any) -> PreTrainedModel
                 f"target {path}: expected the weights of a {type(model).__name__}, got {fault} "
                 f"({some}); download it again, or fix its config.json"
             )
-    return model
 
 
 def _check_promise(config: PretrainedConfig, folder: Path, pattern: str) -> None:

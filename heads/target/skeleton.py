@@ -59,17 +59,20 @@ def load_skeleton(path: str, how: Loading) -> PreTrainedModel:
             module.to_empty(device=device)
             model._initialize_weights(module)  # buffers, too, which are in no checkpoint
             for name, tensor in tensors.items():
-                parameter = model.get_parameter(name)
-                if tensor.shape != parameter.shape:
-                    raise ValueError(
-                        f"target {path}: expected {places[name]} of shape "
-                        f"{tuple(parameter.shape)}, got {tuple(tensor.shape)}; download it again, "
-                        "or fix its config.json"
-                    )
-                parameter.copy_(tensor)
+                _fill(model.get_parameter(name), tensor, f"target {path}: expected {places[name]}")
     if is_tied:
         lm_head.weight = embeddings.weight
     return model.to(kind)
+
+
+def _fill(parameter: Tensor, tensor: Tensor, expected: str) -> None:
+    """Copy a stored tensor. Raises ValueError for one of another shape."""
+    if tensor.shape != parameter.shape:
+        raise ValueError(
+            f"{expected} of shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}; download it "
+            "again, or fix its config.json"
+        )
+    parameter.copy_(tensor)
 
 
 def stored_tensors(

@@ -6,19 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations, product
 from random import Random
+from typing import Any
 
-Combination = tuple[str, ...]
+Combination = tuple[Any, ...]
 MOST = 50
 """Combinations that are compared before one is taken."""
 
 
-def pairs(combination: Combination) -> list[tuple[tuple[int, str], tuple[int, str]]]:
+def pairs(combination: Combination) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
     """The pairs of values that a combination meets, each with its factor."""
     return list(combinations(enumerate(combination), 2))
 
 
 def covering(
-    factors: Sequence[Iterable[str]], is_possible: Callable[[Combination], bool], seed: int = 0
+    factors: Sequence[Iterable[Any]], is_possible: Callable[[Combination], bool], seed: int = 0
 ) -> list[Combination]:
     """Possible combinations that meet all pairs which any possible one meets, the rarest first."""
     draw = Random(seed)
