@@ -220,7 +220,7 @@ def replayed() -> Iterator[bool]:
     """Recorded and replayed, as on a GPU."""
     with (
         mock.patch.dict(RECORDERS, {"cpu": recorded}),
-        mock.patch.object(fixed_steps, "BUCKET", 8),
+        mock.patch.object(fixed_steps, "BUCKET", 16),
     ):
         yield False
 

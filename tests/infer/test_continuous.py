@@ -125,13 +125,6 @@ def test_rows_that_end_at_their_first_token_leave_before_anything_is_drafted(nam
     assert run(ContinuousBatch(engine, rule(0.0), len(asked)), asked) == expected
 
 
-@pytest.mark.parametrize("name", ["opt", "gpt-oss"])
-def test_other_targets_write_the_same_in_any_batch(name):
-    target, asked = tiny_target(name), requests()
-    plain = run(ContinuousBatch(Speculator(target), rule(), 1), asked)
-    assert run(ContinuousBatch(Speculator(target), rule(), 5), asked) == plain
-
-
 def test_compiled_rows_are_left_alone():
     """Rows join between steps; nothing is compiled for a batch that changes."""
     target, asked = tiny_target(), requests()

@@ -101,18 +101,6 @@ def test_greedy_output_equals_generate_with_padding_of_finished_rows(kind, rows,
         assert PAD in expected[:, LENGTHS[0] :], "a row must end before the others"
 
 
-@pytest.mark.inside
-@pytest.mark.parametrize("name", ["gpt2", "opt", "mistral-window", "gemma3-window"])
-def test_other_architectures_with_padded_prompts(name):
-    """Learned positions, sliding windows: the config-built cache would roll."""
-    model, head = random_model(name), taught("medusa", name)
-    ends = {**GREEDY, "eos_token_id": ENDS}
-    expected = model.generate(**inputs(), **ends)
-    assert torch.equal(
-        model.generate(**inputs(), **ends, custom_generate=speculative(head)), expected
-    )
-
-
 class Listener(BaseStreamer):
     """Notes what a streamer is given."""
 

@@ -70,26 +70,6 @@ def test_answers_are_those_of_the_target_whatever_is_decoded_beside_them(
     assert max(rows) == 5, "as many rows as slots, in one pass"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4"])
-def test_recurrent_states_join_and_leave_with_their_rows(schedulers, name):
-    target = Target(hybrid_model(name))
-    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
-    for _ in range(2):  # the second time from states that came back
-        asked = several()
-        scheduler.submit(*(each.job for each in asked))
-        check_greedy(target, asked)
-
-
-@pytest.mark.parametrize("name", ["mistral-window", "gpt2", "phi3"])
-def test_other_targets(schedulers, name):
-    target = tiny_target(name)
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
-    asked = several()
-    scheduler.submit(*(each.job for each in asked))
-    check_greedy(target, asked)
-
-
 def rule(number: int) -> Acceptance:
     """Rules of every kind, with a seed of their own."""
     warm = LogitsProcessorList([TemperatureLogitsWarper(0.7)])
