@@ -12,7 +12,6 @@ from tiny_heads import KINDS, VARIANTS, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotCache, SlotLayer
-from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.continuous import ContinuousBatch, Request, checked
@@ -75,7 +74,7 @@ def test_what_a_failed_row_leaves_is_gone_when_its_place_is_taken():
         assert all(layer.values.isfinite().all() for layer in first.cache.layers)
 
 
-RECORDED = [(0.0, "eagle3"), (1.0, "medusa")]
+GATED = [(0.0, "eagle3"), (1.0, "medusa")]
 HEADS_AND_RULES = [
     *((0.0, name) for name in ("medusa", "eagle3", "block")),
     *((1.0, name) for name in VARIANTS),
@@ -83,20 +82,14 @@ HEADS_AND_RULES = [
 
 
 @pytest.mark.parametrize(
-    ("steps", "temperature", "name"),
+    ("temperature", "name"),
     [
-        pytest.param(
-            steps,
-            *case,
-            marks=[pytest.mark.thorough]
-            * (case[1] not in HEADS or steps == "recorded" and case not in RECORDED),
-        )
-        for steps in ("eager", "recorded")
-        for case in HEADS_AND_RULES
+        pytest.param(*each, marks=[pytest.mark.thorough] * (each not in GATED))
+        for each in HEADS_AND_RULES
     ],
-    indirect=["steps"],
 )
-def test_heads_write_what_the_target_writes_and_accept_as_alone(name, temperature, steps):
+@pytest.mark.usefixtures("steps")
+def test_heads_accept_as_alone(name, temperature):
     target, asked = tiny_target(), requests()
     plain = run(ContinuousBatch(Speculator(target), rule(temperature), 1), asked)
     engine = Speculator(target, random_head(name, target))

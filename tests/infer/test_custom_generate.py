@@ -49,7 +49,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.card import install_command
-from draftheads.heads.formats.hub import HEADS, save_head
+from draftheads.heads.formats.hub import save_head
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
@@ -87,9 +87,7 @@ def inputs(rows: int = 3) -> dict[str, torch.Tensor]:
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "eos"), [*((kind, 3, ENDS) for kind in HEADS), ("medusa", 1, None)]
-)
+@pytest.mark.parametrize(("kind", "rows", "eos"), [("eagle3", 3, ENDS), ("medusa", 1, None)])
 def test_greedy_output_equals_generate_with_padding_of_finished_rows(kind, rows, eos):
     model, head = random_model("llama"), taught(kind, "llama")
     expected = model.generate(**inputs(rows), **GREEDY, eos_token_id=eos)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from asked import Asked
 from hybrid_targets import hybrid_model
-from tiny_heads import KINDS, random_head
+from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -57,17 +57,14 @@ def check_greedy(target: Target, asked: list[Asked]) -> None:
         assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_answers_are_those_of_the_target_whatever_is_decoded_beside_them(
-    schedulers, name, monkeypatch
-):
+def test_as_many_rows_as_there_are_slots_are_decoded_in_one_pass(schedulers, monkeypatch):
     target = tiny_target()
     rows = rows_of_passes(monkeypatch)
-    scheduler = schedulers(Speculator(target, random_head(name, target)), slots=5)
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=5)
     asked = several()
     scheduler.submit(*(each.job for each in asked))
     check_greedy(target, asked)
-    assert max(rows) == 5, "as many rows as slots, in one pass"
+    assert max(rows) == 5
 
 
 def rule(number: int) -> Acceptance:
