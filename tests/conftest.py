@@ -30,7 +30,7 @@ DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
 LONGEST = (
-    *("test_engines", "test_compiled", "test_lossless", "test_page", "test_training"),
+    *("test_conformance", "test_engines", "test_compiled", "test_page", "test_training"),
     *("test_hybrid", "test_launch", "test_served", "test_mtp", "test_minutes", "test_evaluate"),
     *("test_contract", "test_acceptance", "test_interrupt", "test_doctor", "test_install"),
     *("test_damaged", "test_distill_server", "test_entry", "test_continuous", "test_convert"),

@@ -3,12 +3,13 @@ demo target, and compares two records.
 
     python scripts/checks/golden.py record golden.json [--kinds medusa ...]
     python scripts/checks/golden.py compare before.json after.json
+    python scripts/checks/golden.py since COMMIT [--kinds medusa ...]
 
 A record holds, for every head kind: the losses of 20 seeded training steps, the checkpoint's hash,
 the same after a SIGKILL and a resume, tokens per step and text of greedy decoding, the hashes of
 all conversions (or why one is refused), and operators per decoding and training step. And the
 hashes of a distillation of 200 prompts. Everything runs on one thread, so records of one machine
-are equal to the bit.
+are equal to the bit. `since` records a commit and the working tree, and compares both.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ READERS = (
     "mlx",
 )
 CLOCK = "seconds"
-"""The key of a config.json that differs between two runs of the same code."""
+"""The key of a config.json, and row of a card, that differs between two runs of the same code."""
 STEPS, NEW_TOKENS = 20, 48
 PROMPTS = ("What does os.path.join do?", "Show me json.dumps.", "How do I sort a list?")
 
@@ -129,6 +130,9 @@ def _converted(head: Path, folder: Path, reader: str) -> dict[str, Any] | str:
 
 def _digest_of_conversion(file: Path) -> Any:
     """A hash; of config.json its values, so that a comparison names the keys that differ."""
+    if file.name == "README.md":
+        lines = file.read_text().splitlines()
+        return _digest([line for line in lines if not line.startswith(f"| {CLOCK} |")])
     if file.name != "config.json":
         return _digest_file(file)
     return _without_clock(json.loads(file.read_text()))
@@ -231,20 +235,45 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {old} -> {new}"
 
 
+def since(commit: str, kinds: list[str]) -> list[str]:
+    """What differs between a commit and the working tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder) / "before"
+        git = ["git", "-C", str(ROOT), "worktree"]
+        subprocess.run([*git, "add", "--detach", str(before), commit], check=True)
+        try:
+            records = []
+            for tree in (before, ROOT):
+                out = Path(folder) / f"{len(records)}.json"
+                command = [sys.executable, __file__, "record", str(out), "--kinds", *kinds]
+                code = {"PYTHONPATH": str(tree / "src")}
+                subprocess.run(command, env=_environment() | code, check=True)
+                records.append(json.loads(out.read_text()))
+        finally:
+            subprocess.run([*git, "remove", "--force", str(before)], check=True)
+    return list(differences(*records))
+
+
 def main() -> int:
     """Exit code 1 where two records differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     recorder = commands.add_parser("record")
     recorder.add_argument("out", type=Path)
-    recorder.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    sincer = commands.add_parser("since")
+    sincer.add_argument("commit")
+    for each in (recorder, sincer):
+        each.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     comparer = commands.add_parser("compare")
     comparer.add_argument("before", type=Path)
     comparer.add_argument("after", type=Path)
     chosen = parser.parse_args()
-    if chosen.command == "compare":
-        before, after = (json.loads(file.read_text()) for file in (chosen.before, chosen.after))
-        found = list(differences(before, after))
+    if chosen.command != "record":
+        if chosen.command == "since":
+            found = since(chosen.commit, chosen.kinds)
+        else:
+            before, after = (json.loads(file.read_text()) for file in (chosen.before, chosen.after))
+            found = list(differences(before, after))
         print("\n".join(found) or "equal")
         return bool(found)
     import torch

@@ -16,42 +16,25 @@ from exact_laws import WORDS, small_head, surely_below, whole_engine_statistic
 from hybrid_targets import HYBRIDS, hybrid_model
 from recorder import recorded
 from tiny_heads import in_turns, random_head
-from tiny_targets import generated, some_prompts, tiny_target
+from tiny_targets import generated, some_prompts
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.hybrid.states import States
 from draftheads.heads.hybrid.trees import Branches
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.trial import Ways
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology, Tree
-from draftheads.infer import NGram
-from draftheads.infer.accept import Greedy
-from draftheads.infer.continuous import Request, answer_all
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.drafters.draft_model import DraftModel
-from draftheads.infer.drafters.lookahead import Lookahead
-from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.reading import Session
 
 NEW = 16
-TREES: dict[str, Tree] = {
-    "chain": StaticTree.from_widths((1, 1, 1)),
-    "fixed": StaticTree.from_widths((3, 1, 1)),
-    "dynamic": DynamicTree(draft_nodes=8, depth=3, top_k=3),
-}
+TREE = StaticTree.from_widths((3, 1, 1))
 PROMPTS = some_prompts(9, 5, 14)
 QUICK = ("qwen3.5", "lfm2", "bamba")
 """One of each recurrence: gated delta nets, short convolutions, Mamba."""
-TEXTS = [
-    *(pytest.param(name, "fixed", marks=pytest.mark.inside) for name in HYBRIDS),
-    *(
-        pytest.param(name, tree, marks=pytest.mark.slow if name in QUICK else pytest.mark.thorough)
-        for name in HYBRIDS
-        for tree in ("chain", "dynamic")
-    ),
-]
 
 
 @cache
@@ -64,33 +47,19 @@ def expected(name: str, number: int) -> list[int]:
     return generated(hybrid(name), PROMPTS[number], NEW)
 
 
-def engine(name: str, tree: str = "fixed") -> Speculator:
+def engine(name: str) -> Speculator:
     """Heads that are right now and then: they draft what the target often writes."""
     target = hybrid(name)
-    kind = "eagle3" if tree == "dynamic" else "medusa"
-    head = random_head(kind, target, **({"steps": 1} if kind == "eagle3" else {"depth": 3}))
-    return Speculator(target, head, tree=TREES[tree])
+    return Speculator(target, random_head("medusa", target, depth=3), tree=TREE)
 
 
 def written(steps: Any) -> list[int]:
     return [token for step in steps for token in step.tokens]
 
 
-@pytest.mark.parametrize(("name", "tree"), TEXTS)
-def test_the_text_is_that_of_generate(name, tree):
-    decode = engine(name, tree)
-    for number, prompt in enumerate(PROMPTS):
-        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
-    rows: list[list[int]] = [[] for _ in PROMPTS]
-    for steps in decode.generate_batch(PROMPTS, max_new_tokens=NEW):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    assert rows == [expected(name, number) for number in range(len(PROMPTS))]
-
-
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_right_drafts_are_accepted(name):
-    """Otherwise the test above would say nothing of the states of accepted nodes."""
+    """And the states that are kept are those of the accepted nodes."""
     target, prompt, text = hybrid(name), PROMPTS[0], expected(name, 0)
     cache = target.new_cache(1, 64)
     target.prefill([prompt], cache, ())
@@ -171,17 +140,6 @@ def test_texts_that_are_edited_are_those_of_their_own(name, edits):
     assert reused >= edits / 2
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "nemotron-h"])
-def test_rows_leave_a_batch_and_others_join(name):
-    decode = engine(name)
-    requests = [Request(prompt, 4 + 5 * n) for n, prompt in enumerate(some_prompts(*range(4, 13)))]
-    waiting = list(requests)
-    outcomes = answer_all(decode, Greedy(), 3, lambda: waiting.pop(0) if waiting else None)
-    for request, ids, error in outcomes:
-        assert error is None
-        assert ids == generated(decode.target, list(request.prompt), request.max_new_tokens)
-
-
 BY_LEVEL = {"jamba", "zamba", "kimi-linear", "bailing-hybrid"}
 """One for each kind of mixer that runs over a tree in one call."""
 
@@ -209,16 +167,6 @@ def test_compiled_steps_write_the_same(monkeypatch, name):
     assert len(graphs) == 2, "one for each number of rows"
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", QUICK)
-def test_recorded_steps_write_the_same(monkeypatch, name, tree):
-    """As on CUDA: the states of all steps are in the same memory."""
-    monkeypatch.setitem(RECORDERS, "cpu", recorded)
-    decode = engine(name, tree)
-    for number, prompt in enumerate(PROMPTS):
-        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected(name, number)
-
-
 @pytest.mark.inside
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_known_layers_take_a_tree_in_one_call(name):
@@ -244,21 +192,6 @@ def test_drafting_nothing_can_be_compiled(monkeypatch):
     for number, prompt in enumerate(PROMPTS):
         assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected("qwen3.5", number)
     assert decode.compile
-
-
-@pytest.mark.parametrize("drafts", ["ngram", "lookahead", "model", "merged"])
-def test_other_drafters_draft_for_it(drafts):
-    target = hybrid("qwen3.5")
-    head = random_head("medusa", target, depth=3)
-    source = {
-        "ngram": NGram(),
-        "lookahead": Lookahead(),
-        "model": DraftModel(tiny_target("llama")),
-        "merged": Merged((head, NGram())),
-    }[drafts]
-    decode = Speculator(target, source)
-    for number, prompt in enumerate(PROMPTS):
-        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected("qwen3.5", number)
 
 
 def test_what_is_kept_is_tried_too(monkeypatch):

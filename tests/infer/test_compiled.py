@@ -374,26 +374,6 @@ def test_generations_that_share_a_rule_draw_what_they_draw_one_by_one(as_they_ar
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("rule", [Sampled(0.9), Typical()], ids=repr)
-@pytest.mark.parametrize("drafts", ["sequential", "ngram"])
-def test_a_seed_gives_a_batch_the_same_samples(as_they_are, drafts, rule):
-    """In trees of any size, and when some of its rows have ended."""
-    target = Target(random_model("llama"))
-    target.eos_ids = tuple(range(3, 9))
-    ngram = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
-    source = ngram if drafts == "ngram" else random_head(drafts, target)
-    for seed in range(8):
-        prompts, rows = some_prompts(9, 6, 4, seed=seed), []
-        for compile in (False, True):
-            rule.seed(seed)
-            rows.append(
-                written(Speculator(target, source, compile=compile), prompts, sampling=rule)
-            )
-        assert rows[0] == rows[1]
-        ended = [row[-1] in target.eos_ids or len(row) == NEW for row in rows[0]]
-        assert ended == [True] * 3
-
-
 class HostTensors(TorchDispatchMode):
     """Operators that take or return a tensor of the CPU."""
 

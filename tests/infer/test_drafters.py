@@ -55,23 +55,6 @@ def other_model() -> Target:
     return tiny_target("qwen2")
 
 
-DRAFTS = {
-    "ngram": lambda _: SHORT,
-    "lookahead": lambda _: Lookahead(shortest=1),
-    "jacobi": lambda _: Lookahead(length=2),
-    "model": lambda _: DraftModel(other_model()),
-    "model-fixed": lambda target: DraftModel(target, WIDE),
-    "merged": lambda target: Merged(
-        [
-            random_head("eagle3", target),
-            SHORT,
-            random_head("medusa", target),
-            DraftModel(other_model(), CHAIN),
-        ]
-    ),
-}
-
-
 def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
     """The token path of each draft node, without padding."""
     tokens, parents_BN = tree.tokens_BN[row].tolist(), tree.topology.parents_BN
@@ -81,16 +64,6 @@ def all_paths(tree: TokenTree, row: int) -> list[tuple[int, ...]]:
         if parent >= 0:
             paths.append((*paths[parent], token))
     return paths[1:]
-
-
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize(("name", "rows"), [("llama", 1), *((name, 3) for name in TARGETS)])
-def test_output_equals_greedy_decoding(name, drafts, rows):
-    target, prompts = tiny_target(name), some_prompts(*LENGTHS[:rows])
-    source = DRAFTS[drafts](target)
-    tokens, statistics = decode(target, source, prompts, max_new_tokens=NEW)
-    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
-    assert statistics[0].tokens_per_step > 1, "drafts must be kept for this to prove anything"
 
 
 @pytest.mark.parametrize("tree", [CHAIN, StaticTree.from_widths((2, 2, 1, 1))])

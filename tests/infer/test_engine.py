@@ -186,15 +186,6 @@ def test_a_head_of_another_target_is_refused(kind):
         setattr(head, name, right)
 
 
-def test_rows_may_have_limits_of_their_own():
-    prompts = some_prompts(9, 4)
-    rows: list[list[int]] = [[], []]
-    for steps in Speculator(tiny_target()).generate_batch(prompts, max_new_tokens=[3, 7]):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    assert rows == [greedy(tiny_target(), prompts[0], 3), greedy(tiny_target(), prompts[1], 7)]
-
-
 @pytest.mark.parametrize("new", [-1, 2.5, float("nan"), "5", True])
 def test_a_number_of_new_tokens_is_whole(new):
     with pytest.raises(ValueError, match="max_new_tokens: expected 1 to"):

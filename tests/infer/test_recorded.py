@@ -90,30 +90,6 @@ def recordings(monkeypatch) -> list[int]:
     return replays
 
 
-@pytest.mark.parametrize("lengths", [(9,), (13, 4, 8)], ids=["one", "ragged"])
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_recorded_steps_write_the_same(recordings, kind, lengths):
-    """A recording sees all slots of its bucket, so that it serves until the text outgrows that."""
-    target = tiny_target()
-    tree = TREE if kind == "medusa" else DYNAMIC
-    speculator = Speculator(target, random_head(kind, target), tree=tree)
-    prompts = some_prompts(*lengths)
-    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
-    assert len(recordings) >= 2
-    assert max(recordings) >= 2
-
-
-@pytest.mark.parametrize("kind", ["eagle3", None])
-def test_recorded_steps_verify_what_is_drafted_on_the_host(recordings, kind):
-    """In trees of one size: with fewer drafts, and with none, they are padded."""
-    target, prompts = tiny_target(), some_prompts(13, 4)
-    ngram = NGram(shortest=1)
-    drafts = Merged([random_head(kind, target), ngram]) if kind else ngram
-    speculator = Speculator(target, drafts)
-    assert written(speculator, prompts) == [greedy(target, each, NEW) for each in prompts]
-    assert max(recordings) >= 2
-
-
 RULES = [Sampled(0.9), Typical(delta=0.9, temperature=2.0), Lenient(top=4), Lenient(gap=1.0)]
 
 

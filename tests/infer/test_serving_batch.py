@@ -12,7 +12,7 @@ import pytest
 import torch
 from asked import Asked
 from hybrid_targets import hybrid_model
-from tiny_heads import KINDS, random_head
+from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -58,37 +58,14 @@ def check_greedy(target: Target, asked: list[Asked]) -> None:
         assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_answers_are_those_of_the_target_whatever_is_decoded_beside_them(
-    schedulers, name, monkeypatch
-):
+def test_as_many_rows_as_there_are_slots_are_decoded_in_one_pass(schedulers, monkeypatch):
     target = tiny_target()
     rows = rows_of_passes(monkeypatch)
-    scheduler = schedulers(Speculator(target, random_head(name, target)), slots=5)
+    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=5)
     asked = several()
     scheduler.submit(*(each.job for each in asked))
     check_greedy(target, asked)
-    assert max(rows) == 5, "as many rows as slots, in one pass"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "granite4"])
-def test_recurrent_states_join_and_leave_with_their_rows(schedulers, name):
-    target = Target(hybrid_model(name))
-    scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
-    for _ in range(2):  # the second time from states that came back
-        asked = several()
-        scheduler.submit(*(each.job for each in asked))
-        check_greedy(target, asked)
-
-
-@pytest.mark.parametrize("name", ["mistral-window", "gpt2", "phi3"])
-def test_other_targets(schedulers, name):
-    target = tiny_target(name)
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
-    asked = several()
-    scheduler.submit(*(each.job for each in asked))
-    check_greedy(target, asked)
+    assert max(rows) == 5
 
 
 def rule(number: int) -> Acceptance:

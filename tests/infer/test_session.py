@@ -122,16 +122,6 @@ def sources() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sources())
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
-def test_other_drafters_continue_as_well(name, seed):
-    engine, session = Speculator(tiny_target(), sources()[name]), Session()
-    for prompt, stop in turns(seed):
-        written = [t for s in steps_of(engine, prompt, stop, session=session) for t in s.tokens]
-        assert written == greedy(tiny_target(), prompt, NEW)[: len(written)]
-        assert len(written) == NEW or stop < 99
-
-
-@pytest.mark.parametrize("name", sources())
 def test_a_seed_repeats_a_text_whatever_a_session_decoded_before(name):
     engine, session = Speculator(tiny_target(), sources()[name]), Session()
     rule, texts = Sampled(1.0), []
@@ -222,18 +212,6 @@ def test_two_live_generations_cannot_share_a_session(name):
     again = steps_of(engine, [*second, *written, 4], 99, session=session)
     assert session.reused > len(second)
     assert shown(again) == shown(steps_of(engine, [*second, *written, 4], 99))
-
-
-def test_sampling_draws_what_it_drew_without_a_session():
-    target, session = tiny_target(), Session()
-    engine = Speculator(target, random_head("sequential", target))
-    for prompt, stop in turns():
-        drawn = []
-        for options in ({}, {"session": session}):
-            rule = Sampled(0.8)
-            rule.seed(3)
-            drawn.append(shown(steps_of(engine, prompt, stop, sampling=rule, **options)))
-        assert drawn[0] == drawn[1]
 
 
 GROWING = ("eagle3", "block", "medusa")
