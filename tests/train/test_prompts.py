@@ -230,6 +230,13 @@ def test_a_category_is_text(tmp_path: Path) -> None:
         ({"prompt": {"a": 1}}, r"prompt: expected a list of turns, got keys a"),
         ({"text": "U: hi\nA: ho<|im_end|>\n"}, r"text: expected plain text .* got a rendered chat"),
         ({"text": "[INST] hi [/INST] ho</s>"}, r"text: .* ends with .*; give its turns"),
+        ({"text": "a\ud83d"}, "expected text in Unicode, got .*; fix or remove the record"),
+        ({"prompt": "\udc00"}, "expected text in Unicode, got"),
+        (
+            {"messages": [{"role": "system", "content": "\ud83d"}, *user("a")]},
+            "expected text in Unicode, got",
+        ),
+        ({"system": "\ud83d", "prompt": "a"}, "expected text in Unicode, got"),
         ({"prompt": "hi", "tools": "f"}, r"tools: expected definitions of tools, .* got str 'f'"),
     ],
 )
@@ -237,6 +244,14 @@ def test_bad_record_is_named(tmp_path: Path, record: Any, complaint: str) -> Non
     path = lines(tmp_path / "p.jsonl", {"text": "fine"}, record)
     with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 2.*{complaint}"):
         read_prompts(path, tools="keep")
+
+
+def test_half_a_character_in_an_answer_is_refused_with_its_line(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]
+    (tmp_path / "p.json").write_text(json.dumps([{"messages": turns}]))
+    with pytest.raises(ValueError, match="expected text in Unicode, got .*surrogates not allowed"):
+        read_conversations(tmp_path / "p.json")
+    assert len(read_prompts(tmp_path / "p.json")) == 1  # which leaves the answer out
 
 
 def test_empty_records_are_left_out_and_counted(tmp_path: Path, caplog: Any) -> None:
