@@ -622,8 +622,18 @@ def test_two_processes_divide_the_work_and_one_reports(target, tmp_path):
     assert files(tmp_path / "o").keys() == files(tmp_path / "whole").keys()
 
 
-@pytest.mark.slow
-def test_launcher_that_starts_one_process_is_refused(target, tmp_path):
+def test_a_launcher_that_starts_one_process_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    ask_in(tmp_path, llama(), 1)
+    code, _, [line] = run(*WORDS, "4")
+    assert code == 2 and "accelerate launch started only one of the --num_processes" in line
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.thorough  # the gate has what it tells its process
+def test_what_accelerate_launch_starts_alone_is_refused(target, tmp_path):
     ask_in(tmp_path, target, 10)
     launcher = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
     done = subprocess.run(
