@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from backgrounds import Pieces
-from served import Says, running
+from served import Pieces, Says, running
 
 from draftheads.infer.background import Point
 

@@ -36,6 +36,7 @@ from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
+WORKERS = str(ROOT / "tests" / "helpers" / "workers.py")
 LAUNCHERS = {
     "zero2": [
         *("accelerate.commands.launch", "--config_file", "recipes/accelerate-zero2.yaml"),
@@ -93,13 +94,12 @@ def alone(tmp_path_factory) -> Path:
 
 
 def launched(folder: Path, engine: str, *arguments: str) -> None:
-    worker = "tests/helpers/engine_worker.py"
     if engine not in LAUNCHERS:
-        outputs_of_two_forks(folder, worker, *arguments, told=ENGINES[engine])
+        outputs_of_two_forks(folder, WORKERS, "engines", *arguments, told=ENGINES[engine])
         return
     launcher = [word.format(port=free_port()) for word in LAUNCHERS[engine]]
     result = subprocess.run(
-        [sys.executable, "-m", *launcher, worker, *arguments],
+        [sys.executable, "-m", *launcher, WORKERS, "engines", *arguments],
         **{"env": launch_environment(cpu=False), "cwd": ROOT, "timeout": 300},
         capture_output=True,
         text=True,

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import waiting_worker
 import yaml
 from accelerate.state import AcceleratorState
 from launching import exit_code_of_a_fork, fork
@@ -142,7 +141,17 @@ def wait_in_a_fork(ours: int, theirs: int, made: Path, output: Path) -> None:
         os.dup2(theirs, number)
     os.close(theirs)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.exit(waiting_worker.main(made, output))
+    step = Progress.step
+
+    def wait(self, number, *rest):
+        if number == 1:
+            (output / "waiting").touch()
+            while not (output / "go-on").exists():
+                time.sleep(0.01)
+        step(self, number, *rest)
+
+    Progress.step = wait
+    sys.exit(run(made, output))
 
 
 @pytest.mark.usefixtures("hang_ups_are_heeded")
