@@ -200,15 +200,14 @@ def test_later_turn_that_does_not_fit_ends_the_conversation(target, tmp_path):
     assert record["learn"][-1][1] == len(record["tokens"])
 
 
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+SYSTEM = {"role": "system", "content": "S"}
+
+
 def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path):
-    no_system = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    )
-    target = llama(template=no_system + TEMPLATE)
-    system = {"role": "system", "content": "S"}
     asked = prompts(2)
-    asked[0] = Prompt(0, messages=(system, *(asked[0].messages or ())))
-    report = distill(target, asked, options(tmp_path / "o"))
+    asked[0] = Prompt(0, messages=(SYSTEM, *(asked[0].messages or ())))
+    report = distill(llama(template=NO_SYSTEM + TEMPLATE), asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.skipped) == (1, 1)
     assert [reason.split(": ")[-1] for reason in report.counts.reasons] == ["no system"]
 
@@ -220,31 +219,21 @@ def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path
         ("{% for m in messages %}", "Unexpected end of template"),
         ("{{ 1 / 0 }}" + TEMPLATE, "division by zero"),
         ("{{ raise_exception('not today') }}", "not today"),
+        (NO_SYSTEM + TEMPLATE, "no system"),
     ],
 )
 def test_a_template_that_renders_nothing_is_named_and_may_be_mended(tmp_path, template, complaint):
+    """No prompt is skipped for ever."""
     broken = llama(template=template)
-    asked = [Prompt(n, messages=({"role": "user", "content": f"{n}"},)) for n in range(3)]
-    report = distill(broken, asked, options(tmp_path / "o"))
-    assert (report.counts.done, report.counts.skipped) == (0, 3) and complaint in str(report)
-    plain = [Prompt(0, text="no conversation")]
-    assert distill(broken, plain, options(tmp_path / "plain")).counts.done == 1
-    assert distill(llama(), asked, options(tmp_path / "o")).counts.done == 3
-
-
-def test_prompts_that_were_all_refused_are_asked_when_the_template_is_mended(tmp_path):
-    no_system = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    )
-    system = {"role": "system", "content": "S"}
-    asked = [Prompt(n, messages=(system, {"role": "user", "content": f"{n}"})) for n in range(5)]
-    broken = llama(template=no_system + TEMPLATE)
+    asked = [Prompt(n, messages=(SYSTEM, {"role": "user", "content": f"{n}"})) for n in range(3)]
     for _ in range(2):
         report = distill(broken, asked, options(tmp_path / "o"))
-        assert (report.counts.done, report.counts.skipped) == (0, 5)
+        assert (report.counts.done, report.counts.skipped) == (0, 3) and complaint in str(report)
+    plain = [Prompt(0, text="no conversation")]
+    assert distill(broken, plain, options(tmp_path / "plain")).counts.done == 1
     for _ in range(2):
         report = distill(llama(), asked, options(tmp_path / "o"))
-        assert (report.counts.done, report.counts.skipped) == (5, 0)
+        assert (report.counts.done, report.counts.skipped) == (3, 0)
 
 
 # ---------------------------------------------------------------- errors while generating

@@ -428,16 +428,13 @@ def test_a_file_that_cannot_be_written_is_named(made, tmp_path, monkeypatch, cap
 
 
 MEMORY = {
-    "tensor": lambda: torch.empty(1 << 50),
-    "array": lambda: np.empty(1 << 60, np.int8),
-    "GPU": lambda: exhausted("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a"),
-    "unknown": lambda: bytes(1 << 62),
-}
-AMOUNTS = {
-    "tensor": "the CPU, which was asked for 4.5e+06 GB more; ",
-    "array": "the CPU, which was asked for 1.00 EiB more; ",
-    "GPU": "the GPU, which was asked for 20.00 GiB more; ",
-    "unknown": "the CPU; ",
+    "tensor": (lambda: torch.empty(1 << 50), ", which was asked for 4.5e+06 GB more"),
+    "array": (lambda: np.empty(1 << 60, np.int8), ", which was asked for 1.00 EiB more"),
+    "GPU": (
+        lambda: exhausted("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a"),
+        ", which was asked for 20.00 GiB more",
+    ),
+    "unknown": (lambda: bytes(1 << 62), ""),
 }
 
 
@@ -449,11 +446,13 @@ def exhausted(text: str) -> None:
 def test_memory_that_runs_out_is_one_line_that_says_what_to_lower(
     made, tmp_path, monkeypatch, capsys, name
 ):
-    in_step(monkeypatch, 2, MEMORY[name])
+    take, amount = MEMORY[name]
+    place = "GPU" if name == "GPU" else "CPU"
+    in_step(monkeypatch, 2, take)
     assert run(made, tmp_path / "run") == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert line == (
-        f"error: out of memory on {AMOUNTS[name]}lower data.rows_per_batch (2), "
+        f"error: out of memory on the {place}{amount}; lower data.rows_per_batch (2), "
         "data.sequence_length (64) or sizes in head, or set run.gradient_checkpointing=true"
     )
 
