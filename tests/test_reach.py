@@ -20,7 +20,7 @@ REACHED = [
     ("docs/trees.md", ["cli/test_docs", "cli/test_site"], ["infer/", "train/test_training"]),
     ("tests/mends.txt", ["test_architecture"], ["infer/", "train/test_training"]),
     ("tests/helpers/plain_eagle.py", ["heads/test_eagle_drafter"], ["infer/"]),
-    ("tests/helpers/restart_worker.py", ["train/test_launch"], ["infer/", "heads/"]),
+    ("tests/helpers/workers.py", ["train/test_launch"], ["infer/", "heads/"]),
     ("tests/heads/conftest.py", ["heads/test_tree"], ["infer/", "train/test_training"]),
     ("tests/heads/test_tree.py", ["heads/test_tree"], ["infer/", "train/test_training"]),
     (

@@ -103,6 +103,7 @@ class _Quiet(ThreadingHTTPServer):
 def _handler(server: LocalServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two writes
 
         def log_message(self, *args: object) -> None:
             """Stay quiet."""

@@ -88,6 +88,13 @@ def llama(eos: tuple[int, ...] = EOS, template: str | None = TEMPLATE) -> Target
     return Target(model, byte_tokenizer(template), name="tiny-llama")
 
 
+def saved(target: Target, folder: Path) -> Path:
+    """Write a target to a folder."""
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
 def prompts(count: int, turns: int = 1) -> list[Prompt]:
     """Questions of many lengths, every third one plain text."""
     made = []
@@ -128,9 +135,11 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of all prompts that are asked, in order; ids as the places of the prompts."""
-    paths = journals(folder)
-    found = [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+    """The records of all prompts that are asked, in order; ids as the places of the prompts. A line
+    that was cut is left out.
+    """
+    lines = [x for path in journals(folder) for x in path.read_bytes().splitlines(keepends=True)]
+    found = [json.loads(line) for line in lines if line.endswith(b"\n")]
     for row in (row for path in columns(folder) for row in read_batch(path).to_pylist()):
         document = {key: row[key] for key in ("tokens", "learn", "turns", "finish")}
         if row["follows"]:

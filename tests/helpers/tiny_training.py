@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -17,7 +18,7 @@ from draftheads.train.checkpoint import SEAL, write_state
 from draftheads.train.data.answers import Answer, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.medusa import main
-from draftheads.train.recipe import Recipe
+from draftheads.train.recipe import Recipe, load_recipe
 
 VOCABULARY, HIDDEN, CONTEXT = 97, 32, 128
 
@@ -166,3 +167,23 @@ def rewrite_state(step: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+MINIMAL = """\
+target: some/model
+data:
+  path: answers
+run:
+  output: out
+  steps: 10
+"""
+"""A recipe as short as can be."""
+
+
+def error(path: Path, *overrides: str) -> str:
+    """The line that a mistake in a recipe gets."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
+        load_recipe(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 from asked import Asked
-from backgrounds import Pieces, fails, same
 from rich.console import Console
-from served import Scripted
+from served import Pieces, Scripted, fails, same
 from starlette.testclient import TestClient
 from tiny_chat import END, llama
 from tiny_heads import random_head, written_by

@@ -108,14 +108,14 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(params=[(10**9, 10**9), (300, 700)], ids=["whole", "divided"])
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def small(request, monkeypatch):
     """Shards of this many tokens, batches of lines of this many bytes."""
     monkeypatch.setattr(answers, "SHARD_TOKENS", request.param[0])
     monkeypatch.setattr(answers, "BATCH_BYTES", request.param[1])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_finished_folder_says_what_was_answered(small: None, tmp_path: Path, seed: int) -> None:
+def test_a_finished_folder_says_what_was_answered(small, tmp_path, seed):
     records = drawn(seed)
     new_folder(tmp_path, records)
     expected = counted(records)
@@ -133,9 +133,7 @@ def test_a_finished_folder_says_what_was_answered(small: None, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("lost", range(4))
-def test_a_lost_shard_is_answered_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
-) -> None:
+def test_a_lost_shard_is_answered_again(tmp_path, monkeypatch, lost):
     monkeypatch.setattr(answers, "SHARD_TOKENS", 300)
     records = drawn(2)
     new_folder(tmp_path, records)
@@ -159,7 +157,7 @@ def test_a_lost_shard_is_answered_again(
     assert 0 < len(written) < len(records) and content(tmp_path) == whole
 
 
-def test_the_rest_of_a_record_whose_file_is_lost_is_not_of_the_one_before(tmp_path: Path) -> None:
+def test_the_rest_of_a_record_whose_file_is_lost_is_not_of_the_one_before(tmp_path):
     """Files of earlier versions divide records."""
     document = {"tokens": [1, 2], "learn": [[1, 2]], "turns": 1, "finish": "eos"}
     records = [
@@ -198,9 +196,7 @@ def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_there_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_there_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "SHARD_TOKENS", 300)
     monkeypatch.setattr(answers, "BATCH_BYTES", 900)
     records = drawn(0, 16)
@@ -225,9 +221,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_is_there_twice(
     assert step > 15, "many moments"
 
 
-def test_a_finished_folder_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_folder_is_not_read_again(tmp_path, monkeypatch):
     records = drawn(1)
     manifest = new_folder(tmp_path, records)
     counts = answer_all(tmp_path, records)
@@ -238,7 +232,7 @@ def test_a_finished_folder_is_not_read_again(
     assert not answers.finished(tmp_path, manifest)
 
 
-def test_prompts_may_be_added_removed_and_come_back(tmp_path: Path) -> None:
+def test_prompts_may_be_added_removed_and_come_back(tmp_path):
     records = drawn(2)
     for part in (records[5:30], records[12:20], records[12:20], records[10:24]):
         new_folder(tmp_path / "o", part)
@@ -269,7 +263,7 @@ def answered_in(records: list[Record]) -> int:
     ],
     ids=["missing", "cut", "overwritten"],
 )
-def test_a_damaged_shard_is_one_line(tmp_path: Path, damage: Any, complaint: str) -> None:
+def test_a_damaged_shard_is_one_line(tmp_path, damage, complaint):
     records = drawn(4)
     new_folder(tmp_path, records)
     answer_all(tmp_path, records)
@@ -280,7 +274,7 @@ def test_a_damaged_shard_is_one_line(tmp_path: Path, damage: Any, complaint: str
 
 
 @pytest.mark.parametrize("learn", [[[1, 4], [3, 5]], [[4, 2]], [[2, 9]], [[-1, 3]]])
-def test_spans_that_overlap_or_lie_outside_are_refused(tmp_path: Path, learn: Any) -> None:
+def test_spans_that_overlap_or_lie_outside_are_refused(tmp_path, learn):
     new_folder(tmp_path, [{"id": "a"}])
     record = {"id": "a", "tokens": [1, 2, 3, 4, 5], "learn": learn, "turns": 1, "finish": "eos"}
     (tmp_path / "answers-00000-of-00001.jsonl").write_text(json.dumps(record) + "\n")
@@ -289,7 +283,7 @@ def test_spans_that_overlap_or_lie_outside_are_refused(tmp_path: Path, learn: An
 
 
 @pytest.mark.slow
-def test_datasets_load_the_folder_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_load_the_folder_as_it_is(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(answers, "SHARD_TOKENS", 300)
     records = drawn(5)
@@ -386,9 +380,7 @@ class Plain:
 
 @pytest.mark.parametrize("length", [16, 48, 200])
 @pytest.mark.parametrize("pack", [True, False])
-def test_training_sees_what_the_plain_algorithm_makes(
-    small: None, tmp_path: Path, length: int, pack: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_sees_what_the_plain_algorithm_makes(small, tmp_path, length, pack, monkeypatch):
     monkeypatch.setattr(batches, "OPEN_ROWS", 3)
     monkeypatch.setattr(batches, "CHUNK", 50)
     records = drawn(length, 150)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from annotated_types import Le
-from minimal_recipe import MINIMAL, error
+from tiny_training import MINIMAL, error
 
 from draftheads.heads.formats.config import TYPES
 from draftheads.heads.formats.hub import HEADS

@@ -37,7 +37,7 @@ needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"no data folder at {D
 # ---------------------------------------------------------------- turn by turn
 
 
-def test_turns_stand_together_as_the_template_writes_them(target: Target) -> None:
+def test_turns_stand_together_as_the_template_writes_them(target):
     renderer = PromptRenderer(target, {})
     asked = ({"role": "system", "content": "S"}, {"role": "user", "content": "A"})
     asked += ({"role": "user", "content": "B"},)
@@ -66,7 +66,7 @@ def test_turns_stand_together_as_the_template_writes_them(target: Target) -> Non
         ("chujiezheng/chatml", "Fine.", 2),  # rendered raw it inserts blank lines
     ],
 )
-def test_real_templates(target: Target, template: str, answer: str, documents: int) -> None:
+def test_real_templates(target, template, answer, documents):
     """The second answer stands behind what a chat sends."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers/qwen2.5")
     tokenizer.chat_template = (DATA / f"chat-templates/{template}.jinja").read_text()
@@ -117,7 +117,7 @@ def told(template: str, *answers: str, **choices: Any) -> tuple[dict[str, Any], 
     return record, texts
 
 
-def test_answer_behind_rewritten_turns_stands_in_a_document_of_its_own() -> None:
+def test_answer_behind_rewritten_turns_stands_in_a_document_of_its_own():
     record, texts = told(STRIPPING, "a", "<think>hm</think>b", "c", "d", "<think>hm</think>e")
     assert texts == [
         ["U:Q0|A:", "a|", "\nU:Q1|A:", "<think>hm</think>b|"],
@@ -133,7 +133,7 @@ def test_answer_behind_rewritten_turns_stands_in_a_document_of_its_own() -> None
     ]
 
 
-def test_history_that_changes_later_is_not_gone_on_with() -> None:
+def test_history_that_changes_later_is_not_gone_on_with():
     """The thoughts of the last answer alone stand in brackets."""
     brackets = "m['content'].replace('<think>', '(').replace('</think>', ')')"
     last = (
@@ -147,7 +147,7 @@ def test_history_that_changes_later_is_not_gone_on_with() -> None:
     ]
 
 
-def test_thoughts_are_learned_or_stay_as_context() -> None:
+def test_thoughts_are_learned_or_stay_as_context():
     answers = ["<think>hm</think>a", "b</think>", "<think>endless"]
     assert told(TEMPLATE, *answers)[1] == [
         [
@@ -168,7 +168,7 @@ def test_thoughts_are_learned_or_stay_as_context() -> None:
     assert record == {"id": 0, "skipped": NOTHING}
 
 
-def test_without_chat_template_contents_are_joined_by_newlines() -> None:
+def test_without_chat_template_contents_are_joined_by_newlines():
     target = llama(template=None)
     messages = tuple({"role": role, "content": role} for role in ("system", "user", "user"))
     conversation = Conversation(Prompt(0, messages=messages), PromptRenderer(target, {}), CONTEXT)
@@ -179,7 +179,7 @@ def test_without_chat_template_contents_are_joined_by_newlines() -> None:
     assert target.tokenizer.decode(conversation.tokens) == "system\nuseryes\nuser"
 
 
-def test_end_token_that_the_tokenizer_adds_is_left_out() -> None:
+def test_end_token_that_the_tokenizer_adds_is_left_out():
     target = llama(template=None)
     backend = target.tokenizer.backend_tokenizer
     backend.post_processor = processors.TemplateProcessing(
@@ -201,7 +201,7 @@ def saved(folder: Path, target: Target, generation: str | None) -> Path:
 
 
 @pytest.mark.parametrize("generation", ['{"eos_token_id": [258, 9]}', '{"eos_token_id": 9}', None])
-def test_a_tokenizer_alone_has_the_end_tokens_of_its_target(tmp_path: Path, generation: Any):
+def test_a_tokenizer_alone_has_the_end_tokens_of_its_target(tmp_path, generation):
     folder = saved(tmp_path, llama(), generation)
     assert TextSide.load(str(folder)).eos_ids == Target.load(folder).eos_ids != ()
 
@@ -209,9 +209,7 @@ def test_a_tokenizer_alone_has_the_end_tokens_of_its_target(tmp_path: Path, gene
 @pytest.mark.parametrize(
     "generation", ["{", "[]", '{"eos_token_id": ["a"]}', '{"eos_token_id": -1}']
 )
-def test_damaged_end_tokens_are_refused_alike_with_and_without_weights(
-    tmp_path: Path, generation: str
-):
+def test_damaged_end_tokens_are_refused_alike_with_and_without_weights(tmp_path, generation):
     folder = saved(tmp_path, llama(), generation)
     faults = []
     for load in (TextSide.load, Target.load):
@@ -247,7 +245,7 @@ def thought(tokens: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def forgetful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def forgetful(tmp_path_factory):
     target = llama(eos=(END,), template=FORGETFUL)
     made = tmp_path_factory.mktemp("forgetful")
     target.model.save_pretrained(made)
@@ -273,7 +271,7 @@ class Thinking:
 
 
 @pytest.fixture
-def thinking(monkeypatch: pytest.MonkeyPatch) -> Target:
+def thinking(monkeypatch):
     """It thinks, and its template forgets the thoughts of earlier turns."""
     monkeypatch.setattr("draftheads.train.data.distill.answer_all", Thinking.answer_all)
     monkeypatch.setattr(Thinking, "asked", 0)
@@ -287,9 +285,7 @@ def log(request: Json) -> Json:
 
 
 @pytest.mark.parametrize("place", ["here", "server"])
-def test_target_sees_in_training_what_it_sees_in_a_chat(
-    place: str, thinking: Target, forgetful: Path, tmp_path: Path
-) -> None:
+def test_target_sees_in_training_what_it_sees_in_a_chat(place, thinking, forgetful, tmp_path):
     server = LocalServer(log)
     answering: Target | Answerer = thinking
     if place == "server":
@@ -316,9 +312,7 @@ def test_target_sees_in_training_what_it_sees_in_a_chat(
             chat.add(message["content"], text)
 
 
-def test_documents_conversations_and_prompts_add_up(
-    thinking: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_conversations_and_prompts_add_up(thinking, tmp_path, capsys):
     report = distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
     documents = list(read_answers(tmp_path / "o"))
     counts = read_manifest(tmp_path / "o").counts
@@ -330,7 +324,7 @@ def test_documents_conversations_and_prompts_add_up(
 
 
 @pytest.mark.parametrize("calls", [1, 4, 7])
-def test_interrupted_run_asks_nothing_twice(thinking: Target, tmp_path: Path, calls: int) -> None:
+def test_interrupted_run_asks_nothing_twice(thinking, tmp_path, calls):
     distill(thinking, talks(), options(tmp_path / "whole", **CHOSEN))
     turns, Thinking.asked, Thinking.interrupted_at = Thinking.asked, 0, calls
     with pytest.raises(KeyboardInterrupt):
@@ -344,9 +338,7 @@ def test_interrupted_run_asks_nothing_twice(thinking: Target, tmp_path: Path, ca
     assert Thinking.asked == turns + calls % TURNS
 
 
-def test_thoughts_that_are_dropped_are_seen_and_not_learned(
-    thinking: Target, forgetful: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_thoughts_that_are_dropped_are_seen_and_not_learned(thinking, forgetful, tmp_path, capsys):
     distill(thinking, talks(2), options(tmp_path / "o", reasoning="drop", **CHOSEN))
     data_preview(tmp_path / "o", target=str(forgetful), count=99)
     shown = capsys.readouterr().out
@@ -403,7 +395,7 @@ def write(folder: Path, turns: Any) -> Path:
 
 
 @pytest.mark.parametrize("turns", [SHAREGPT, OPENAI, TWICE], ids=["sharegpt", "openai", "twice"])
-def test_tool_turns_are_kept_or_dropped(tmp_path: Path, turns: Any) -> None:
+def test_tool_turns_are_kept_or_dropped(tmp_path, turns):
     path = write(tmp_path, turns)
     assert read_prompts(path, tools="keep") == [Prompt(0, messages=(*KEPT, THANKS))]
     assert read_prompts(path, tools="drop") == [Prompt(0, messages=(KEPT[0], THANKS))]
@@ -411,14 +403,14 @@ def test_tool_turns_are_kept_or_dropped(tmp_path: Path, turns: Any) -> None:
 
 
 @pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
-def test_conversations_keep_answers_up_to_the_last(tmp_path: Path, turns: Any) -> None:
+def test_conversations_keep_answers_up_to_the_last(tmp_path, turns):
     path = write(tmp_path, turns)
     said = {"role": "assistant", "content": "<think>easy</think>It is 3."}
     assert read_conversations(path) == [Prompt(0, (*KEPT, said))]
     assert read_conversations(path, tools="drop") == [Prompt(0, (KEPT[0], said))]
 
 
-def test_target_answers_behind_the_results(tmp_path: Path) -> None:
+def test_target_answers_behind_the_results(tmp_path):
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}<|im_end|>{% endfor %}"
@@ -440,7 +432,7 @@ def test_target_answers_behind_the_results(tmp_path: Path) -> None:
 
 
 @needs_data
-def test_real_tool_conversations() -> None:
+def test_real_tool_conversations():
     path = DATA / "conversations/glaive_toolcall_en_demo.json"
     prompts = read_prompts(path, tools="keep")
     roles = [message["role"] for prompt in prompts for message in prompt.messages or ()]
@@ -463,9 +455,7 @@ def test_real_tool_conversations() -> None:
         (None, "is missing"),
     ],
 )
-def test_template_is_asked_whether_it_shows_tools(
-    template: str | None, complaint: str | None
-) -> None:
+def test_template_is_asked_whether_it_shows_tools(template, complaint):
     tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizers/qwen2.5")
     tokenizer.bos_token = "<|endoftext|>"
     folder = DATA / "chat-templates"
@@ -482,7 +472,7 @@ def test_template_is_asked_whether_it_shows_tools(
 
 
 @pytest.mark.parametrize("value", ["add(1, 2)", json.dumps({"arguments": {}}), "[1]"])
-def test_broken_tool_call_is_named(tmp_path: Path, value: str) -> None:
+def test_broken_tool_call_is_named(tmp_path, value):
     turns = [SHAREGPT[0], {"from": "function_call", "value": value}, SHAREGPT[2]]
     path = write(tmp_path, turns)
     with pytest.raises(ValueError, match=r"line 1, conversations, turn 2: expected a tool call"):
@@ -490,7 +480,7 @@ def test_broken_tool_call_is_named(tmp_path: Path, value: str) -> None:
     assert len(read_prompts(path, tools="drop")) == 1
 
 
-def test_text_is_no_conversation(tmp_path: Path) -> None:
+def test_text_is_no_conversation(tmp_path):
     (tmp_path / "p.txt").write_text("a story")
     with pytest.raises(ValueError, match="expected a conversation, got plain text"):
         read_conversations(tmp_path / "p.txt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ from draftheads.train.data.prompts import Prompt
 # ---------------------------------------------------------------- what is stored
 
 
-def test_greedy_answers_equal_generate_alone(target: Target, tmp_path: Path) -> None:
+def test_greedy_answers_equal_generate_alone(target, tmp_path):
     asked = prompts(9)
     report = distill(target, asked, options(tmp_path / "o", temperature=0))
     assert (report.counts.done, report.complete) == (9, True)
@@ -65,7 +64,7 @@ def drawn(
     return [found[f"{n}"] for n in range(len(prompts))]
 
 
-def test_sampling_follows_temperature_top_k_and_top_p(target: Target) -> None:
+def test_sampling_follows_temperature_top_k_and_top_p(target):
     question = [target.tokenizer("one question")["input_ids"]] * 64
     assert len({ids[0] for ids in drawn(target, question)}) > 4
     greedy = drawn(target, question, temperature=0)
@@ -77,7 +76,7 @@ def test_sampling_follows_temperature_top_k_and_top_p(target: Target) -> None:
     "choice",
     [{"temperature": 1.0}, {"temperature": 2.0, "top_k": 9}, {"temperature": 1.5, "top_p": 0.8}],
 )
-def test_draws_follow_the_targets_distribution(target: Target, choice: dict[str, Any]) -> None:
+def test_draws_follow_the_targets_distribution(target, choice):
     number = 4000
     question = target.tokenizer("one question")["input_ids"]
     with torch.no_grad():
@@ -91,9 +90,7 @@ def test_draws_follow_the_targets_distribution(target: Target, choice: dict[str,
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_fail_their_prompt_alone(
-    target: Target, tmp_path: Path, temperature: float
-) -> None:
+def test_logits_that_are_no_numbers_fail_their_prompt_alone(target, tmp_path, temperature):
     """The place of the failed one is given to others, whose answers are as ever."""
     asked = [Prompt(n, text=f"question {n}") for n in range(12)]
     poison = target.tokenizer("question 5")["input_ids"][-1]
@@ -125,7 +122,7 @@ def test_logits_that_are_no_numbers_fail_their_prompt_alone(
     assert [a["id"] for a, b in zip(whole, found, strict=True) if a != b] == [5]
 
 
-def test_model_defaults_and_callers_randomness_stay_out(tmp_path: Path) -> None:
+def test_model_defaults_and_callers_randomness_stay_out(tmp_path):
     plain, spoiled = llama(), llama()
     spoiled.model.generation_config = own = GenerationConfig(
         eos_token_id=list(EOS), repetition_penalty=9.0, suppress_tokens=list(range(100)), top_k=1
@@ -140,7 +137,7 @@ def test_model_defaults_and_callers_randomness_stay_out(tmp_path: Path) -> None:
     assert spoiled.model.generation_config is own
 
 
-def test_learned_spans_are_exactly_what_the_target_wrote(target: Target, tmp_path: Path) -> None:
+def test_learned_spans_are_exactly_what_the_target_wrote(target, tmp_path):
     distill(target, prompts(7, turns=3), options(tmp_path / "o", temperature=0))
     stored = records(tmp_path / "o")
     assert {record["turns"] for record in stored} == {1, 3}
@@ -156,7 +153,7 @@ def test_learned_spans_are_exactly_what_the_target_wrote(target: Target, tmp_pat
         assert record["learn"][-1][1] == len(record["tokens"])  # no padding
 
 
-def test_template_args(tmp_path: Path) -> None:
+def test_template_args(tmp_path):
     asking = llama(template="{{ mood }}:" + TEMPLATE)
     distill(asking, prompts(1), options(tmp_path / "p", template_args={"mood": "calm"}))
     [answer] = read_answers(tmp_path / "p")
@@ -166,7 +163,7 @@ def test_template_args(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what does not fit
 
 
-def test_context_is_never_left(tmp_path: Path) -> None:
+def test_context_is_never_left(tmp_path):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -194,7 +191,7 @@ def test_context_is_never_left(tmp_path: Path) -> None:
     ]
 
 
-def test_later_turn_that_does_not_fit_ends_the_conversation(target: Target, tmp_path: Path) -> None:
+def test_later_turn_that_does_not_fit_ends_the_conversation(target, tmp_path):
     messages = tuple({"role": "user", "content": c} for c in ("short", "x" * CONTEXT))
     distill(target, [Prompt(0, messages=messages)], options(tmp_path / "o"))
     [record] = records(tmp_path / "o")
@@ -202,15 +199,14 @@ def test_later_turn_that_does_not_fit_ends_the_conversation(target: Target, tmp_
     assert record["learn"][-1][1] == len(record["tokens"])
 
 
-def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path: Path) -> None:
-    no_system = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    )
-    target = llama(template=no_system + TEMPLATE)
-    system = {"role": "system", "content": "S"}
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+SYSTEM = {"role": "system", "content": "S"}
+
+
+def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path):
     asked = prompts(2)
-    asked[0] = Prompt(0, messages=(system, *(asked[0].messages or ())))
-    report = distill(target, asked, options(tmp_path / "o"))
+    asked[0] = Prompt(0, messages=(SYSTEM, *(asked[0].messages or ())))
+    report = distill(llama(template=NO_SYSTEM + TEMPLATE), asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.skipped) == (1, 1)
     assert [reason.split(": ")[-1] for reason in report.counts.reasons] == ["no system"]
 
@@ -222,35 +218,21 @@ def test_messages_that_the_template_refuses_are_skipped_with_its_reason(tmp_path
         ("{% for m in messages %}", "Unexpected end of template"),
         ("{{ 1 / 0 }}" + TEMPLATE, "division by zero"),
         ("{{ raise_exception('not today') }}", "not today"),
+        (NO_SYSTEM + TEMPLATE, "no system"),
     ],
 )
-def test_a_template_that_renders_nothing_is_named_and_may_be_mended(
-    tmp_path: Path, template: str, complaint: str
-) -> None:
+def test_a_template_that_renders_nothing_is_named_and_may_be_mended(tmp_path, template, complaint):
+    """No prompt is skipped for ever."""
     broken = llama(template=template)
-    asked = [Prompt(n, messages=({"role": "user", "content": f"{n}"},)) for n in range(3)]
-    report = distill(broken, asked, options(tmp_path / "o"))
-    assert (report.counts.done, report.counts.skipped) == (0, 3) and complaint in str(report)
-    plain = [Prompt(0, text="no conversation")]
-    assert distill(broken, plain, options(tmp_path / "plain")).counts.done == 1
-    assert distill(llama(), asked, options(tmp_path / "o")).counts.done == 3
-
-
-def test_prompts_that_were_all_refused_are_asked_when_the_template_is_mended(
-    tmp_path: Path,
-) -> None:
-    no_system = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    )
-    system = {"role": "system", "content": "S"}
-    asked = [Prompt(n, messages=(system, {"role": "user", "content": f"{n}"})) for n in range(5)]
-    broken = llama(template=no_system + TEMPLATE)
+    asked = [Prompt(n, messages=(SYSTEM, {"role": "user", "content": f"{n}"})) for n in range(3)]
     for _ in range(2):
         report = distill(broken, asked, options(tmp_path / "o"))
-        assert (report.counts.done, report.counts.skipped) == (0, 5)
+        assert (report.counts.done, report.counts.skipped) == (0, 3) and complaint in str(report)
+    plain = [Prompt(0, text="no conversation")]
+    assert distill(broken, plain, options(tmp_path / "plain")).counts.done == 1
     for _ in range(2):
         report = distill(llama(), asked, options(tmp_path / "o"))
-        assert (report.counts.done, report.counts.skipped) == (5, 0)
+        assert (report.counts.done, report.counts.skipped) == (3, 0)
 
 
 # ---------------------------------------------------------------- errors while generating
@@ -258,8 +240,8 @@ def test_prompts_that_were_all_refused_are_asked_when_the_template_is_mended(
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
 def test_a_prompt_that_fails_alone_is_counted_and_the_others_are_answered(
-    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: type[Exception]
-) -> None:
+    target, tmp_path, capsys, error
+):
     asked = [Prompt(n, text="x" * (90 if n == 4 else 10 + n)) for n in range(12)]
     distill(target, asked, options(tmp_path / "whole"))
 
@@ -278,7 +260,7 @@ def test_a_prompt_that_fails_alone_is_counted_and_the_others_are_answered(
     assert read_manifest(tmp_path / "o").counts.failed == 1
 
 
-def test_cause_that_is_not_the_prompts_stops_the_run(target: Target, tmp_path: Path) -> None:
+def test_cause_that_is_not_the_prompts_stops_the_run(target, tmp_path):
     distill(target, prompts(20), options(tmp_path / "whole"))
 
     def fail(call: int, rows: int) -> None:
@@ -295,16 +277,14 @@ def test_cause_that_is_not_the_prompts_stops_the_run(target: Target, tmp_path: P
     assert records(tmp_path / "o") == records(tmp_path / "whole")
 
 
-def test_many_cut_answers_are_reported(tmp_path: Path) -> None:
+def test_many_cut_answers_are_reported(tmp_path):
     endless = llama(eos=())
     report = distill(endless, prompts(3), options(tmp_path / "o"))
     assert report.counts.cut == 3
     assert "3 of 3 documents were cut and teach no ending; raise --max-new-tokens" in str(report)
 
 
-def test_the_bar_counts_prompts(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_counts_prompts(target, tmp_path, monkeypatch):
     bars: list[Any] = []
 
     def kept(**options: Any) -> Any:

@@ -7,24 +7,19 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_server import CUT, DRIP, HANG, Fault, Json, LocalServer
-from tiny_chat import CONTEXT, END, files, llama, options, prompts, records
+from tiny_chat import CONTEXT, END, files, llama, options, prompts, records, saved
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from draftheads.heads.target.model import Target
 from draftheads.heads.terminal import printable
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import PromptRenderer
@@ -40,53 +35,16 @@ from draftheads.train.data.text_side import TextSide
 pytestmark = pytest.mark.slow
 
 
-def saved(target: Target, folder: Path) -> Path:
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
-def many_ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+def many_ends(tmp_path_factory):
     """A target that ends by itself, and its folder."""
     target = llama()
     return target, saved(target, tmp_path_factory.mktemp("many-ends"))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with one end token, which no canned answer holds."""
-    return saved(llama(eos=(END,)), tmp_path_factory.mktemp("one-end"))
-
-
-@pytest.fixture(scope="module")
-def encode(folder: Path) -> Callable[[str], list[int]]:
-    tokenizer = llama().tokenizer
-    return lambda text: list(tokenizer(text)["input_ids"])
-
-
 @pytest.fixture
-def start(encode: Callable[[str], list[int]]) -> Iterator[Callable[..., LocalServer]]:
-    """Start servers; by default of canned answers, told as ids, that depend on the prompt alone."""
-    servers: list[LocalServer] = []
-
-    def canned(request: Json) -> Json:
-        text = f"answer {sum(request['prompt']) % 97} \u00e9"
-        ids = encode(text)[: request["max_tokens"]]
-        whole = len(ids) == len(encode(text)) and len(ids) < request["max_tokens"]
-        return {
-            "text": text if whole else text.encode()[: len(ids)].decode(errors="replace"),
-            "finish_reason": "stop" if whole else "length",
-            "token_ids": [*ids, END] if whole else ids,
-        }
-
-    def started(choice: Callable[[Json], Json] = canned, **changes: Any) -> LocalServer:
-        servers.append(LocalServer(choice, **changes))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.close()
+def folder(one_end):
+    return one_end
 
 
 def served(folder: Path, *servers: LocalServer, **changes: Any) -> ServedTarget:
@@ -97,9 +55,7 @@ def served(folder: Path, *servers: LocalServer, **changes: Any) -> ServedTarget:
 # ---------------------------------------------------------------- what is learned
 
 
-def test_answers_equal_those_of_the_target_in_this_process(
-    many_ends: tuple[Target, Path], start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_answers_equal_those_of_the_target_in_this_process(many_ends, start, tmp_path):
     target, folder = many_ends
     turn = threading.Lock()
 
@@ -120,9 +76,7 @@ def test_answers_equal_those_of_the_target_in_this_process(
     assert report.counts.reasons == {f"skipped: {TOO_LONG}": 1} and report.complete
 
 
-def test_text_alone_gives_the_same_answers_and_is_counted(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_text_alone_gives_the_same_answers_and_is_counted(folder, start, tmp_path):
     by_ids = start()
     by_text = start(lambda request: by_ids.choice(request) | {"token_ids": None})
     for name, server in (("ids", by_ids), ("text", by_text)):
@@ -136,9 +90,7 @@ def test_text_alone_gives_the_same_answers_and_is_counted(
     assert all(record["tokens"][-1] == END for record in stored)
 
 
-def test_text_that_does_not_come_back_is_skipped_and_counted(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_text_that_does_not_come_back_is_skipped_and_counted(folder, start, tmp_path):
     def choice(request: Json) -> Json:  # cut in the middle of a character
         return {
             "text": "caf\ufffd" if len(request["prompt"]) % 2 else "tea",
@@ -152,7 +104,7 @@ def test_text_that_does_not_come_back_is_skipped_and_counted(
     assert [record["finish"] for record in records(tmp_path / "o")[1::2]] == ["length"] * 3
 
 
-def test_text_is_tokenised_as_inside_a_text() -> None:
+def test_text_is_tokenised_as_inside_a_text():
     """With a tokenizer that, like Llama 2's, puts a blank before every text."""
     alphabet = ["</s>", "\u2581", *"\nabc", "\u2581a"]
     model = models.BPE({piece: place for place, piece in enumerate(alphabet)}, [("\u2581", "a")])
@@ -172,9 +124,7 @@ def test_text_is_tokenised_as_inside_a_text() -> None:
         assert conversation.retokenize(text) == wrapped.convert_tokens_to_ids(pieces)
 
 
-def test_end_token_left_out_by_the_server_is_learned(
-    many_ends: tuple[Target, Path], start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_end_token_left_out_by_the_server_is_learned(many_ends, start, tmp_path):
     _, folder = many_ends
     for told, last in (({}, END), ({"stop_reason": 18}, 18), ({"matched_stop": 27}, 27)):
         choice = {"text": "", "token_ids": [1, 2], "finish_reason": "stop", **told}
@@ -189,13 +139,8 @@ def test_end_token_left_out_by_the_server_is_learned(
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_a_vllm_that_speculates_is_named_where_it_samples(
-    folder: Path,
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    temperature: float,
-    speculates: bool,
-) -> None:
+    folder, start, tmp_path, caplog, temperature, speculates
+):
     server = start()
     server.metrics = b"vllm:num_requests_running 0\n"
     if speculates:
@@ -206,9 +151,7 @@ def test_a_vllm_that_speculates_is_named_where_it_samples(
     assert warned == (speculates and temperature > 0)
 
 
-def test_sampling_is_sent_and_recorded_and_seeds_differ(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_sampling_is_sent_and_recorded_and_seeds_differ(folder, start, tmp_path):
     server = start()
     chosen = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 20}
     for out in ("a", "b"):
@@ -225,9 +168,7 @@ def test_sampling_is_sent_and_recorded_and_seeds_differ(
     assert manifest.as_written()["target"]["server"] == where
 
 
-def test_servers_shorter_context_is_kept(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_servers_shorter_context_is_kept(folder, start, tmp_path):
     server = start(models=({"id": "tiny", "max_model_len": 30},))
     asked = [Prompt(0, text="x" * 20), Prompt(1, text="x" * 30)]
     report = distill(served(folder, server), asked, options(tmp_path / "o"))
@@ -235,18 +176,14 @@ def test_servers_shorter_context_is_kept(
     assert (report.counts.done, report.counts.skipped) == (1, 1)
 
 
-def test_other_models_tokens_end_the_run(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_other_models_tokens_end_the_run(folder, start, tmp_path):
     server = start(lambda request: {"token_ids": [10**30, 1], "finish_reason": "length"})
     with pytest.raises(ServerError, match="expected token ids below 259.*is it the same model"):
         distill(served(folder, server), prompts(2), options(tmp_path / "o"))
     assert records(tmp_path / "o") == []
 
 
-def test_requests_are_bounded_and_go_over_the_borders_of_batches(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_requests_are_bounded_and_go_over_the_borders_of_batches(folder, start, tmp_path):
     width, lock = 6, threading.Lock()
     together = threading.Barrier(width, timeout=30)
     active: list[int] = [0, 0]
@@ -270,9 +207,7 @@ def test_requests_are_bounded_and_go_over_the_borders_of_batches(
 # ---------------------------------------------------------------- what goes wrong
 
 
-def test_passing_faults_change_nothing(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_passing_faults_change_nothing(folder, start, tmp_path):
     healthy, failing = start(), start()
     faults = {number: (500, 429, HANG, CUT, 503)[number // 20 % 5] for number in range(7, 200, 20)}
     failing.fault = lambda number, request: faults.get(number)
@@ -283,9 +218,7 @@ def test_passing_faults_change_nothing(
     assert len(failing.asked) >= len(healthy.asked) + 8  # each fault was asked again
 
 
-def test_faults_are_the_prompts_or_the_servers(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_faults_are_the_prompts_or_the_servers(folder, start, tmp_path):
     """The prompts' are counted, the server's asked again: at once, and by the next launch."""
     healthy, server = start(), start()
     asked = [Prompt(index, text="x" * (index + 1)) for index in range(20)]
@@ -314,40 +247,13 @@ def test_faults_are_the_prompts_or_the_servers(
 
 
 @pytest.mark.parametrize("status", [401, 402, 403, 404, 307])
-def test_what_all_prompts_would_meet_ends_the_run_at_once(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, status: int
-) -> None:
+def test_what_all_prompts_would_meet_ends_the_run_at_once(folder, start, tmp_path, status):
     server = start()
     server.fault = lambda number, request: status if number >= 4 else None
     with pytest.raises(ServerError, match=rf"HTTP {status}: fault.* run the same command again"):
         distill(served(folder, server, concurrency=1), prompts(40), options(tmp_path / "o"))
     assert len(server.asked) < 8
     assert len(records(tmp_path / "o")) == 4  # what was answered before is kept
-
-
-def test_prompts_that_are_all_refused_are_not_to_blame(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    """Fewer of them than would end a run: the server knows no option of ours, most likely."""
-    server = start()
-    server.fault = lambda number, request: 400
-    with pytest.raises(ServerError, match="HTTP 400: fault of N.*run the same command again"):
-        distill(served(folder, server), prompts(3), options(tmp_path / "o"))
-    assert records(tmp_path / "o") == []
-
-
-def test_server_that_comes_back_loses_nothing(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    """A later turn that the server's fault left unasked is asked by the next launch, too."""
-    healthy, server = start(), start()
-    distill(served(folder, healthy), prompts(6, turns=2), options(tmp_path / "whole"))
-    server.fault = lambda number, request: 503 if number in (3, 5) else None
-    target = served(folder, server, tries=1, concurrency=1)
-    report = distill(target, prompts(6, turns=2), options(tmp_path / "o"))
-    assert report.missing == 2 and report.counts.done == 4
-    distill(served(folder, server), prompts(6, turns=2), options(tmp_path / "o"))
-    assert records(tmp_path / "o") == records(tmp_path / "whole")
 
 
 JUNK = {
@@ -368,38 +274,34 @@ JUNK = {
     "too many": {"token_ids": [1] * 13, "finish_reason": "length"},
     "given up": {"text": "a", "token_ids": [1], "finish_reason": "abort"},
     "no reason": {"text": "a", "token_ids": [1]},
+    **{
+        f"{status} with {body[:20]!r}": (status, {}, body)
+        for body in (b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 200_000)
+        for status in (200, 500)
+    },
+    "no Unicode": (200, {}, b"\xff"),
 }
 
 
 @pytest.mark.parametrize("kind", JUNK)
-def test_junk_is_not_learned_and_asked_again(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, kind: str
-) -> None:
+def test_junk_is_not_learned_and_asked_again(folder, start, tmp_path, kind):
     whole = {"text": "", "token_ids": [1, 2], "finish_reason": "length"}
-    server = start(lambda request: JUNK[kind] if len(request["prompt"]) == 3 else whole)
+    server, junk = start(lambda request: whole), JUNK[kind]
+
+    def fault(number, request):
+        if len(request["prompt"]) != 3:
+            return None
+        return junk if isinstance(junk, tuple) else json.dumps({"choices": [junk]}).encode()
+
+    server.fault = fault
     asked = [Prompt(index, text="x" * (index + 1)) for index in range(5)]
     report = distill(served(folder, server, tries=2), asked, options(tmp_path / "o"))
     assert (report.counts.done, report.counts.failed, report.missing) == (4, 0, 1)
     assert [record["id"] for record in records(tmp_path / "o")] == [0, 1, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"null", b"[]", b'{"choices": []}', b'{"choices": {}}', b"[" * 200_000, b"\xff"]
-)
-def test_bodies_that_are_no_completion_are_the_servers_fault(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, body: bytes
-) -> None:
-    server = start()
-    for status in (200, 500):
-        server.fault = lambda number, request, status=status: (status, {}, body)
-        report = distill(served(folder, server, tries=1), prompts(2), options(tmp_path / "o"))
-        assert (report.counts.done, report.counts.failed, report.missing) == (0, 0, 2)
-
-
 @pytest.mark.parametrize("count", [3, 40])
-def test_empty_answers_alone_end_the_run_after_a_few(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path, count: int
-) -> None:
+def test_empty_answers_alone_end_the_run_after_a_few(folder, start, tmp_path, count):
     """They used to fill a folder with end tokens, with exit code 0."""
     nothing = {"text": "", "finish_reason": "stop"}
     server = start(lambda request: nothing)
@@ -412,9 +314,7 @@ def test_empty_answers_alone_end_the_run_after_a_few(
     assert distill(served(folder, server), prompts(count), options(tmp_path / "o")).complete
 
 
-def test_an_empty_answer_among_others_is_learned(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_an_empty_answer_among_others_is_learned(folder, start, tmp_path):
     whole = {"text": "", "token_ids": [70, 71, END], "finish_reason": "stop"}
     nothing = {"text": "", "token_ids": [END], "finish_reason": "stop"}
     server = start(lambda request: whole if len(request["prompt"]) % 3 == 0 else nothing)
@@ -439,13 +339,7 @@ def test_an_empty_answer_among_others_is_learned(
         ("\x1b[31mtiny", False),
     ],
 )
-def test_a_completion_of_another_model_is_refused(
-    folder: Path,
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    name: str | None,
-    is_same: bool,
-) -> None:
+def test_a_completion_of_another_model_is_refused(folder, start, tmp_path, name, is_same):
     """Other names of the same weights are not: vLLM answers with the first of its names."""
     models = (
         {"id": "tiny", "root": "/weights"},
@@ -466,18 +360,14 @@ def test_a_completion_of_another_model_is_refused(
     assert records(tmp_path / "o") == []
 
 
-def test_text_longer_than_asked_for_is_not_learned(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_text_longer_than_asked_for_is_not_learned(folder, start, tmp_path):
     """From a server that does not know max_tokens: it would leave the context."""
     server = start(lambda request: {"text": "a" * 300, "finish_reason": "length"})
     report = distill(served(folder, server), prompts(2), options(tmp_path / "o"))
     assert report.counts.reasons == {f"skipped: {LOSSY}": 2}
 
 
-def test_answer_that_drips_is_waited_for_no_longer_than_its_time(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_answer_that_drips_is_waited_for_no_longer_than_its_time(folder, start, tmp_path):
     healthy, server = start(), start()
     server.fault = lambda number, request: DRIP if number in (1, 4) else None
     for name, each in (("whole", healthy), ("o", server)):
@@ -487,92 +377,10 @@ def test_answer_that_drips_is_waited_for_no_longer_than_its_time(
     assert len(server.asked) == 10
 
 
-def test_server_that_fails_for_all_ends_the_run_and_nobody_is_called_failed(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    healthy, server = start(), start()
-    distill(served(folder, healthy), prompts(24), options(tmp_path / "whole"))
-    server.fault = lambda number, request: 500 if number >= 4 else None
-    with pytest.raises(ServerError, match=r"HTTP 500.*run the same command again to resume"):
-        distill(
-            served(folder, server, tries=1, concurrency=1), prompts(24), options(tmp_path / "o")
-        )
-    assert len(records(tmp_path / "o")) == 4
-    assert len(server.asked) < 20  # and not all of them, each several times
-    server.fault = lambda number, request: None
-    distill(served(folder, server), prompts(24), options(tmp_path / "o"))
-    assert records(tmp_path / "o") == records(tmp_path / "whole")
-
-
-def test_server_that_goes_away_ends_the_run(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    server = start()
-    target = served(folder, server, tries=2)
-    server.close()
-    with pytest.raises(ServerError, match="check the server, then run"):
-        distill(target, prompts(4), options(tmp_path / "o"))
-    assert records(tmp_path / "o") == []
-
-
-def test_ctrl_c_cuts_requests_under_way(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    server = start()
-
-    def fault(number: int, request: Json) -> int | None:
-        if number == 8:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        return HANG if number >= 8 else None
-
-    server.fault = fault
-    with pytest.raises(KeyboardInterrupt):
-        distill(served(folder, server, concurrency=2), prompts(40), options(tmp_path / "o"))
-    assert 6 <= len(records(tmp_path / "o")) <= 8  # all but those that were under way
-    assert not read_manifest(tmp_path / "o").complete
-
-
-def test_killed_run_goes_on_without_asking_again(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    healthy, server = start(), start()
-    asked = tmp_path / "prompts.jsonl"
-    asked.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 31)))
-    where = ["--target", folder, "--prompts", asked, "--batch-size", 4, "--max-new-tokens", 12]
-    where += ["--out", tmp_path / "o", "--concurrency", 2, "--server", server.url]
-    words = ["-m", "draftheads.scripts.cli", "distill", *map(str, where)]
-    server.fault = lambda number, request: HANG if number >= 10 else None
-    child = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        server.holding.wait(60)
-        while len(records(tmp_path / "o")) < 8:
-            assert child.poll() is None
-            time.sleep(0.01)
-    finally:
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-    kept = {record["id"] for record in records(tmp_path / "o")}
-    server.fault, before = (lambda number, request: None), len(server.asked)
-    again = [Prompt(index, text="x" * (index + 1)) for index in range(30)]
-    chosen = {"temperature": 0.3, "source": str(asked)}
-    distill(served(folder, server), again, options(tmp_path / "o", **chosen))
-    distill(served(folder, healthy), again, options(tmp_path / "whole", **chosen))
-    sizes = {len(request["prompt"]) for request in server.asked[before:]}
-    assert sizes == {index + 1 for index in range(30) if index not in kept}
-    assert records(tmp_path / "o") == records(tmp_path / "whole")
-    calls = len(server.asked)
-    distill(served(folder, server), again, options(tmp_path / "o", **chosen))
-    assert len(server.asked) == calls
-
-
 # ---------------------------------------------------------------- several servers
 
 
-def test_several_servers_give_the_answers_of_one_each_at_its_own_pace(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_several_servers_give_the_answers_of_one_each_at_its_own_pace(folder, start, tmp_path):
     """The slow one holds its places until all else is done."""
     healthy, *fast, slow = start(), start(), start(), start()
     rest = threading.Event()
@@ -597,12 +405,8 @@ def test_several_servers_give_the_answers_of_one_each_at_its_own_pace(
 
 @pytest.mark.parametrize(("concurrency", "count"), [(2, 12), (4, 6)])
 def test_all_servers_are_asked_at_a_time_by_the_places_of_each(
-    folder: Path,
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    concurrency: int,
-    count: int,
-) -> None:
+    folder, start, tmp_path, concurrency, count
+):
     together = threading.Barrier(6, timeout=10)
 
     def choice(request: Json) -> Json:
@@ -633,13 +437,8 @@ def denying(server: LocalServer) -> None:
     ("ends", "said"), [(closed, "attempts failed"), (failing, "HTTP 500"), (denying, "HTTP 401")]
 )
 def test_a_server_that_dies_is_dropped_and_the_others_answer_all(
-    folder: Path,
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    ends: Callable[[LocalServer], None],
-    said: str,
-) -> None:
+    folder, start, tmp_path, caplog, ends, said
+):
     """In the middle of second turns, too, and with requests that hang there."""
     healthy, first, second, dies = start(), start(), start(), start()
 
@@ -658,9 +457,7 @@ def test_a_server_that_dies_is_dropped_and_the_others_answer_all(
     assert len(dropped) == 1 and dies.url in dropped[0] and said in dropped[0]
 
 
-def test_only_when_all_servers_are_down_the_run_ends(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_only_when_all_servers_are_down_the_run_ends(folder, start, tmp_path):
     healthy, *servers = start(), start(), start()
     distill(served(folder, healthy), prompts(40), options(tmp_path / "whole"))
     for server, lives in zip(servers, (4, 9), strict=True):
@@ -675,9 +472,7 @@ def test_only_when_all_servers_are_down_the_run_ends(
     assert records(tmp_path / "o") == records(tmp_path / "whole")
 
 
-def test_what_one_server_refuses_another_may_answer(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_what_one_server_refuses_another_may_answer(folder, start, tmp_path):
     """A prompt has failed when all of them refuse it."""
     able, refuses = start(), start()
     refuses.fault = lambda number, request: 400
@@ -688,8 +483,8 @@ def test_what_one_server_refuses_another_may_answer(
 
 
 def test_servers_of_several_models_are_refused_and_the_shortest_context_holds(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+    folder, start, tmp_path
+):
     def listed(*models: tuple[str, int]) -> LocalServer:
         return start(models=tuple({"id": name, "max_model_len": size} for name, size in models))
 
@@ -709,12 +504,7 @@ def test_servers_of_several_models_are_refused_and_the_shortest_context_holds(
 
 
 @pytest.fixture
-def typed(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Callable[..., tuple[int, str]]:
+def typed(folder, tmp_path, monkeypatch, capsys):
     """Type `draftheads distill` for three prompts; gives exit code and error line."""
     impatient = functools.partial(ServerOptions, pause=0.01)
     monkeypatch.setattr("draftheads.infer.remote.ServerOptions", impatient)
@@ -734,9 +524,7 @@ def typed(
     return run
 
 
-def test_server_that_is_down_is_one_line_and_no_folder(
-    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_server_that_is_down_is_one_line_and_no_folder(typed, start, tmp_path):
     server = start()
     server.close()
     code, error = typed("--server", server.url)
@@ -744,9 +532,7 @@ def test_server_that_is_down_is_one_line_and_no_folder(
     assert not (tmp_path / "o").exists()
 
 
-def test_mistakes_are_named(
-    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
+def test_mistakes_are_named(typed, start, tmp_path):
     two = start(models=({"id": "one"}, {"id": "two"}))
     for words, complaint in (
         (("--server", two.url), "expected one model, got one, two; set --server-model"),
@@ -769,12 +555,7 @@ def test_mistakes_are_named(
     assert not (tmp_path / "o").exists()
 
 
-def test_key_is_sent_and_never_written(
-    typed: Callable[..., tuple[int, str]],
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_key_is_sent_and_never_written(typed, start, tmp_path, monkeypatch):
     server = start()
     server.key = "sk-very-secret"
     assert (
@@ -792,15 +573,8 @@ def test_key_is_sent_and_never_written(
 
 @pytest.mark.parametrize("status", [200, 400, 401, 422, 500])
 def test_key_that_the_server_echoes_is_hidden(
-    folder: Path,
-    typed: Callable[..., tuple[int, str]],
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-    status: int,
-) -> None:
+    folder, typed, start, tmp_path, monkeypatch, capsys, caplog, status
+):
     key = "sk-very/secret-0123456789"
     monkeypatch.setenv("MY_KEY", key)
     server = start()
@@ -837,24 +611,20 @@ SECRET = "sk-proj-Very+long/Secret-0123456789"
         f"{SECRET[:9]}\x00\x1b{SECRET[9:]}",
     ],
 )
-def test_no_part_of_a_key_that_a_server_quotes_is_shown(echo: str) -> None:
+def test_no_part_of_a_key_that_a_server_quotes_is_shown(echo):
     shown = without_secret(printable(f"wrong key <{echo}> for llama-3"), SECRET)
     assert shown == "wrong key *** for llama-3"
 
 
 @pytest.mark.parametrize(("key", "size"), [("", 9), ("ab", 2), ("EMPTY", 4), ("hunter2hunter", 6)])
-def test_short_keys_hide_themselves_and_no_key_hides_nothing(key: str, size: int) -> None:
+def test_short_keys_hide_themselves_and_no_key_hides_nothing(key, size):
     assert without_secret(f"say {key[:size]}.", key) == ("say ***" if key else "say .")
     assert without_secret("no such model", key) == "no such model"
 
 
 def test_what_a_server_says_reaches_neither_terminal_nor_files_with_its_escapes(
-    typed: Callable[..., tuple[int, str]],
-    start: Callable[..., LocalServer],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    typed, start, tmp_path, capsys, caplog
+):
     server = start()
     evil = "\x1b]52;c;cm0=\x07\u202egpj.exe\x9b2J\ud800"
     body = json.dumps({"error": {"message": f"no {evil}"}}).encode()
@@ -870,12 +640,7 @@ def test_what_a_server_says_reaches_neither_terminal_nor_files_with_its_escapes(
 @pytest.mark.parametrize(
     "key", ["sk-very\nsecret", "sk-very secret", "sk-very\x07secret", "sk-s\xe9cret"]
 )
-def test_key_that_no_header_can_hold_is_one_line_without_it(
-    typed: Callable[..., tuple[int, str]],
-    start: Callable[..., LocalServer],
-    monkeypatch: pytest.MonkeyPatch,
-    key: str,
-) -> None:
+def test_key_that_no_header_can_hold_is_one_line_without_it(typed, start, monkeypatch, key):
     server = start()
     monkeypatch.setenv("MY_KEY", key)
     code, error = typed("--server", server.url, "--api-key-env", "MY_KEY")
@@ -888,11 +653,7 @@ def test_key_that_no_header_can_hold_is_one_line_without_it(
     assert "secret" not in error
 
 
-def test_exit_code_says_whether_all_was_answered(
-    typed: Callable[..., tuple[int, str]],
-    start: Callable[..., LocalServer],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_exit_code_says_whether_all_was_answered(typed, start, capsys):
     server = start()
     server.fault = lambda number, request: (
         CUT if request["prompt"] == server.asked[0]["prompt"] else None
@@ -907,27 +668,8 @@ def test_exit_code_says_whether_all_was_answered(
     "models",
     [b"", b"[]", b'{"data": 5}', b'{"data": [5]}', b'{"data": {"a": 1}}', b'{"data": [{}]}'],
 )
-def test_model_list_that_is_none_is_one_line(
-    typed: Callable[..., tuple[int, str]], start: Callable[..., LocalServer], models: bytes
-) -> None:
+def test_model_list_that_is_none_is_one_line(typed, start, models):
     server = start()
     server.listed = models
     code, error = typed("--server", server.url)
     assert code == 2 and "a list of models, got an unexpected response (" in error
-
-
-def test_other_source_of_answers_is_refused(
-    folder: Path, start: Callable[..., LocalServer], tmp_path: Path
-) -> None:
-    local, moved = llama(eos=(END,)), start()
-    distill(served(folder, start()), prompts(3), options(tmp_path / "o"))
-    with pytest.raises(ValueError, match=r"from: expected 'a server with model tiny.*'this proc"):
-        distill(local, prompts(3), options(tmp_path / "o"))
-    distill(served(folder, moved), prompts(3), options(tmp_path / "o"))  # at another address
-    assert moved.asked == []
-    other = start(models=({"id": "huge", "max_model_len": CONTEXT},))
-    with pytest.raises(ValueError, match=r"model tiny.*got 'a server with model huge"):
-        distill(served(folder, other), prompts(3), options(tmp_path / "o"))
-    distill(local, prompts(3), options(tmp_path / "p"))
-    with pytest.raises(ValueError, match=r"expected 'this process', got 'a server with model tiny"):
-        distill(served(folder, moved), prompts(3), options(tmp_path / "p"))

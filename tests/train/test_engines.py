@@ -31,10 +31,12 @@ from tiny_training import (
 )
 
 from draftheads.heads.formats.hub import HEADS, load_head
+from draftheads.train.checkpoint import newest
 from draftheads.train.medusa import main
 from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
+WORKERS = str(ROOT / "tests" / "helpers" / "workers.py")
 LAUNCHERS = {
     "zero2": [
         *("accelerate.commands.launch", "--config_file", "recipes/accelerate-zero2.yaml"),
@@ -48,12 +50,21 @@ INSIDE = ("fsdp2", "zero2", "zero3")
 JOINT = "joint"
 """In the place of a kind: Medusa heads and an adapter of the target."""
 KINDS = {
-    "ddp": [*HEADS, JOINT],
-    "fsdp2": ["medusa", "sequential", "eagle3", "block", "mtp"],
-    "zero1": ["medusa", JOINT],
-    "zero2": ["medusa", "sequential", "eagle3", "block", JOINT],
-    "zero3": ["medusa", "sequential", "eagle3", "block", "mtp"],
+    "ddp": ["medusa", "eagle", "mtp", JOINT],
+    "fsdp2": ["sequential", "eagle3", "block"],
+    "zero1": [JOINT],
+    "zero2": ["medusa", "block"],
+    "zero3": ["sequential", "eagle3", "mtp"],
 }
+"""What the gate trains: each kind by two engines, where two can."""
+OTHERS = {
+    "ddp": ["sequential", "eagle3", "block"],
+    "fsdp2": ["medusa", "mtp"],
+    "zero1": ["medusa"],
+    "zero2": ["sequential", "eagle3", JOINT],
+    "zero3": ["medusa", "block"],
+}
+"""The rest of what an engine can train."""
 
 
 def recipe_for(made: Path, folder: Path, kind: str) -> Path:
@@ -83,13 +94,12 @@ def alone(tmp_path_factory) -> Path:
 
 
 def launched(folder: Path, engine: str, *arguments: str) -> None:
-    worker = "tests/helpers/engine_worker.py"
     if engine not in LAUNCHERS:
-        outputs_of_two_forks(folder, worker, *arguments, told=ENGINES[engine])
+        outputs_of_two_forks(folder, WORKERS, "engines", *arguments, told=ENGINES[engine])
         return
     launcher = [word.format(port=free_port()) for word in LAUNCHERS[engine]]
     result = subprocess.run(
-        [sys.executable, "-m", *launcher, worker, *arguments],
+        [sys.executable, "-m", *launcher, WORKERS, "engines", *arguments],
         **{"env": launch_environment(cpu=False), "cwd": ROOT, "timeout": 300},
         capture_output=True,
         text=True,
@@ -100,18 +110,27 @@ def launched(folder: Path, engine: str, *arguments: str) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(engine, marks=[pytest.mark.inside] * (engine in INSIDE)) for engine in ENGINES
+        *(
+            pytest.param(
+                (engine, kinds), id=engine, marks=[pytest.mark.inside] * (engine in INSIDE)
+            )
+            for engine, kinds in KINDS.items()
+        ),
+        *(
+            pytest.param((engine, kinds), id=f"{engine}, others", marks=pytest.mark.thorough)
+            for engine, kinds in OTHERS.items()
+        ),
     ],
 )
 def together(request, alone, tmp_path_factory) -> tuple[str, Path]:
     """An engine, and a folder for each kind: what two processes made with it."""
-    engine = request.param
+    engine, kinds = request.param
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed", reason="the extra `deepspeed` is not installed")
     folder = tmp_path_factory.mktemp(engine)
-    for kind in KINDS[engine]:
+    for kind in kinds:
         (folder / kind).mkdir()
-    recipes = [str(alone / kind / "recipe.yaml") for kind in KINDS[engine]]
+    recipes = [str(alone / kind / "recipe.yaml") for kind in kinds]
     launched(folder, engine, str(folder), *recipes)
     return engine, folder
 
@@ -173,10 +192,19 @@ def test_any_engine_goes_on_with_what_one_process_began(alone, together):
             assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
 
 
+def test_processes_go_by_the_clock_of_the_first(together):
+    """That of the others stands still."""
+    _, folder = together
+    [output] = folder.glob("*/minutes")
+    saved, _ = newest(output)
+    assert saved.state.step == saved.state.steps >= 1 and saved.state.seconds >= 0.6
+
+
 def test_one_process_goes_on_with_what_any_engine_began(alone, together, tmp_path):
     _, folder = together
-    shutil.copytree(folder / "medusa" / "whole", tmp_path / "run", symlinks=True)
+    kind = kinds_in(folder)[0]
+    shutil.copytree(folder / kind / "whole", tmp_path / "run", symlinks=True)
     shutil.rmtree(tmp_path / "run" / "step-000006")
-    assert main([str(alone / "medusa" / "recipe.yaml"), f"run.output={tmp_path / 'run'}"]) == 0
-    left, right = weights(alone / "medusa" / "one", 6), weights(tmp_path / "run", 6)
+    assert main([str(alone / kind / "recipe.yaml"), f"run.output={tmp_path / 'run'}"]) == 0
+    left, right = learned(alone / kind / "one"), learned(tmp_path / "run")
     assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)

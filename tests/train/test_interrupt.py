@@ -26,7 +26,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import waiting_worker
 import yaml
 from accelerate.state import AcceleratorState
 from launching import exit_code_of_a_fork, fork
@@ -96,32 +95,45 @@ def assert_like_uninterrupted(whole: Path, output: Path) -> None:
     assert_same(*optimizer_state)
 
 
+def by_signal(number: signal.Signals):
+    return lambda output: os.kill(os.getpid(), number)
+
+
+STOPS = {
+    "SIGTERM": by_signal(signal.SIGTERM),
+    "SIGINT": by_signal(signal.SIGINT),
+    "SIGHUP": by_signal(signal.SIGHUP),
+    "checkpoint-now": lambda output: (output / STOP_FILE).touch(),
+}
+
+
 @pytest.mark.usefixtures("hang_ups_are_heeded")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(
-    made, whole, tmp_path, monkeypatch, capsys, number
+@pytest.mark.parametrize("name", STOPS)
+def test_a_signal_or_a_file_saves_and_stops_and_the_next_launch_goes_on(
+    made, whole, tmp_path, monkeypatch, capsys, name
 ):
     output = tmp_path / "run"
     with monkeypatch.context() as patch:
-        in_step(patch, 1, lambda: os.kill(os.getpid(), number))
+        in_step(patch, 3, lambda: STOPS[name](output))
         assert run(made, output, "run.save_every=3") == 130
     said = capsys.readouterr().out
-    assert f"interrupted by {number.name} at step 2 of 6, saved in {output}/step-000002" in said
+    assert f"interrupted by {name} at step 4 of 6, saved in {output}/step-000004" in said
+    assert steps(output) == ["step-000003", "step-000004"]
+    assert not (output / STOP_FILE).exists()
     assert run(made, output, "run.save_every=3") == 0
-    assert "at step 2 of 6" in capsys.readouterr().out
+    assert "at step 4 of 6" in capsys.readouterr().out
     assert_like_uninterrupted(whole, output)
 
 
 @pytest.mark.usefixtures("hang_ups_are_heeded")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_the_process_was_started_to_ignore_is_ignored(
-    made, tmp_path, monkeypatch, number
-):
+def test_signals_that_the_process_was_started_to_ignore_are_ignored(made, tmp_path, monkeypatch):
     """As under nohup, and in a background job of a script."""
-    signal.signal(number, signal.SIG_IGN)
-    in_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
+    numbers = (signal.SIGINT, signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+    in_step(monkeypatch, 2, lambda: [os.kill(os.getpid(), number) for number in numbers])
     assert run(made, tmp_path / "run") == 0
-    assert signal.getsignal(number) is signal.SIG_IGN
+    assert all(signal.getsignal(number) is signal.SIG_IGN for number in numbers)
 
 
 def wait_in_a_fork(ours: int, theirs: int, made: Path, output: Path) -> None:
@@ -134,7 +146,17 @@ def wait_in_a_fork(ours: int, theirs: int, made: Path, output: Path) -> None:
         os.dup2(theirs, number)
     os.close(theirs)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.exit(waiting_worker.main(made, output))
+    step = Progress.step
+
+    def wait(self, number, *rest):
+        if number == 1:
+            (output / "waiting").touch()
+            while not (output / "go-on").exists():
+                time.sleep(0.01)
+        step(self, number, *rest)
+
+    Progress.step = wait
+    sys.exit(run(made, output))
 
 
 @pytest.mark.usefixtures("hang_ups_are_heeded")
@@ -154,18 +176,6 @@ def test_a_run_whose_connection_drops_is_saved(made, whole, tmp_path, place):
     process.join(timeout=60)
     assert process.exitcode == 130
     assert steps(output) == ["step-000002"]
-    assert run(made, output, "run.save_every=3") == 0
-    assert_like_uninterrupted(whole, output)
-
-
-def test_a_file_saves_and_stops_and_is_gone_then(made, whole, tmp_path, monkeypatch, capsys):
-    output = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        in_step(patch, 3, (output / STOP_FILE).touch)
-        assert run(made, output, "run.save_every=3") == 130
-    assert "interrupted by checkpoint-now at step 4 of 6" in capsys.readouterr().out
-    assert not (output / STOP_FILE).exists()
-    assert steps(output) == ["step-000003", "step-000004"]
     assert run(made, output, "run.save_every=3") == 0
     assert_like_uninterrupted(whole, output)
 
@@ -216,29 +226,35 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "message"),
-    [
-        ("model.safetensors", cut, "model.safetensors is missing or damaged"),
-        ("trainer/optimizer.safetensors", cut, "trainer/optimizer.safetensors is"),
-        ("trainer/optimizer.safetensors", flip, "trainer/optimizer.safetensors is"),
-        ("model.safetensors", Path.unlink, "model.safetensors is missing"),
-        ("config.json", Path.unlink, "config.json is missing"),
-        ("config.json", cut, "config.json is missing or damaged"),
-        ("trainer/state.json", digit, "trainer/state.json is missing or damaged"),
-        ("trainer/state.json", cut, "trainer/state.json is missing or damaged"),
-        *(("trainer/state.json", damage, "trainer/state.json is") for damage in STATES),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_passed_over(
-    made, whole, tmp_path, capsys, name, damage, message
-):
+DAMAGES = [
+    ("model.safetensors", cut),
+    ("model.safetensors", Path.unlink),
+    ("config.json", Path.unlink),
+    ("config.json", cut),
+    ("trainer/optimizer.safetensors", cut),
+    ("trainer/optimizer.safetensors", flip),
+    ("trainer/state.json", digit),
+    ("trainer/state.json", cut),
+    *(("trainer/state.json", damage) for damage in STATES),
+]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(whole, tmp_path):
+    for number, (name, damage) in enumerate(DAMAGES):
+        output = Path(shutil.copytree(whole, tmp_path / f"{number}", symlinks=True))
+        damage(output / "step-000006" / name)
+        saved, [fault] = checkpoint.newest(output)
+        assert saved.folder.name == "step-000003" and f"{name} is missing or damaged" in fault
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES[1:8:2])
+def test_a_run_passes_over_a_damaged_checkpoint(made, whole, tmp_path, capsys, name, damage):
     output = Path(shutil.copytree(whole, tmp_path / "run", symlinks=True))
     damage(output / "step-000006" / name)
     assert run(made, output, "run.save_every=3") == 0
     said = capsys.readouterr().out
     assert f"warning: skipped and set aside {output}/step-000006: " in said
-    assert message in said
+    assert f"{name} is missing or damaged" in said
     assert "step-000003 at step 3 of 6" in said
     assert_like_uninterrupted(whole, output)
     assert (output / "damaged-step-000006").is_dir()
@@ -281,47 +297,38 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_anew(made, whole
     assert steps(output) == ["step-000003", "step-000006"]
 
 
+TORN = "Error while serializing: I/O error: File too large (os error 27)"
 DISKS = {
-    "No space left on device": (OSError(errno.ENOSPC, ""), "free space there"),
-    "Disk quota exceeded": (OSError(errno.EDQUOT, ""), "free space there"),
-    "File too large": (OSError(errno.EFBIG, ""), "raise the limit on the size of a file (ulimit"),
-    "Permission denied": (OSError(errno.EACCES, ""), "make it writable"),
-    "Read-only file system": (OSError(errno.EROFS, ""), "make it writable"),
-    "Input/output error": (OSError(errno.EIO, ""), "check this disk"),
-    "by safetensors": (
-        SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
-        "raise the limit on the size of a file (ulimit -f)",
-    ),
+    "No space left on device": "free space there",
+    "Disk quota exceeded": "free space there",
+    "File too large": "raise the limit on the size of a file (ulimit",
+    "Permission denied": "make it writable",
+    "Read-only file system": "make it writable",
+    "Input/output error": "check this disk",
+    TORN: "raise the limit on the size of a file (ulimit -f)",
 }
 """Why a file cannot be written, and what to do about it."""
+NUMBERS = {os.strerror(number): number for number in errno.errorcode}
 
 
-@pytest.mark.parametrize("name", DISKS)
-def test_a_checkpoint_that_cannot_be_written_says_what_to_do(made, half, monkeypatch, capsys, name):
+@pytest.mark.parametrize("reason", DISKS)
+def test_a_checkpoint_that_cannot_be_written_says_what_to_do(
+    made, half, monkeypatch, capsys, reason
+):
     def refuse(*_: object) -> None:
-        raise error
-
-    error, remedy = DISKS[name]
-    monkeypatch.setattr(checkpoint, "save_file", refuse)
-    assert run(made, half, "run.save_every=3") == 2
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert f"; the newest checkpoint is step-000003; {remedy}" in line
-    assert line.endswith(" and run the same command again")
-
-
-def test_a_full_disk_leaves_no_half_checkpoint(made, half, monkeypatch, capsys):
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise SafetensorError(TORN) if reason == TORN else OSError(NUMBERS[reason], reason)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
+        patch.setattr(checkpoint, "save_file", refuse)
         assert run(made, half, "run.save_every=3") == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert "step-000006 was not written: [Errno 28] No space left on device" in line
-    assert "the newest checkpoint is step-000003" in line
-    assert steps(half) == ["step-000003"]
-    assert not list(half.glob(".step*"))
-    assert run(made, half, "run.save_every=3") == 0
+    said = "File too large" if reason == TORN else reason
+    assert "step-000006 was not written: " in line and said in line
+    assert f"; the newest checkpoint is step-000003; {DISKS[reason]}" in line
+    assert line.endswith(" and run the same command again")
+    assert steps(half) == ["step-000003"] and not list(half.glob(".step*"))
+    if reason == "No space left on device":
+        assert run(made, half, "run.save_every=3") == 0
 
 
 @pytest.mark.parametrize("overrides", [[], ["adapter.rank=2"]], ids=["heads", "with adapter"])
@@ -426,16 +433,13 @@ def test_a_file_that_cannot_be_written_is_named(made, tmp_path, monkeypatch, cap
 
 
 MEMORY = {
-    "tensor": lambda: torch.empty(1 << 50),
-    "array": lambda: np.empty(1 << 60, np.int8),
-    "GPU": lambda: exhausted("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a"),
-    "unknown": lambda: bytes(1 << 62),
-}
-AMOUNTS = {
-    "tensor": "the CPU, which was asked for 4.5e+06 GB more; ",
-    "array": "the CPU, which was asked for 1.00 EiB more; ",
-    "GPU": "the GPU, which was asked for 20.00 GiB more; ",
-    "unknown": "the CPU; ",
+    "tensor": (lambda: torch.empty(1 << 50), ", which was asked for 4.5e+06 GB more"),
+    "array": (lambda: np.empty(1 << 60, np.int8), ", which was asked for 1.00 EiB more"),
+    "GPU": (
+        lambda: exhausted("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a"),
+        ", which was asked for 20.00 GiB more",
+    ),
+    "unknown": (lambda: bytes(1 << 62), ""),
 }
 
 
@@ -447,11 +451,13 @@ def exhausted(text: str) -> None:
 def test_memory_that_runs_out_is_one_line_that_says_what_to_lower(
     made, tmp_path, monkeypatch, capsys, name
 ):
-    in_step(monkeypatch, 2, MEMORY[name])
+    take, amount = MEMORY[name]
+    place = "GPU" if name == "GPU" else "CPU"
+    in_step(monkeypatch, 2, take)
     assert run(made, tmp_path / "run") == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert line == (
-        f"error: out of memory on {AMOUNTS[name]}lower data.rows_per_batch (2), "
+        f"error: out of memory on the {place}{amount}; lower data.rows_per_batch (2), "
         "data.sequence_length (64) or sizes in head, or set run.gradient_checkpointing=true"
     )
 

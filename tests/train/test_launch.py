@@ -21,6 +21,8 @@ from draftheads.train import launch
 from draftheads.train.launch import check_environment, right_command
 from draftheads.train.medusa import main
 
+WORKERS = str(ROOT / "tests" / "helpers" / "workers.py")
+
 
 @pytest.mark.slow
 def test_processes_that_do_not_know_each_other_are_refused(made, tmp_path):
@@ -56,8 +58,7 @@ def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     values = tiny_recipe(made, output=str(tmp_path / "run"), save_every=2)
     recipe.write_text(yaml.safe_dump(values))
-    worker = str(ROOT / "tests" / "helpers" / "restart_worker.py")
-    result = torchrun("--max-restarts=1", worker, str(recipe))
+    result = torchrun("--max-restarts=1", WORKERS, "restart", str(recipe))
     assert result.returncode == 0, result.stderr[-2000:]
     assert "at step 2 of 6" in result.stdout
     assert "done: 6 steps" in result.stdout
@@ -71,7 +72,7 @@ def test_a_process_that_dies_is_one_line_of_each_that_is_left(made, tmp_path):
     """The launcher ends them as well: that must not hide why."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(made, output=str(tmp_path / "run"))))
-    result = torchrun(str(ROOT / "tests" / "helpers" / "restart_worker.py"), str(recipe))
+    result = torchrun(WORKERS, "restart", str(recipe))
     assert result.returncode != 0
     ours, _, launchers = result.stderr.partition("failed (exitcode: -9)")
     [line] = [line for line in ours.splitlines() if line.startswith(("error", "interrupted"))]
@@ -147,8 +148,8 @@ def apart(made, tmp_path_factory) -> dict[str, list[list]]:
     ]
     cases = [{"port": free_port(), "arguments": arguments} for arguments in told]
     (folder / "cases.json").write_text(json.dumps(cases[1:] + cases[:1]))
-    worker = str(ROOT / "tests" / "helpers" / "apart_worker.py")
-    outputs = outputs_of_two_forks(folder, worker, str(folder / "cases.json"), told=CPU | NODE)
+    cases = str(folder / "cases.json")
+    outputs = outputs_of_two_forks(folder, WORKERS, "apart", cases, told=CPU | NODE)
     said = [output.splitlines() for output in outputs]
     names = [*APART][1:] + [*APART][:1]
     found = zip(names, *([json.loads(line) for line in lines] for lines in said), strict=True)

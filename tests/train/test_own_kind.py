@@ -11,9 +11,9 @@ from typing import Any, Literal
 import pytest
 import tiny_training
 import torch
-from minimal_recipe import MINIMAL, error
 from pydantic import Field
 from tiny_targets import some_prompts
+from tiny_training import MINIMAL, error
 from torch import Tensor, nn
 
 from draftheads.heads.base import DraftHead, HeadLoss

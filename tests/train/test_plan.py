@@ -8,8 +8,6 @@ import math
 import os
 import re
 import socket
-import subprocess
-import sys
 import tempfile
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -19,7 +17,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import yaml
+from launching import exit_code_of_a_fork
 from safetensors.torch import load_file
 from tiny_training import (
     HIDDEN,
@@ -210,27 +210,20 @@ def test_nothing_is_tried_without_answers_or_memory(made, tmp_path, monkeypatch)
     assert plan.trial is None and f"no answers in {tmp_path / 'none'}" in plan.reason
 
 
-FREED = """
-import torch
-from draftheads.train.advice import plan
-
-plan.forget_peak()
-before = plan.peak_memory()
-block = torch.ones(1 << 26)  # 256 MiB, float32
-del block
-print(plan.peak_memory() - before)
-plan.forget_peak()
-print(plan.peak_memory() - before)
-"""
+def free_much() -> None:
+    """In a fork, in which nothing else takes or keeps memory."""
+    planning.forget_peak()
+    before = planning.peak_memory()
+    block = torch.ones(1 << 26)  # 256 MiB, float32
+    del block
+    assert planning.peak_memory() - before > 200 << 20
+    planning.forget_peak()
+    assert planning.peak_memory() - before < 100 << 20
 
 
 @pytest.mark.skipif(not planning.CLEAR.exists(), reason="this system counts no peak")
 def test_memory_that_was_freed_is_in_the_peak():
-    """Of a process of its own, in which nothing else takes or keeps memory."""
-    said = subprocess.run([sys.executable, "-c", FREED], capture_output=True, check=True)
-    peak, forgotten = map(int, said.stdout.split())
-    assert peak > 200 << 20
-    assert forgotten < 100 << 20
+    assert exit_code_of_a_fork(free_much) == 0
 
 
 def test_one_process_tries_for_several_and_prints_nothing(made, capfd):

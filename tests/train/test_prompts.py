@@ -52,7 +52,7 @@ def lines(path: Path, *records: Any) -> Path:
         ("humaneval", 164, 164),
     ],
 )
-def test_real_files_are_read_completely(file: str, count: int, turns: int) -> None:
+def test_real_files_are_read_completely(file, count, turns):
     prompts = read_prompts(DATA / file)
     assert [prompt.index for prompt in prompts] == list(range(count))
     roles = [message["role"] for prompt in prompts for message in prompt.messages or ()]
@@ -61,7 +61,7 @@ def test_real_files_are_read_completely(file: str, count: int, turns: int) -> No
 
 
 @needs_data
-def test_stories_give_paragraphs_or_lines() -> None:
+def test_stories_give_paragraphs_or_lines():
     paragraphs = read_prompts(DATA / "tinystories/train.txt")
     assert len(paragraphs) > 4000
     assert (
@@ -69,36 +69,14 @@ def test_stories_give_paragraphs_or_lines() -> None:
     )  # no blank line: a story per line
 
 
-@pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"messages": [{"role": "user", "content": "hi"}]}, user("hi")),
-        ({"conversations": [{"from": "human", "value": "hi"}]}, user("hi")),
-        ({"prompt": "hi", "text": None}, user("hi")),
-        ({"prompt": [{"role": "user", "content": "hi"}]}, user("hi")),
-        ({"instruction": "add", "input": "1 2", "output": "3", "text": "x"}, user("add\n\n1 2")),
-        ({"instruction": "greet", "input": ""}, user("greet")),
-        ({"turns": ["one", "two"]}, user("one", "two")),
-        ({"question": "2 + 3?", "answer": "5"}, user("2 + 3?")),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, user("a")),
-        (
-            {"system": "be kind", "conversations": [{"from": "human", "value": "hi"}]},
-            ({"role": "system", "content": "be kind"}, *user("hi")),
-        ),
-    ],
-)
-def test_layouts(tmp_path: Path, record: dict[str, Any], expected: Any) -> None:
-    assert read_prompts(lines(tmp_path / "p.jsonl", record)) == [Prompt(0, messages=expected)]
-
-
-def test_answers_of_the_source_are_dropped(tmp_path: Path) -> None:
+def test_answers_of_the_source_are_dropped(tmp_path):
     roles = ["developer", "user", "assistant", "tool", "user", "assistant"]
     record = {"messages": [{"role": role, "content": role} for role in roles]}
     [prompt] = read_prompts(lines(tmp_path / "p.jsonl", record))
     assert [message["role"] for message in prompt.messages or ()] == ["system", "user", "user"]
 
 
-def test_files_of_every_kind_in_a_folder(tmp_path: Path) -> None:
+def test_files_of_every_kind_in_a_folder(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -118,7 +96,7 @@ def test_files_of_every_kind_in_a_folder(tmp_path: Path) -> None:
     assert read_prompts(tmp_path, limit=3) == prompts[:3]
 
 
-def test_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_data_set(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     calls = []
 
@@ -161,7 +139,7 @@ SET_RECORDS = {  # the columns of each set
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_a_set_by_its_name(name: str, monkeypatch: Any, tmp_path: Path, hub: Any) -> None:
+def test_a_set_by_its_name(name, monkeypatch, tmp_path, hub):
     """`datasets` reads them from folders named like those of the Hub, Spec-Bench from a server."""
     pytest.importorskip("datasets")
     record = SET_RECORDS[name]
@@ -187,17 +165,17 @@ def test_a_set_by_its_name(name: str, monkeypatch: Any, tmp_path: Path, hub: Any
     assert read_prompts(name, limit=1) == read_prompts(name) == expected
 
 
-def test_a_misspelt_set_has_a_hint() -> None:
+def test_a_misspelt_set_has_a_hint():
     with pytest.raises(ValueError, match=r"did you mean spec-bench\?"):
         read_prompts("spec-benhc")
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k", "openai/openai_humaneval", "openai/gsm8k:main"])
-def test_a_data_set_named_like_a_set_is_not_a_misspelt_one(name: str) -> None:
+def test_a_data_set_named_like_a_set_is_not_a_misspelt_one(name):
     assert check_source(name) == Path(name)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(**kwargs: Any) -> None:
@@ -208,7 +186,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatc
         read_prompts("gsm8k")
 
 
-def test_a_category_is_text(tmp_path: Path) -> None:
+def test_a_category_is_text(tmp_path):
     path = lines(
         tmp_path / "p.jsonl", {"text": "a", "category": "qa"}, {"text": "b", "category": 3}
     )
@@ -218,28 +196,15 @@ def test_a_category_is_text(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        ({"ask": "hi"}, r"one of the keys messages, .*, got keys ask; rename"),
-        (["hi"], r"expected an object .* got list"),
-        ({"messages": [{"speaker": "a"}]}, r'turn 1: expected \{"role", .* got keys speaker'),
-        ({"messages": [{"role": "alien", "content": "a"}]}, r"turn 1: .* got 'alien'"),
-        ({"messages": [{"role": "user", "content": 3}]}, r"turn 1: expected a string, got int '3'"),
-        ({"turns": "hi"}, r"turns: expected a list of turns, got str 'hi'"),
-        ({"prompt": {"a": 1}}, r"prompt: expected a list of turns, got keys a"),
-        ({"text": "U: hi\nA: ho<|im_end|>\n"}, r"text: expected plain text .* got a rendered chat"),
-        ({"text": "[INST] hi [/INST] ho</s>"}, r"text: .* ends with .*; give its turns"),
-        ({"prompt": "hi", "tools": "f"}, r"tools: expected definitions of tools, .* got str 'f'"),
-    ],
-)
-def test_bad_record_is_named(tmp_path: Path, record: Any, complaint: str) -> None:
-    path = lines(tmp_path / "p.jsonl", {"text": "fine"}, record)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 2.*{complaint}"):
-        read_prompts(path, tools="keep")
+def test_half_a_character_in_an_answer_is_refused_with_its_line(tmp_path):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]
+    (tmp_path / "p.json").write_text(json.dumps([{"messages": turns}]))
+    with pytest.raises(ValueError, match="expected text in Unicode, got .*surrogates not allowed"):
+        read_conversations(tmp_path / "p.json")
+    assert len(read_prompts(tmp_path / "p.json")) == 1  # which leaves the answer out
 
 
-def test_empty_records_are_left_out_and_counted(tmp_path: Path, caplog: Any) -> None:
+def test_empty_records_are_left_out_and_counted(tmp_path, caplog):
     answer = {"messages": [{"role": "assistant", "content": "a"}]}
     empty = ({"conversations": []}, {"text": " "}, answer)
     path = lines(tmp_path / "p.jsonl", {"text": "a"}, *empty)
@@ -248,7 +213,7 @@ def test_empty_records_are_left_out_and_counted(tmp_path: Path, caplog: Any) -> 
     assert "left out: 3 empty records" in caplog.text
 
 
-def test_broken_json_is_named_by_line(tmp_path: Path) -> None:
+def test_broken_json_is_named_by_line(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 16 + b'{"text": "a\n')
     with pytest.raises(ValueError, match=r"p\.jsonl line 17: expected JSON .*fix or remove it"):
@@ -258,14 +223,14 @@ def test_broken_json_is_named_by_line(tmp_path: Path) -> None:
         read_prompts(path)
 
 
-def test_json_must_hold_a_list(tmp_path: Path) -> None:
+def test_json_must_hold_a_list(tmp_path):
     path = tmp_path / "p.json"
     path.write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r'p\.json: expected a list .*"data".* got keys rows'):
         read_prompts(path)
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path):
     lines(tmp_path / "prompts.jsonl", {"text": "a"})
     for name in ("nowhere/x.txt", "data"):
         with pytest.raises(ValueError, match=rf"{name}: .* found none; check the path"):
@@ -275,7 +240,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         read_prompts(tmp_path / "promts.jsonl")
 
 
-def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path):
     lines(tmp_path / "ok.jsonl", {"text": "a"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -294,9 +259,7 @@ def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch: Any, tmp_path:
         ("alpaca", "give a Hub data set as owner/name$"),
     ],
 )
-def test_a_name_without_an_owner_is_not_looked_up_on_the_hub(
-    name: str, meant: str, monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_a_name_without_an_owner_is_not_looked_up_on_the_hub(name, meant, monkeypatch, tmp_path):
     """Which took 77 seconds without a network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -304,9 +267,7 @@ def test_a_name_without_an_owner_is_not_looked_up_on_the_hub(
         read_prompts(name)
 
 
-def test_reading_the_hub_without_datasets_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reading_the_hub_without_datasets_is_one_line(monkeypatch, capsys):
     """About the package: the name of the data set may be right."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
@@ -315,7 +276,7 @@ def test_reading_the_hub_without_datasets_is_one_line(
     assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[train]'")
 
 
-def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unknown_hub_data_set(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(*args: Any, **kwargs: Any) -> None:
@@ -327,7 +288,7 @@ def test_unknown_hub_data_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         read_prompts("owner/name")
 
 
-def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
+def test_unsupported_suffix_names_the_supported(tmp_path):
     (tmp_path / "p.xls").write_text("a,b\n")
     with pytest.raises(ValueError, match=r"p\.xls: expected prompts .*; pass a folder of \.json, "):
         read_prompts(tmp_path / "p.xls")
@@ -335,13 +296,13 @@ def test_unsupported_suffix_names_the_supported(tmp_path: Path) -> None:
         read_prompts(tmp_path)
 
 
-def test_no_prompt_at_all(tmp_path: Path) -> None:
+def test_no_prompt_at_all(tmp_path):
     (tmp_path / "p.txt").write_text("\n \n")
     with pytest.raises(ValueError, match=r"p\.txt: expected at least one prompt, found none"):
         read_prompts(tmp_path / "p.txt")
 
 
-def test_text_must_be_utf8(tmp_path: Path) -> None:
+def test_text_must_be_utf8(tmp_path):
     (tmp_path / "p.txt").write_bytes(b"caf\xe9")
     with pytest.raises(
         ValueError, match=r"p\.txt: expected a complete \.txt file.*'utf-8' codec.*conv"
@@ -385,7 +346,7 @@ def table() -> bytes:
         ("utf16.txt", lambda: "a\nb\n".encode("utf-16")),
     ],
 )
-def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, damaged: Any) -> None:
+def test_a_damaged_file_is_one_line(tmp_path, name, damaged):
     path = tmp_path / name
     path.write_bytes(damaged())
     for read in (read_prompts, read_conversations):
@@ -398,12 +359,12 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, damaged: Any) -> 
 
 
 @pytest.mark.parametrize("text", [json.dumps([{"text": "a"}]), '{"text": "a"}\n{"text": "b"}\n'])
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path, text: str) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path, text):
     (tmp_path / "p.json").write_text(text, encoding="utf-8-sig")
     assert read_prompts(tmp_path / "p.json")[0].text == "a"
 
 
-def test_hidden_files_and_folders_are_not_prompts(tmp_path: Path) -> None:
+def test_hidden_files_and_folders_are_not_prompts(tmp_path):
     folder = tmp_path / ".data"  # given by name, it may be hidden itself
     for name in (".git/a.txt", ".cache/b.json", "deep/.ipynb_checkpoints/c.txt", ".d.txt", "e.TXT"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -411,7 +372,7 @@ def test_hidden_files_and_folders_are_not_prompts(tmp_path: Path) -> None:
     assert [prompt.text for prompt in read_prompts(folder)] == ["text of e.TXT"]
 
 
-def test_an_empty_name_is_not_the_working_directory(monkeypatch: Any, tmp_path: Path) -> None:
+def test_an_empty_name_is_not_the_working_directory(monkeypatch, tmp_path):
     (tmp_path / "p.txt").write_text("a")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="empty name: expected a file"):
@@ -425,12 +386,12 @@ def test_an_empty_name_is_not_the_working_directory(monkeypatch: Any, tmp_path: 
         (["a", {"type": "input_text", "text": "b"}], "ab"),
     ],
 )
-def test_content_parts(tmp_path: Path, content: Any, text: str) -> None:
+def test_content_parts(tmp_path, content, text):
     record = {"messages": [{"role": "user", "content": content}]}
     assert read_prompts(lines(tmp_path / "p.jsonl", record))[0].messages == user(text)
 
 
-def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) -> None:
+def test_what_is_not_text_is_counted_and_said_once(tmp_path, caplog):
     picture = {"type": "image_url", "image_url": {"url": "x"}}
     content = [picture, {"type": "input_audio"}, picture, {"type": "text", "text": "what?"}]
     talk = {"messages": [{"role": "user", "content": content}]}
@@ -454,20 +415,18 @@ def test_what_is_not_text_is_counted_and_said_once(tmp_path: Path, caplog: Any) 
         ({"messages": [{"role": "tool_call", "content": "[" * 100_000}]}, "a tool call as JSON"),
     ],
 )
-def test_what_cannot_be_kept_is_not_dropped_in_silence(
-    tmp_path: Path, record: dict[str, Any], complaint: str
-) -> None:
+def test_what_cannot_be_kept_is_not_dropped_in_silence(tmp_path, record, complaint):
     path = lines(tmp_path / "p.jsonl", record)
     with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 1, .*{complaint}"):
         read_prompts(path, tools="keep")
 
 
-def test_a_blank_system_turn_is_left_out(tmp_path: Path) -> None:
+def test_a_blank_system_turn_is_left_out(tmp_path):
     turns = [{"role": "system", "content": " "}, {"role": "user", "content": "hi"}]
     assert read_prompts(lines(tmp_path / "p.jsonl", {"messages": turns}))[0].messages == user("hi")
 
 
-def test_a_hub_data_set_that_breaks_midway(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_hub_data_set_that_breaks_midway(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(*args: Any, **kwargs: Any) -> Any:
@@ -480,7 +439,7 @@ def test_a_hub_data_set_that_breaks_midway(monkeypatch: Any, tmp_path: Path) -> 
         read_prompts("owner/name")
 
 
-def test_a_limit_of_none_is_refused(tmp_path: Path) -> None:
+def test_a_limit_of_none_is_refused(tmp_path):
     path = lines(tmp_path / "p.jsonl", {"text": "a"})
     with pytest.raises(ValueError, match="limit: expected a positive number, got 0"):
         read_prompts(path, limit=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from minimal_recipe import MINIMAL, error
+from tiny_training import MINIMAL, error
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.train.recipe import differences, load_recipe

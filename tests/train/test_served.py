@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
@@ -21,6 +20,7 @@ from time import sleep
 import numpy as np
 import pytest
 import torch
+import yaml
 from launching import ROOT, exit_code_of_a_fork, outputs_of_two_forks, two_forks
 from placement_worker import random_batch
 from states_server import StatesServer
@@ -65,6 +65,16 @@ def server(tmp_path) -> Iterator[StatesServer]:
     server.close()
 
 
+@pytest.fixture(scope="module")
+def whole(made, tmp_path_factory) -> tuple[Path, list[list[int]]]:
+    """A run that nothing disturbs, and the documents that it asked for."""
+    folder = tmp_path_factory.mktemp("whole")
+    server = StatesServer(tiny_model(), folder / "exchange", ALL)
+    assert run(made, folder / "run", *options(server)) == 0
+    server.close()
+    return folder / "run", [request["prompt"] for request in server.asked]
+
+
 def options(server: StatesServer, *more: str, mode: str = "online") -> list[str]:
     return [
         f"features.mode={mode}",
@@ -73,6 +83,10 @@ def options(server: StatesServer, *more: str, mode: str = "online") -> list[str]
         f"features.layers={server.captured}",
         *more,
     ]
+
+
+def write_recipe(made: Path, folder: Path) -> None:
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_recipe(made)))
 
 
 def losses(output: Path) -> list[float]:
@@ -319,8 +333,7 @@ def test_links_in_the_exchange_folder_are_left_alone(made, server, tmp_path):
     assert run(made, tmp_path / "run", *options(server)) == 0
 
 
-def test_any_fault_of_features_keeps_what_was_learned(made, server, tmp_path, capsys, monkeypatch):
-    assert run(made, tmp_path / "whole", *options(server)) == 0
+def break_a_library(server, patch, heldout):
     real, calls = StateLayout.row, []
 
     def row(*args: object) -> torch.Tensor:
@@ -329,23 +342,53 @@ def test_any_fault_of_features_keeps_what_was_learned(made, server, tmp_path, ca
             raise KeyError("of a library")
         return real(*args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(StateLayout, "row", row)
-        assert run(made, tmp_path / "run", *options(server)) == 2
+    patch.setattr(StateLayout, "row", row)
+
+
+def die(server, patch, heldout):
+    server.fault = lambda number, request: 404 if number > 30 else None
+
+
+def refuse_heldout_rows(
+    server: StatesServer, patch: pytest.MonkeyPatch, heldout: list[int]
+) -> None:
+    server.fault = lambda number, request: 404 if request["prompt"] == heldout else None
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words", "steps"),
+    [
+        (
+            break_a_library,
+            "error: features: cannot be read (KeyError: 'of a library')",
+            range(1, 6),
+        ),
+        (die, "HTTP 404", range(1, 6)),
+        (refuse_heldout_rows, "HTTP 404", [6]),
+    ],
+)
+def test_whatever_ends_features_what_was_learned_is_kept_and_goes_on(
+    made, whole, server, tmp_path, capsys, breaks, words, steps
+):
+    chosen = options(server, "features.in_flight=1", "run.save_every=6")
+    with pytest.MonkeyPatch.context() as patch:
+        breaks(server, patch, whole[1][-1])
+        assert run(made, tmp_path / "run", *chosen) == 2
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line == "error: features: cannot be read (KeyError: 'of a library')"
+    assert words in line and ("HTTP" not in words or "again to resume" in line)
     [checkpoint] = (tmp_path / "run").glob("step-*")
-    assert 0 < read_state(checkpoint).step < 6
-    assert run(made, tmp_path / "run", *options(server)) == 0
-    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
+    assert read_state(checkpoint).step in steps
+    server.fault = lambda number, request: None
+    assert run(made, tmp_path / "run", *chosen) == 0
+    assert "resuming" in capsys.readouterr().out
+    assert_same(weights(whole[0], 6), weights(tmp_path / "run", 6))
 
 
 @pytest.mark.slow
 def test_a_server_that_one_process_cannot_ask_ends_all_of_them(made, server, tmp_path):
     """Its first document is asked for before any step."""
-    run(made, tmp_path / "whole", *options(server, "run.steps=1"))  # writes the recipe
-    server.fault = lambda number, request: 404 if number == first else None
-    first = len(server.asked) + 1  # of the second that comes
+    write_recipe(made, tmp_path)
+    server.fault = lambda number, request: 404 if number == 1 else None  # of the second that comes
     script, recipe = str(ROOT / "train" / "medusa.py"), str(tmp_path / "recipe.yaml")
     two = [script, recipe, *options(server), f"run.output={tmp_path / 'two'}"]
     ended = two_forks(tmp_path, *two)
@@ -421,37 +464,10 @@ def test_several_servers_share_the_documents_and_one_may_die(made, server, tmp_p
     other.close()
 
 
-def test_nothing_is_lost_when_the_server_dies(made, server, tmp_path, capsys):
-    assert run(made, tmp_path / "whole", *options(server)) == 0
-    server.fault = lambda number, request: 404 if number > first + 30 else None
-    first = len(server.asked)
-    rarely = options(server, "features.in_flight=1", "run.save_every=6")
-    code = run(made, tmp_path / "run", *rarely)
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert code == 2 and "HTTP 404" in line and "again to resume" in line
-    [checkpoint] = (tmp_path / "run").glob("step-*")
-    assert 0 < read_state(checkpoint).step < 6
-    server.fault = lambda number, request: None
-    assert run(made, tmp_path / "run", *rarely) == 0
-    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
-
-
-def test_what_was_learned_is_kept_when_held_out_rows_fail(made, server, tmp_path, capsys):
-    assert run(made, tmp_path / "whole", *options(server)) == 0
-    heldout = server.asked[-1]["prompt"]
-    server.fault = lambda number, request: 404 if request["prompt"] == heldout else None
-    assert run(made, tmp_path / "run", *options(server)) == 2
-    assert "HTTP 404" in capsys.readouterr().err
-    server.fault = lambda number, request: None
-    assert run(made, tmp_path / "run", *options(server)) == 0
-    assert "resuming" in capsys.readouterr().out
-    assert_same(weights(tmp_path / "whole", 6), weights(tmp_path / "run", 6))
-
-
 @pytest.mark.slow
-def test_a_fault_of_one_process_ends_all_with_a_checkpoint(made, server, tmp_path):
-    assert run(made, tmp_path / "whole", *options(server)) == 0
-    refused = 2 * len(server.asked) - 12  # of the last step, or nearly
+def test_a_fault_of_one_process_ends_all_with_a_checkpoint(made, whole, server, tmp_path):
+    refused = len(whole[1]) - 12  # of the last step, or nearly
+    write_recipe(made, tmp_path)
     script, recipe = str(ROOT / "train" / "medusa.py"), str(tmp_path / "recipe.yaml")
     two = [script, recipe, *options(server, "run.save_every=6"), f"run.output={tmp_path / 'two'}"]
     server.fault = lambda number, request: 404 if number == refused else None
@@ -460,7 +476,7 @@ def test_a_fault_of_one_process_ends_all_with_a_checkpoint(made, server, tmp_pat
     assert any("HTTP 404" in output for _, output in ended)
     server.fault = lambda number, request: None
     assert "resuming" in outputs_of_two_forks(tmp_path, *two)[0]
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(whole[0]), rel=1e-4)
 
 
 def test_what_a_killed_run_left_is_deleted_and_nothing_else(made, server, tmp_path):
@@ -577,17 +593,13 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
 
 
 @pytest.mark.slow
-def test_each_process_asks_for_its_own_rows(made, server, tmp_path):
-    whole = options(server, "features.in_flight=2")
-    assert run(made, tmp_path / "one", *whole) == 0
-    alone = Counter(tuple(each["prompt"]) for each in server.asked)
-    server.asked.clear()
+def test_each_process_asks_for_its_own_rows(made, whole, server, tmp_path):
+    write_recipe(made, tmp_path)
+    chosen = [*options(server, "features.in_flight=2"), f"run.output={tmp_path / 'two'}"]
     script = str(ROOT / "train" / "medusa.py")
-    recipe = str(tmp_path / "recipe.yaml")
-    outputs_of_two_forks(tmp_path, script, recipe, *whole, f"run.output={tmp_path / 'two'}")
-    both = Counter(tuple(each["prompt"]) for each in server.asked)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
-    assert sum(both.values()) <= sum(alone.values()) + 8, "each document once, and the probes"
+    outputs_of_two_forks(tmp_path, script, str(tmp_path / "recipe.yaml"), *chosen)
+    assert losses(tmp_path / "two") == pytest.approx(losses(whole[0]), rel=1e-4)
+    assert len(server.asked) <= len(whole[1]) + 8, "each document once, and the probes"
 
 
 def test_plan_says_what_a_server_must_give(made, server, tmp_path):

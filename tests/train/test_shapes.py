@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,77 +74,59 @@ def said(*turns: str) -> list[dict[str, Any]]:
     return [{"role": names[turn[0]], "content": turn[2:]} for turn in turns]
 
 
-REVERSED = {"text": ["x", "y"], "label": ["B", "A"]}
-THOUGHT = "<think>\nhm\n</think>\n\n"
-CUT = {"finish_reason": "length"}
+def spelt_out(value: Any) -> Any:
+    """A value of shapes.json: turns are written there as "U:question"."""
+    if isinstance(value, dict) and "turn" in value:
+        [turn] = said(value["turn"])
+        return turn | {key: each for key, each in value.items() if key != "turn"}
+    if isinstance(value, dict):
+        return {key: spelt_out(each) for key, each in value.items()}
+    if isinstance(value, list):
+        parts = [said(each) if is_turn(each) else [spelt_out(each)] for each in value]
+        return [each for part in parts for each in part]
+    return value
 
 
-@pytest.mark.parametrize(
-    ("record", "text"),
-    [
-        ({"prompt": "q", "completion": "a"}, "U:q|A:[[a|]]"),
-        ({"prompt": said("S:s", "U:q"), "completion": said("A:a")}, "S:s|U:q|A:[[a|]]"),
-        ({"instruction": "q", "input": "", "output": "a"}, "U:q|A:[[a|]]"),
-        ({"input": "q", "output": "a"}, "U:q|A:[[a|]]"),
-        (
-            {"instruction": "q", "input": "i", "output": "a", "history": [["p", "b"]]},
-            "U:p|A:[[b|]]\nU:q\n\ni|A:[[a|]]",
-        ),
-        ({"instruction": "q", "context": "c", "response": "a"}, "U:q\n\nc|A:[[a|]]"),
-        ({"question": "q", "context": "c", "answers": {"text": ["a", "b"]}}, "U:q\n\nc|A:[[a|]]"),
-        ({"question": "q", "answers": {"text": []}, "history": [["p", "b"]]}, "U:p|A:[[b|]]"),
-        ({"system_prompt": "s", "question": "q", "response": "a"}, "S:s|U:q|A:[[a|]]"),
-        ({"question": "q", "choices": ["x", "y"], "answer": 1}, "U:q\n\nA. x\nB. y|A:[[B|]]"),
-        (
-            {"question": "q", "choices": {"text": ["x", "y"], "label": [*"AB"]}, "answerKey": "A"},
-            "U:q\n\nA. x\nB. y|A:[[A|]]",
-        ),
-        ({"question": "q", "options": {"A": "x"}, "answer": "A"}, "U:q\n\nA. x|A:[[A|]]"),
-        ({"question": "q", "choices": ["x"], "answer": 42}, "U:q\n\nA. x|A:[[42|]]"),
-        ({"question": "q", "answer": 0}, "U:q|A:[[0|]]"),
-        (
-            {"prompt": "q", "history": said("U:p", "A:b"), "output": "a"},
-            "U:p|A:[[b|]]\nU:q|A:[[a|]]",
-        ),
-        ({"query": "q", "response": "a"}, "U:q|A:[[a|]]"),
-        ({"problem": "q", "solution": "a"}, "U:q|A:[[a|]]"),
-        ({"messages": said("U:q", "A: a\n")}, "U:q|A:[[ a\n|]]"),
-        ({"messages": said("A:hi", "U:q", "A:a")}, "A:hi|U:q|A:[[a|]]"),
-        ({"conversation": said("U:q", "A:a")}, "U:q|A:[[a|]]"),
-        ({"conversation": json.dumps(said("U:q", "A:a"))}, "U:q|A:[[a|]]"),
-        (
-            {"instruction": "q", "output": "a", "history": '[["p", "b"]]'},
-            "U:p|A:[[b|]]\nU:q|A:[[a|]]",
-        ),
-        ({"question": "q", "choices": REVERSED, "answerKey": "B"}, "U:q\n\nB. x\nA. y|A:[[B|]]"),
-        ({"question": "q", "choices": REVERSED, "answer": 0}, "U:q\n\nB. x\nA. y|A:[[B|]]"),
-        ({"question": "q", "choices": [1, 2], "answer": True}, "U:q\n\nA. 1\nB. 2|A:[[True|]]"),
-        ({"instructions": "s", "input": said("U:q"), "output": "a"}, "S:s|U:q|A:[[a|]]"),
-        ({"system": float("nan"), "question": "q", "answer": "a"}, "U:q|A:[[a|]]"),
-        ({"question": "q", "thinking": "hm", "answer": "a"}, f"U:q|A:[[{THOUGHT}a|]]"),
-        (
-            {"messages": [*said("U:q"), {**said(f"A:{THOUGHT}a")[0], "reasoning_content": "hm"}]},
-            f"U:q|A:[[{THOUGHT}a|]]",
-        ),
-        ({"messages": said("U:q", "A:", "U:r", "A:a", "U:s", "A:")}, "U:q|A:|U:r|A:[[a|]]"),
-        (
-            {"messages": [*said("U:q"), {**said("A:a")[0], **CUT}, *said("U:r", "A:b")]},
-            "U:q|A:[[a]]|U:r|A:[[b|]]",
-        ),
-        ({"prompt": "q", "completion": "a", "stop_reason": "max_tokens"}, "U:q|A:[[a]]"),
-    ],
-)
-def test_a_shape_is_learned(tmp_path: Path, record: Any, text: str) -> None:
-    assert learned(write(tmp_path / "p.jsonl", record)) == [text]
+def is_turn(value: Any) -> bool:
+    return isinstance(value, str) and value[:2] in ("U:", "A:", "S:", "T:")
 
 
-def test_of_the_same_shapes_prompts_are_read_without_answers(tmp_path: Path) -> None:
-    record = {"question": "q", "context": "c", "answers": {"text": []}, "history": [["p", "b"]]}
-    [prompt] = read_prompts(write(tmp_path / "p.jsonl", record))
-    assert prompt.messages == tuple(said("U:p", "U:q\n\nc"))
+def table(name: str) -> Any:
+    rows = json.loads(Path(__file__).with_name("shapes.json").read_text())[name]
+    return pytest.mark.parametrize(("record", "expected"), rows)
 
 
-def test_known_keys_that_are_not_read_are_said(tmp_path: Path, caplog: Any) -> None:
+@table("learned")
+def test_a_shape_is_learned(tmp_path, record, expected):
+    """Answers without weight are context; without any other, there is nothing to learn."""
+    path = write(tmp_path / "p.jsonl", spelt_out(record))
+    assert learned(path) == [NOTHING if expected is None else expected]
+
+
+@table("prompts")
+def test_of_the_same_shapes_prompts_are_read_without_answers(tmp_path, record, expected):
+    path = write(tmp_path / "p.jsonl", spelt_out(record))
+    assert read_prompts(path) == [Prompt(0, messages=tuple(said(*expected)))]
+
+
+def assert_refused(tmp_path: Path, record: Any, complaint: str, read: Callable[..., Any]) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "fine", "completion": "a"}, spelt_out(record))
+    words = ".*".join(map(re.escape, complaint.split(".*")))
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 2.*{words}"):
+        read(path)
+
+
+@table("refused conversations")
+def test_a_conversation_that_cannot_be_read_is_one_line(tmp_path, record, expected):
+    assert_refused(tmp_path, record, expected, read_conversations)
+
+
+@table("refused prompts")
+def test_a_prompt_that_cannot_be_read_is_one_line(tmp_path, record, expected):
+    assert_refused(tmp_path, record, expected, partial(read_prompts, tools="keep"))
+
+
+def test_known_keys_that_are_not_read_are_said(tmp_path, caplog):
     talk = {"messages": said("S:s", "U:q", "A:a"), "input": "q", "system": "t", "solution": ""}
     path = write(tmp_path / "p.jsonl", talk, talk, {"prompt": "q", "answer": "a", "output": "b"})
     read_conversations(path)
@@ -161,71 +145,13 @@ def test_known_keys_that_are_not_read_are_said(tmp_path: Path, caplog: Any) -> N
     read_conversations(write(path, {"messages": turns, "label": 3}))
     parts = "1 empty answers, 1 train_detail of a turn, 1 label beside messages"
     assert caplog.messages == [f"left out: {parts}"]
+    for name, value in (("label", False), ("kto_tag", "False")):
+        caplog.clear()
+        read_conversations(write(path, {"messages": said("U:q", "A:a", "U:r", "A:b"), name: value}))
+        assert caplog.messages == [f"left out: 1 answers with {name} false"]
 
 
-@pytest.mark.parametrize(
-    "mark",
-    [
-        {"weight": 0},
-        {"weight": "0"},
-        {"train": False},
-        {"train": "False"},
-        {"training": False},
-        {"trainable": False},
-        {"loss_weight": 0.0},
-        {"loss": False},
-        {"loss_mask": 0},
-    ],
-)
-def test_an_answer_of_no_weight_is_context(tmp_path: Path, mark: Any) -> None:
-    turns = said("U:q", "A:bad", "U:r", "A:good", "U:s", "A:worse")
-    for place in (1, 5):
-        turns[place] |= mark
-    turns[3] |= {"weight": 1, "train": None}
-    path = write(tmp_path / "p.jsonl", {"messages": turns}, {"messages": turns[:2]})
-    assert learned(path) == ["U:q|A:bad|U:r|A:[[good|]]", NOTHING]
-
-
-@pytest.mark.parametrize(
-    ("mark", "text"),
-    [
-        ({"weight": 0}, NOTHING),
-        ({"train": "false"}, NOTHING),
-        ({"label": False}, NOTHING),
-        ({"kto_tag": "False"}, NOTHING),
-        ({"loss_mask": [0, 0, 0, 1]}, "U:q|A:a|U:r|A:[[b|]]"),
-        ({"loss_mask": "[0, 0, 0, 1]"}, "U:q|A:a|U:r|A:[[b|]]"),
-        ({"weight": 1, "label": True}, "U:q|A:[[a|]]\nU:r|A:[[b|]]"),
-    ],
-)
-def test_a_record_marks_its_answers(tmp_path: Path, caplog: Any, mark: Any, text: str) -> None:
-    talk = {"messages": said("U:q", "A:a", "U:r", "A:b"), **mark}
-    assert learned(write(tmp_path / "p.jsonl", talk)) == [text]
-    names = [name for name in ("label", "kto_tag") if mark.get(name) in (False, "False")]
-    assert caplog.messages == [f"left out: 1 answers with {name} false" for name in names]
-
-
-@pytest.mark.parametrize(
-    ("beside", "complaint"),
-    [
-        ({"weight": "much"}, "weight: expected a number, true or false, got str 'much'"),
-        ({"loss_mask": [0, 1]}, "loss_mask: expected a mark for each of 4 turns, got 2"),
-        ({"chat_template_kwargs": "[1]"}, "chat_template_kwargs: expected an object, got list"),
-    ],
-)
-def test_what_is_beside_turns_and_unreadable_is_refused(
-    tmp_path: Path, beside: Any, complaint: str
-) -> None:
-    talk = {"messages": said("U:q", "A:a", "U:r", "A:b"), **beside}
-    with pytest.raises(ValueError, match=rf"line 1, {re.escape(complaint)}"):
-        read_conversations(write(tmp_path / "p.jsonl", talk))
-    turns = [*said("U:q"), {**said("A:a")[0], **beside}]
-    if "weight" in beside:
-        with pytest.raises(ValueError, match=rf"turn 2, {re.escape(complaint)}"):
-            read_conversations(write(tmp_path / "p.jsonl", {"messages": turns}))
-
-
-def test_variables_of_a_record_reach_its_template(tmp_path: Path) -> None:
+def test_variables_of_a_record_reach_its_template(tmp_path):
     template = "{{ mood }}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}" + TEMPLATE
     talk = {"messages": said("U:q", "A:a"), "documents": [{"title": "t"}]}
     mood = {"chat_template_kwargs": {"mood": "!"}}
@@ -233,7 +159,7 @@ def test_variables_of_a_record_reach_its_template(tmp_path: Path) -> None:
     assert learned(path, template) == ["![t]U:q|A:[[a|]]", "U:q|A:[[a|]]"]
 
 
-def test_the_last_answer_alone_is_learned(tmp_path: Path) -> None:
+def test_the_last_answer_alone_is_learned(tmp_path):
     path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a", "U:r", "A:b", "U:s")})
     assert learned(path, learn="last") == ["U:q|A:a|U:r|A:[[b|]]"]
 
@@ -249,7 +175,7 @@ CALLED = '{"name": "f", "arguments": {"x": 1}}'
 
 
 @pytest.mark.parametrize("wrap", [lambda tool: [tool], lambda tool: json.dumps([tool]), json.dumps])
-def test_a_column_of_tools_reaches_the_template(tmp_path: Path, wrap: Any) -> None:
+def test_a_column_of_tools_reaches_the_template(tmp_path, wrap):
     turns = [*said("U:q"), {"role": "assistant", "tool_calls": [call("f", x=1)]}]
     turns += said("T:r", "A:a")
     path = write(tmp_path / "p.jsonl", {"tools": wrap({"name": "f"}), "messages": turns})
@@ -261,7 +187,7 @@ def test_a_column_of_tools_reaches_the_template(tmp_path: Path, wrap: Any) -> No
     assert _identify([prompt])[0] != _identify([other])[0], "other tools, another prompt"
 
 
-def test_a_target_is_asked_with_the_tools_of_the_prompt(tmp_path: Path) -> None:
+def test_a_target_is_asked_with_the_tools_of_the_prompt(tmp_path):
     path = write(tmp_path / "p.jsonl", {"tools": [{"name": "f"}], "prompt": "q"}, {"prompt": "q"})
     distill(llama(template=TOOLED), read_prompts(path, tools="keep"), options(tmp_path / "o"))
     starts = ["Tf\n<|im_start|>user\nq", "<|im_start|>user\nq"]
@@ -269,7 +195,7 @@ def test_a_target_is_asked_with_the_tools_of_the_prompt(tmp_path: Path) -> None:
     assert [text.startswith(start) for text, start in zip(texts, starts, strict=True)] == [True] * 2
 
 
-def test_tools_that_a_template_does_not_show_are_said(caplog: Any) -> None:
+def test_tools_that_a_template_does_not_show_are_said(caplog):
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}]}
     for template, lines in ((TOOLED, 0), (TEMPLATE, 1)):
         renderer = PromptRenderer(TextSide("t", byte_tokenizer(template), (END,)), {})
@@ -277,7 +203,7 @@ def test_tools_that_a_template_does_not_show_are_said(caplog: Any) -> None:
         assert len(caplog.messages) == lines
 
 
-def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> None:
+def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path):
     byte_tokenizer(TOOLED).save_pretrained(tmp_path / "target")
     path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a")})
     tools = write(tmp_path / "tools.json", [{"name": "f"}])
@@ -296,7 +222,7 @@ def test_tools_of_a_file_are_recorded_as_a_template_variable(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_nulls_that_arrow_adds_are_no_arguments(tmp_path: Path, kind: str) -> None:
+def test_nulls_that_arrow_adds_are_no_arguments(tmp_path, kind):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("datasets")
     from pyarrow import parquet
@@ -315,7 +241,7 @@ def test_nulls_that_arrow_adds_are_no_arguments(tmp_path: Path, kind: str) -> No
     assert [each["function"]["arguments"] for each in calls] == [{"x": 1}, {"y": "z"}]
 
 
-def test_results_in_hermes_layout_are_not_wrapped_twice(tmp_path: Path) -> None:
+def test_results_in_hermes_layout_are_not_wrapped_twice(tmp_path):
     wrapped = f"<tool_call>{CALLED}</tool_call>"
     both = "<tool_response>\nr\n</tool_response>\n<tool_response>\ns\n</tool_response>"
     turns = said("U:q", f"A:{wrapped}", f"T:{both}", "A:a")
@@ -325,7 +251,7 @@ def test_results_in_hermes_layout_are_not_wrapped_twice(tmp_path: Path) -> None:
     assert learned(path, tools="drop") == ["U:q|A:[[a|]]"]
 
 
-def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path: Path) -> None:
+def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path):
     calls = [call("f", "1", x=1), call("g", "2")]
     results = said("T:s", "T:r")
     for result, number in zip(results, "21", strict=True):
@@ -342,7 +268,7 @@ def test_parallel_calls_are_one_answer_and_their_results_find_them(tmp_path: Pat
 # ---------------------------------------------------------------- reasoning
 
 
-def test_all_marked_calls_of_a_turn_are_read(tmp_path: Path) -> None:
+def test_all_marked_calls_of_a_turn_are_read(tmp_path):
     """Also where one of them is a list."""
     first = '<tool_call>[{"name": "f", "arguments": {}}, {"name": "g"}]</tool_call>'
     turns = [
@@ -381,21 +307,8 @@ def test_arguments_are_decoded_until_they_are_an_object(tmp_path, key, given, ar
             assert each["function"] == {"name": "f", "arguments": arguments}
 
 
-def test_values_of_other_kinds_are_refused_in_one_line(tmp_path: Path) -> None:
-    for beside, complaint in (
-        ({"choices": 5}, ": expected values of other kinds, got"),
-        ({"choices": [*range(27)]}, ", choices: expected at most 26, got 27"),
-        ({"choices": [{"a": "b"}]}, ", choices: expected a string, got keys a"),
-        ({"history": [5]}, ", history: expected pairs of texts, or messages, got int '5'"),
-        ({"history": "[[x"}, ", history: expected pairs of texts, or messages, got str"),
-    ):
-        path = write(tmp_path / "a.jsonl", {"question": "q", **beside, "answer": "a"})
-        with pytest.raises(ValueError, match=f"line 1{re.escape(complaint)}"):
-            read_conversations(path)
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking", "turn", "channel"])
-def test_reasoning_in_its_own_place_is_learned(tmp_path: Path, key: str) -> None:
+def test_reasoning_in_its_own_place_is_learned(tmp_path, key):
     turns = said("U:q", "A:a")
     if key == "turn":
         turns.insert(1, {"role": "thinking", "content": "hm"})
@@ -452,7 +365,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("turns", PARTS)
-def test_reasoning_calls_and_results_may_be_parts_of_a_content(turns: Any, tmp_path: Path) -> None:
+def test_reasoning_calls_and_results_may_be_parts_of_a_content(turns, tmp_path):
     path = write(tmp_path / "p.jsonl", {"messages": [*turns, *said("A:b")]})
     [talk] = read_conversations(path)
     user, asked, result, last = talk.messages or ()
@@ -466,7 +379,7 @@ def test_reasoning_calls_and_results_may_be_parts_of_a_content(turns: Any, tmp_p
     ]
 
 
-def test_a_question_may_stand_behind_a_result(tmp_path: Path, caplog: Any) -> None:
+def test_a_question_may_stand_behind_a_result(tmp_path, caplog):
     turns = json.loads(json.dumps(PARTS[1]))
     turns[2]["content"] += [{"type": "text", "text": "and?"}, {"type": "image", "source": {}}]
     path = write(tmp_path / "p.jsonl", {"messages": [*turns, *said("A:b")]})
@@ -476,7 +389,7 @@ def test_a_question_may_stand_behind_a_result(tmp_path: Path, caplog: Any) -> No
     assert "1 image" in caplog.text
 
 
-def test_an_empty_block_is_learned_if_the_target_wrote_it(tmp_path: Path) -> None:
+def test_an_empty_block_is_learned_if_the_target_wrote_it(tmp_path):
     block = "<think>\n\n</think>\n\n"
     path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:a")})
     assert learned(path, THINKING) == [f"U:q|A:{block}[[a|]]"]
@@ -485,7 +398,7 @@ def test_an_empty_block_is_learned_if_the_target_wrote_it(tmp_path: Path) -> Non
     assert learned(path, THINKING) == [f"U:q|A:[[{block}a|]]"]
 
 
-def test_reasoning_that_the_prompt_has_ended_is_left_out_of_answers(tmp_path: Path) -> None:
+def test_reasoning_that_the_prompt_has_ended_is_left_out_of_answers(tmp_path):
     ended = TEMPLATE.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")
     path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:<think>hm</think>a")})
     assert "expected no reasoning" in learned(path, ended)[0]
@@ -495,7 +408,7 @@ def test_reasoning_that_the_prompt_has_ended_is_left_out_of_answers(tmp_path: Pa
 # ---------------------------------------------------------------- files
 
 
-def test_files_are_unpacked_and_tables_read(tmp_path: Path) -> None:
+def test_files_are_unpacked_and_tables_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("datasets")
     line = json.dumps({"prompt": "q", "completion": "a"}).encode() + b"\n"
@@ -512,7 +425,7 @@ FIELDS = ["02108", "3.10", "true", "FALSE", "None", "NA", "null", "nan", "1e3", 
 
 
 @pytest.mark.parametrize("name", ["p.csv", "p.tsv", "p.csv.gz", "p.csv.zst", "hub"])
-def test_fields_of_tables_are_text(tmp_path: Path, monkeypatch: Any, name: str) -> None:
+def test_fields_of_tables_are_text(tmp_path, monkeypatch, name):
     pyarrow = pytest.importorskip("pyarrow")
     mark = "\t" if name == "p.tsv" else ","
     rows = [f"q{mark}{field}{mark}0" for field in FIELDS]

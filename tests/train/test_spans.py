@@ -72,7 +72,7 @@ SLOW = pytest.mark.slow
         pytest.param("minimind-6400", marks=SLOW),
     ],
 )
-def tokenizer(request: Any) -> Any:
+def tokenizer(request):
     folder = DATA / "tokenizers" / request.param
     return (GPT2TokenizerFast if request.param == "gpt2" else AutoTokenizer).from_pretrained(folder)
 
@@ -84,12 +84,12 @@ def qwen_tokenizer() -> Any:
 
 
 @pytest.fixture
-def qwen() -> Any:
+def qwen():
     return qwen_tokenizer()
 
 
 @pytest.fixture(scope="module")
-def shared_qwen() -> Any:
+def shared_qwen():
     """To load it takes longer than to use it; as of `tokenizer`, special tokens are only added."""
     return qwen_tokenizer()
 
@@ -138,7 +138,7 @@ def learned(tokenizer: Any, record: Record) -> list[str]:
 
 @needs_data
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_answers_and_their_ends_are_learned_and_nothing_else(path: Path, tokenizer: Any) -> None:
+def test_answers_and_their_ends_are_learned_and_nothing_else(path, tokenizer):
     use(tokenizer, f"{path.parent.name}/{path.stem}")
     messages = talk(*[text for turn in TALK for text in turn])
     record = told(tokenizer, messages)
@@ -164,7 +164,7 @@ def test_answers_and_their_ends_are_learned_and_nothing_else(path: Path, tokeniz
 
 @needs_data
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_target_sees_what_a_chat_would_show_it(path: Path, shared_qwen: Any) -> None:
+def test_target_sees_what_a_chat_would_show_it(path, shared_qwen):
     """Before each answer stands the conversation with its generation prompt, and no more than what
     the template itself writes before an answer.
     """
@@ -227,9 +227,7 @@ def without_blanks(text: str) -> str:
 @needs_data
 @pytest.mark.parametrize("thought", [None, "hm"])
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_trace_is_one_document_where_the_template_keeps_earlier_turns(
-    path: Path, thought: str | None, shared_qwen: Any
-) -> None:
+def test_a_trace_is_one_document_where_the_template_keeps_earlier_turns(path, thought, shared_qwen):
     tokenizer = use(shared_qwen, f"{path.parent.name}/{path.stem}")
     messages = trace(thought)
     specials = sorted({*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()})
@@ -264,14 +262,14 @@ def test_a_trace_is_one_document_where_the_template_keeps_earlier_turns(
 
 
 @needs_data
-def test_system_message_that_the_template_adds_is_there_and_not_learned(qwen: Any) -> None:
+def test_system_message_that_the_template_adds_is_there_and_not_learned(qwen):
     record = told(use(qwen, "trl/qwen2_5"), talk("a", "b"))
     assert "You are Qwen" in qwen.decode(record["tokens"])
     assert learned(qwen, record) == ["b<|im_end|>"]
 
 
 @needs_data
-def test_empty_thinking_block_is_context(qwen: Any) -> None:
+def test_empty_thinking_block_is_context(qwen):
     for name in ("trl/qwen3", "trl/qwen3_training", "llama.cpp/Qwen3.5-4B"):
         record = told(use(qwen, name), talk("a", "b"))
         assert "<think>\n\n</think>" in qwen.decode(record["tokens"])
@@ -287,7 +285,7 @@ def test_empty_thinking_block_is_context(qwen: Any) -> None:
         ("llama.cpp/Qwen-QwQ-32B", "<think>\n"),
     ],
 )
-def test_dropped_thinking_makes_each_answer_a_document(qwen: Any, name: str, opened: str) -> None:
+def test_dropped_thinking_makes_each_answer_a_document(qwen, name, opened):
     tokenizer = use(qwen, name)
     messages = talk("a", "<think>\none\n</think>\n\nA", "b", "<think>\ntwo\n</think>\n\nB")
     record = told(tokenizer, messages, enable_thinking=True)
@@ -303,7 +301,7 @@ def test_dropped_thinking_makes_each_answer_a_document(qwen: Any, name: str, ope
 
 
 @needs_data
-def test_thinking_and_generation_prompt_must_fit(qwen: Any) -> None:
+def test_thinking_and_generation_prompt_must_fit(qwen):
     tokenizer = use(qwen, "llama.cpp/Qwen-QwQ-32B")  # it thinks if enable_thinking is true
     messages = talk("a", "A", "b", "<think>\ntwo\n</think>\n\nB")
     record = told(tokenizer, messages)
@@ -322,13 +320,13 @@ def test_thinking_and_generation_prompt_must_fit(qwen: Any) -> None:
         ("chujiezheng/vicuna", [*talk("a"), *talk("a", "b")]),
     ],
 )
-def test_refusal_of_the_template_is_said(qwen: Any, name: str, messages: Any) -> None:
+def test_refusal_of_the_template_is_said(qwen, name, messages):
     record = told(use(qwen, name), messages)
     assert re.match("chat template refuses the messages: .*(support|alternate)", reason(record))
 
 
 @needs_data
-def test_beginning_token_stands_once(qwen: Any) -> None:
+def test_beginning_token_stands_once(qwen):
     bos = qwen.convert_tokens_to_ids("<|endoftext|>")
     qwen.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)]
@@ -341,14 +339,14 @@ def test_beginning_token_stands_once(qwen: Any) -> None:
 
 
 @needs_data
-def test_end_that_the_target_writes_is_learned(qwen: Any) -> None:
+def test_end_that_the_target_writes_is_learned(qwen):
     """gpt-oss ends answers with <|return|>, which its template replaces in later turns."""
     record = told(use(qwen, "trl/gptoss"), talk("a", "b", "c", "d"), eos=["<|return|>"])
     assert learned(qwen, record) == ["b<|return|>", "d<|return|>"]
 
 
 @needs_data
-def test_no_token_reaches_over_the_edge(tokenizer: Any) -> None:
+def test_no_token_reaches_over_the_edge(tokenizer):
     """Byte-pair tokenizers join the header's last blank with the answer's first letters."""
     header, answer = "A: ", "the cat"
     tokenizer.chat_template = (
@@ -365,7 +363,7 @@ def test_no_token_reaches_over_the_edge(tokenizer: Any) -> None:
 
 
 @needs_data
-def test_tokenizer_that_joins_blanks_with_words_gets_no_second_one() -> None:
+def test_tokenizer_that_joins_blanks_with_words_gets_no_second_one():
     """SentencePiece's way: a text begins with a blank that decoding hides."""
     tokenizer = AutoTokenizer.from_pretrained(DATA / "stories260K")
     for name in ("chujiezheng/vicuna", "trl/llama3", "llama.cpp/Reka-Edge"):
@@ -380,7 +378,7 @@ def test_tokenizer_that_joins_blanks_with_words_gets_no_second_one() -> None:
 
 @needs_data
 @pytest.mark.parametrize("name", ["trl/qwen2_5", "trl/qwen2_5_training", "trl/qwen3"])
-def test_tool_calls_are_the_assistants_and_results_are_not(qwen: Any, name: str) -> None:
+def test_tool_calls_are_the_assistants_and_results_are_not(qwen, name):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "user", "content": "1 + 2?"},
@@ -399,7 +397,7 @@ def test_tool_calls_are_the_assistants_and_results_are_not(qwen: Any, name: str)
 # ---------------------------------------------------------------- without the real data
 
 
-def test_answers_that_repeat_each_other_and_the_question() -> None:
+def test_answers_that_repeat_each_other_and_the_question():
     tokenizer = byte_tokenizer()
     record = told(tokenizer, talk("yes", "yes", "assistant", "yes", "yes", "assistant"))
     places = [tokenizer.decode(record["tokens"][:start]) for start, _ in record["learn"]]
@@ -409,19 +407,19 @@ def test_answers_that_repeat_each_other_and_the_question() -> None:
     ]
 
 
-def test_silence_is_not_learned_and_an_open_question_is_left_out() -> None:
+def test_silence_is_not_learned_and_an_open_question_is_left_out():
     tokenizer = byte_tokenizer()
     record = told(tokenizer, talk("a", "", "b", "B", "c"))
     assert learned(tokenizer, record) == ["B<|im_end|>"]
     assert record["learn"][-1][1] == len(record["tokens"])
 
 
-def test_template_that_writes_something_else_is_refused() -> None:
+def test_template_that_writes_something_else_is_refused():
     shouting = byte_tokenizer("{% for m in messages %}<s>{{ m.content | lower }}{% endfor %}")
     assert "expected the answer in the rendered" in told(shouting, talk("a", "b"))["skipped"]
 
 
-def test_nothing_to_learn_or_to_render_with(tmp_path: Path) -> None:
+def test_nothing_to_learn_or_to_render_with(tmp_path):
     assert "expected an assistant turn with text" in told(byte_tokenizer(), talk("a"))["skipped"]
     side = TextSide("t", byte_tokenizer(None), (END,))
     with pytest.raises(ValueError, match="expected a chat template .*, found none"):

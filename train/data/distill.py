@@ -425,7 +425,7 @@ def _note_other_prompts(out: Path, count_before: int, names: Sequence[str]) -> N
     folder was begun with is left.
     """
     number = len(answered(out, names))
-    if not number and any(path.stat().st_size for path in [*journals(out), *columns(out)]):
+    if not number and (columns(out) or any(b"\n" in path.read_bytes() for path in journals(out))):
         raise ValueError(
             f"{out}: expected some of the {count_before} prompts that it was begun with, got "
             f"{len(names)} others; use another --out, or check --prompts"
