@@ -454,6 +454,7 @@ BASES: dict[str, Callable[[], Layout]] = {
     "block with few tokens": lambda: Layout(head_of({"vocabulary": FEW}), DEEPSPEC),
     "dspark": fourth,
     "block of speculators": lambda: published_block("speculators", ""),
+    "dflash of speculators": lambda: published_block("speculators-dflash", ""),
 }
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("medusa", {"truncated_vocab_size": 6}, "expected truncated_vocab_size: absent, 19; got 6"),
@@ -476,7 +477,10 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         "expected speculators_model_type: eagle3; got 'mtp'",
     ),
     ("speculators", NEXT, "expected layers of model_type llama or qwen3, got 'qwen3_next'"),
-    ("block of speculators", {}, "config.json does not say how many layers it has), got none"),
+    *(
+        (base, {}, "config.json does not say how many layers it has), got none")
+        for base in ("block of speculators", "dflash of speculators")
+    ),
     *((base, SAID, said) for base in ("eagle3", "dspark") for said in (WINDOW, ADD_TYPES)),
     *(
         (base, config, said)
