@@ -49,7 +49,7 @@ READERS = (
     "mlx",
 )
 CLOCK = "seconds"
-"""The key of a config.json that differs between two runs of the same code."""
+"""The key of a config.json, and row of a card, that differs between two runs of the same code."""
 STEPS, NEW_TOKENS = 20, 48
 PROMPTS = ("What does os.path.join do?", "Show me json.dumps.", "How do I sort a list?")
 
@@ -130,6 +130,9 @@ def _converted(head: Path, folder: Path, reader: str) -> dict[str, Any] | str:
 
 def _digest_of_conversion(file: Path) -> Any:
     """A hash; of config.json its values, so that a comparison names the keys that differ."""
+    if file.name == "README.md":
+        lines = file.read_text().splitlines()
+        return _digest([line for line in lines if not line.startswith(f"| {CLOCK} |")])
     if file.name != "config.json":
         return _digest_file(file)
     return _without_clock(json.loads(file.read_text()))
