@@ -29,38 +29,38 @@ ORDER = ["heads", "infer", "train", "scripts"]  # each imports only what is to i
 MODULES = modules(ROOT)
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 TESTS = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "tests").rglob("*.py"))}
-CORE = {"heads": 37_250, "infer": 17_250, "train": 24_750}
-"""Code tokens of the core's floors, without comments and docstrings, so that nothing is gained by
-writing tighter. Who must raise one says in the commit what went for it.
+CORE = {"heads": 38_500, "infer": 20_500, "train": 27_000}
+"""Code tokens of the core's floors, without comments and docstrings. These are round ceilings with
+some slack, here and below: a part that needs more takes it from another.
 """
 ROOMS = {
-    "heads.target": 16_750,
-    "heads.hybrid": 5_000,
-    "heads.cpu": 3_000,
-    "heads.mtp": 4_275,
-    "infer.fixed": 3_385,
-    "train.features": 9_000,
+    "heads.target": 18_000,
+    "heads.hybrid": 5_250,
+    "heads.cpu": 3_250,
+    "heads.mtp": 4_500,
+    "infer.fixed": 4_000,
+    "train.features": 7_000,
 }
 """Folders of the core."""
 WINGS = {
-    "heads.formats": 14_500,
-    "infer.drafters": 7_625,
-    "infer.measure": 9_000,
-    "infer.chat": 3_600,
+    "heads.formats": 15_500,
+    "infer.drafters": 6_500,
+    "infer.measure": 7_500,
+    "infer.chat": 3_750,
     "infer.serve": 17_000,
-    "infer.generate": 2_750,
-    "infer.pipeline": 3_010,
-    "infer.costs": 1_525,
+    "infer.generate": 3_000,
+    "infer.pipeline": 3_250,
+    "infer.costs": 1_750,
     "infer.grammar": 1_750,
-    "infer.lossy": 955,
-    "train.data": 23_000,
-    "train.advice": 7_100,
-    "train.learn": 5_010,
+    "infer.lossy": 1_000,
+    "train.data": 22_000,
+    "train.advice": 7_500,
+    "train.learn": 5_500,
     "scripts": 16_750,
 }
 """The folders and modules around the core."""
 PARTS = {**CORE, **ROOMS, **WINGS}
-TOTAL = 229_500
+TOTAL = 226_000
 """Of all parts. Who must raise it says in the commit message what could not be deleted for it."""
 DOORS = {
     "heads.formats.facts",
@@ -71,11 +71,11 @@ DOORS = {
 """What the core uses of its wings: head folders, and the answers that it learns from."""
 KERNEL = (
     *("heads.base", "heads.batch", "heads.target.model", "heads.cache", "heads.tree"),
-    *("heads.drafting", "heads.medusa", "infer.engine", "infer.slots", "infer.accept"),
+    *("heads.drafting", "heads.medusa", "infer.slots", "infer.engine", "infer.accept"),
     *("train.medusa", "train.loop"),
 )
 """What ARCHITECTURE.md says to read first: a kind of head, its target, decoding, training."""
-KERNEL_TOKENS = 25_000
+KERNEL_TOKENS = 20_500
 BEYOND = {
     "heads.choices": "the keys of a recipe's section `head`",
     "heads.cpu.attention": "attention of few tokens",
@@ -97,8 +97,6 @@ BEYOND = {
     "heads.tree_drafting": "the search of dynamic trees",
     "heads.vocabulary": "heads with fewer tokens",
     "infer.fixed.maker": "whether steps are compiled or recorded",
-    "infer.fixed.recorded": "replays of a step",
-    "infer.fixed.steps": "a step as one function",
     "infer.constraint": "what an answer may be",
     "infer.draws": "random numbers",
     "infer.paths": "trees of rows",
@@ -106,7 +104,6 @@ BEYOND = {
     "infer.rows": "a text and its end",
     "infer.rules": "a rule for each row",
     "infer.sources": "what makes drafters",
-    "infer.text": "stop strings",
     "infer.threads": "the clock",
     "train.batches": "rows and their order",
     "train.checkpoint": "what resuming needs",
@@ -134,7 +131,7 @@ MENDS, MENDED = "tests/mends.txt", 287
 """The mends that were listed before tests were marked with them, and how many mends there are."""
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
-PAGES = {"README.md": 150, "ARCHITECTURE.md": 163}
+PAGES = {"README.md": 150, "ARCHITECTURE.md": 170}
 PICTURE = "docs/architecture.svg"
 TOP = {
     *(".ci", ".github", "docs", "heads", "infer", "recipes", "scripts", "src", "tests", "train"),
