@@ -18,7 +18,6 @@ REACHED = [
     ("heads/formats/card.jinja", ["cli/test_publish", "heads/test_hub"], []),
     ("recipes/demo-medusa.yaml", ["cli/test_recipes", "train/test_recipe"], []),
     ("docs/trees.md", ["cli/test_docs", "cli/test_site"], ["infer/", "train/test_training"]),
-    ("tests/mends.txt", ["test_architecture"], ["infer/", "train/test_training"]),
     ("tests/helpers/plain_eagle.py", ["heads/test_eagle_drafter"], ["infer/"]),
     ("tests/helpers/workers.py", ["train/test_launch"], ["infer/", "heads/"]),
     ("tests/heads/conftest.py", ["heads/test_tree"], ["infer/", "train/test_training"]),

@@ -278,6 +278,7 @@ def test_a_row_shows_what_differs(job, tmp_path):
     assert "| fake 1 |" in markdown([found])
 
 
+@pytest.mark.mend("engines get a checkpoint, not a run folder")
 def test_an_engine_gets_a_head_that_it_reads(job, tmp_path, monkeypatch):
     """OpenVINO a converted one; vLLM, which knows no run folders, the checkpoint of one."""
     monkeypatch.setattr(engines, "converted", lambda head, folder, to, _: f"{folder}|{head}|{to}")
@@ -339,6 +340,7 @@ def test_last_drafts_are_counted_as_llamacpp_does(tokens, accepted, left, counte
     assert found == ([-1] if counted is None else [-1, counted])
 
 
+@pytest.mark.mend("equal counts of llama.cpp and ours compare as equal")
 def test_llamacpps_counts_have_a_place_for_every_position_of_a_chain():
     """As ours have: a position at which nothing is accepted made equal counts differ."""
     name = "llamacpp:spec_decode_num_accepted_tokens_per_pos_total"

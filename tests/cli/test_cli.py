@@ -111,6 +111,9 @@ def test_data_without_a_learned_token(run, target, tmp_path, monkeypatch):
     failed(run("train", recipe(tmp_path, target)), "expected tokens written by the target")
 
 
+@pytest.mark.mend(
+    "warnings and a line of progress stood on stdout, in what a command was redirected to"
+)
 def test_stdout_has_results_alone(monkeypatch, capsys):
     """Warnings stood in what `draftheads ... > file` wrote."""
 

@@ -64,6 +64,7 @@ def test_the_command_trains_every_kind(path, fitted, monkeypatch):
     assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
 
 
+@pytest.mark.mend("--local_rank=0 was read as the recipe")
 @pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=1"])
 def test_the_word_that_launchers_add_is_none_of_the_recipes(path, fitted, word):
     """deepspeed puts it before the recipe, torch.distributed.launch as well."""
@@ -138,6 +139,7 @@ def test_a_signal_before_the_first_step_ends_with_130(path, monkeypatch, capsys,
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.mend("the suite where SIGINT is ignored")
 @pytest.mark.slow
 def test_tests_of_signals_pass_in_the_background():
     """A script's background job inherits that Ctrl-C is ignored, nohup's that hang-ups are."""
@@ -246,6 +248,8 @@ MISSING = [
 ]
 
 
+@pytest.mark.mend("a missing extra")
+@pytest.mark.mend("spec-bench without aiohttp")
 @pytest.mark.parametrize(("error", "said"), MISSING, ids=str)
 def test_a_missing_package_is_one_line_that_says_how_to_install_it(capsys, error, said):
     with pytest.raises(SystemExit) as ended, mistakes_in_one_line():
@@ -279,6 +283,7 @@ def test_a_very_long_value_is_cut_out_of_its_error_line():
     assert line.endswith("aaa; choose another one")
 
 
+@pytest.mark.mend("a missing extra was named only once torch was loaded")
 @pytest.mark.parametrize(
     ("words", "package"),
     [

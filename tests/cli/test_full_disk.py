@@ -29,6 +29,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.mend("convert on a full disk ended in a traceback")
 @pytest.mark.parametrize("to", ["vllm", "draftheads"])
 def test_a_conversion_that_does_not_fit_is_one_line(run, tmp_path, to):
     head = save_head(random_head("medusa", llama()), tmp_path / "head", target=llama())
@@ -38,6 +39,7 @@ def test_a_conversion_that_does_not_fit_is_one_line(run, tmp_path, to):
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
+@pytest.mark.mend("distill on a full disk named no file")
 def test_answers_that_do_not_fit_name_their_file(run, target, tmp_path):
     words = ["--target", target, "--prompts", questions(tmp_path), "--max-new-tokens", 40]
     out: Path = tmp_path / "answers"
@@ -54,6 +56,7 @@ def test_a_recipe_that_does_not_fit_names_its_file(run, target, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.mend("of an answer to learn from, a full disk kept a part without a word")
 def test_an_answer_that_does_not_fit_is_not_kept_in_part(run, target, tmp_path, monkeypatch):
     head = save_head(random_head("medusa", llama()), tmp_path / "head", target=llama())
     root = tmp_path / "learned"
@@ -66,6 +69,7 @@ def test_an_answer_that_does_not_fit_is_not_kept_in_part(run, target, tmp_path, 
     assert f"Learning has failed and ends: OSError: [Errno 27] File too large: '{texts}'" in said
 
 
+@pytest.mark.mend("output on a full disk named nothing")
 def test_output_that_does_not_fit_is_named(run, monkeypatch):
     class Full(StringIO):
         def write(self, text: str) -> int:

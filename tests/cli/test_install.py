@@ -132,6 +132,7 @@ def test_clone_sdist_and_a_checkout_without_links_make_the_same_wheel(tmp_path):
     assert contents(build("build_wheel", bare, tmp_path / "windows")) == wheel
 
 
+@pytest.mark.mend("no namespace that mixes a clone with a wheel")
 @pytest.mark.slow
 def test_the_package_is_in_one_place_however_it_is_installed(tmp_path):
     """The namespace package that this was mixed a wheel with the clone in which one stood."""
@@ -395,6 +396,7 @@ SHORTER = {
 }
 
 
+@pytest.mark.mend("README's install did not bring what README's first lines need")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/first-head.md"])
 def test_a_pages_commands_work_after_the_install_that_it_describes(tmp_path, smollm2, page):
@@ -439,6 +441,7 @@ for name in names:
 """
 
 
+@pytest.mark.mend("no fcntl or resource at import")
 @pytest.mark.slow
 def test_no_module_needs_what_windows_lacks_to_be_imported(tmp_path):
     names = " ".join(f"draftheads.{name.removesuffix('.__init__')}" for name in MODULES)
@@ -495,6 +498,7 @@ WRONG = {
 }
 
 
+@pytest.mark.mend("wrong paths within 0.3 s of CPU, not 6")
 @pytest.mark.slow
 def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path):
     """In one process, since nothing slow is imported for any of them."""

@@ -39,6 +39,7 @@ def chat(run, target, head, tmp_path, monkeypatch):
     return asked
 
 
+@pytest.mark.mend("a folder of what was learned stayed locked after an error")
 def test_what_is_kept_is_forgotten(run, chat, head, tmp_path):
     root = tmp_path / "learned"
     here = ("--learn-folder", root)
@@ -61,6 +62,7 @@ def test_what_is_kept_is_forgotten(run, chat, head, tmp_path):
     assert run("forget", "--head", head, *here)[1].startswith("0 of the folders")
 
 
+@pytest.mark.mend("`forget` deleted every folder with a hyphen in its name")
 def test_forget_deletes_what_learning_made_and_nothing_else(run, chat, tmp_path):
     root = tmp_path / "learned"
     for name in ("my-thesis", "photos-2024", "medusa-1f2e3d4c"):
@@ -82,6 +84,7 @@ def test_forget_deletes_what_learning_made_and_nothing_else(run, chat, tmp_path)
     )
 
 
+@pytest.mark.mend("`forget --head` found nothing once the head's weights had changed")
 def test_a_head_is_forgotten_although_it_was_trained_further(run, chat, head, tmp_path):
     root = tmp_path / "learned"
     assert chat()[0] == 0
@@ -96,6 +99,7 @@ def test_a_head_is_forgotten_although_it_was_trained_further(run, chat, head, tm
     assert list(root.iterdir()) == [others]
 
 
+@pytest.mark.mend("texts outlived --learn-keep while their own head was not served")
 def test_texts_are_deleted_in_time_whatever_is_started(run, chat, head, tmp_path, monkeypatch):
     root = tmp_path / "learned"
     assert chat("--learn-keep", 2)[0] == 0
@@ -128,6 +132,9 @@ def test_another_precision_has_a_place_of_its_own(run, chat, head, tmp_path):
     assert chat("--bits", 8, "--learn-folder", tmp_path / "int8")[0] == 0
 
 
+@pytest.mark.mend(
+    "a target.json with values of other types ended every command about learning with a traceback"
+)
 @pytest.mark.parametrize(
     ("name", "key", "value"),
     [

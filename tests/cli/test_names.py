@@ -74,6 +74,12 @@ LEADS_NOWHERE = [
 """State of the Hub, target, head, parts of the line."""
 
 
+@pytest.mark.mend("a gated target or head")
+@pytest.mark.mend("a mistyped folder taken for a Hub id")
+@pytest.mark.mend("half a minute of retries without a network")
+@pytest.mark.mend("a head as --target")
+@pytest.mark.mend("a model as --head")
+@pytest.mark.mend("a missing .gguf")
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize(
     ("state", "target", "head", "said"), [(*r[:3], r[3:]) for r in LEADS_NOWHERE]
@@ -89,6 +95,7 @@ def test_a_name_that_leads_nowhere_is_one_line(
     assert "Retrying" not in caplog.text
 
 
+@pytest.mark.mend("a ready set was asked for during half a minute without a network")
 @pytest.mark.parametrize("name", ["mt-bench", "them/prompts"])
 def test_without_a_network_a_ready_set_is_not_waited_for(monkeypatch, caplog, name):
     """`datasets` would ask for each file six times, too."""
@@ -102,6 +109,7 @@ def test_without_a_network_a_ready_set_is_not_waited_for(monkeypatch, caplog, na
     assert not constants.HF_HUB_OFFLINE, "for this set alone"
 
 
+@pytest.mark.mend("a target in the cache, offline")
 def test_a_target_in_the_cache_is_loaded_without_a_network(hub, monkeypatch, model):
     files = {path.name: path.read_bytes() for path in Path("out/model").iterdir()}
     hub.repos["them/model"] = {"private": False, "files": files, "branches": {}}

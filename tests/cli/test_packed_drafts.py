@@ -57,6 +57,7 @@ def names_are_short(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
+@pytest.mark.mend("a traceback for drafts by layers of the target on a CPU")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_drafter_drafts_for_a_packed_target(name):
     """In chats, pipelines and servers, which load it so."""

@@ -26,6 +26,7 @@ def test_one_is_shown_as_it_is():
     assert output("recipes", "demo-medusa") == find_recipe("demo-medusa").read_text()
 
 
+@pytest.mark.mend("`keys run.minutes` knew no key")
 def test_keys_of_one_section():
     keys = [line for line in output("keys", "optim").splitlines() if not line.startswith(" ")]
     assert keys and all(key.startswith("optim.") for key in keys)

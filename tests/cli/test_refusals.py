@@ -255,6 +255,8 @@ def nothing_is_written(place, monkeypatch):
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.mend("figures for a place that takes no files were lost after measuring")
+@pytest.mark.mend("bench --nodes beside --tree was ignored")
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -285,6 +287,7 @@ EMPTY = [
 ]
 
 
+@pytest.mark.mend('--head ""')
 @pytest.mark.parametrize("line", EMPTY)
 def test_an_empty_name_is_refused_and_never_read_as_the_working_directory(run, line, monkeypatch):
     """As from `--head "$UNSET"`; | stands for an empty argument. The folder is full of files that

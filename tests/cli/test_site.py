@@ -60,6 +60,7 @@ def test_references_have_every_command_key_and_recipe(pages):
     assert "::: draftheads.infer.engine.Speculator" in reference["python"]
 
 
+@pytest.mark.mend("the script of the site deleted whatever folder it was given")
 def test_a_folder_of_something_else_is_not_replaced(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match="expected a new folder or an earlier site"):

@@ -118,6 +118,7 @@ def test_a_locale_without_the_characters_does_not_end_a_command():
     assert shown.stdout == b"\\u03c4 1.5\n", shown.stderr
 
 
+@pytest.mark.mend("escape sequences of configs")
 def test_nothing_is_printed_past_the_functions_that_make_it_harmless():
     """Use `say`, `SafeConsole`, or `printable` around what is printed."""
     for name, path in modules(ROOT).items():
@@ -133,6 +134,7 @@ def test_nothing_is_printed_past_the_functions_that_make_it_harmless():
                 assert shown.startswith("printable("), f"{name}: {ast.unparse(call)}"
 
 
+@pytest.mark.mend("progress bars that filled piped logs")
 def test_a_bar_in_a_log_is_a_line_now_and_then(monkeypatch, capsys):
     """Drawn over itself, a bar was 87 % of a log."""
     with terminal.progress_bar(total=500, desc="train", bar_format="{desc} {bar}") as bar:

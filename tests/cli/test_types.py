@@ -43,6 +43,9 @@ TYPES = [
 ]
 
 
+@pytest.mark.mend(
+    "mypy and editors took load, Speculator, Recipe and fit for Any, and misspelt names for right"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("checker", "pattern"),
@@ -65,6 +68,7 @@ def test_a_checker_knows_the_types_of_a_user_script(checker, pattern, tmp_path):
     assert "Spekulator" in error
 
 
+@pytest.mark.mend("a name that is imported when it is used was unknown to type checkers")
 @pytest.mark.parametrize("package", [draftheads, infer, train])
 def test_checkers_read_the_names_that_the_package_has(package):
     """For them the names are imported; when the program runs, from where these imports say."""

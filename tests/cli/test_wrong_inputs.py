@@ -169,11 +169,15 @@ def answers(folder: Path, lines: list[str]) -> list[tuple[int, list[str]] | None
     return result
 
 
+@pytest.mark.mend("a head in a folder named model was read as the drafter of that name")
 def test_each_input_is_of_its_kind(inputs):
     assert {name: kind_of(inputs / name) for name in INPUTS} == INPUTS
     assert answers(inputs, ["chat --head model"]) == [None], "a folder, though a drafter's name"
 
 
+@pytest.mark.mend(
+    "a file of another kind was read as something else, or refused after torch was loaded"
+)
 @pytest.mark.slow
 def test_whatever_is_in_the_wrong_place_is_named_before_torch_is_loaded(inputs):
     """At each place one input of each kind, in turns."""
@@ -194,6 +198,10 @@ def test_whatever_is_in_the_wrong_place_is_named_before_torch_is_loaded(inputs):
     assert not [path.name for path in inputs.iterdir() if path.name.startswith("new")]
 
 
+@pytest.mark.mend(
+    "parts of a GGUF, a misspelt target, and a variable that no shell replaced ended late, or "
+    "made a folder of that name"
+)
 def test_names_that_are_not_quite_right_are_one_line(inputs):
     got = answers(inputs, list(LINES))
     for said, answer in zip(LINES.values(), got, strict=True):

@@ -186,6 +186,7 @@ def test_a_bias_that_vllm_would_drop_is_an_error(tmp_path):
     assert torch.equal(load_head(theirs).fc.bias, tensors["fc.bias"])
 
 
+@pytest.mark.mend("weights that are not finite")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 def test_heads_full_of_nan_are_neither_converted_nor_loaded(tmp_path, number, dtype):
@@ -217,6 +218,7 @@ OTHERS = {(name.partition("-")[0], to): (name, to) for name, to in POSSIBLE}.val
 """A head of each kind for each destination."""
 
 
+@pytest.mark.mend("convert --dtype changed no weight")
 @pytest.mark.parametrize(("had", "dtype"), REDUCED)
 @pytest.mark.parametrize(("name", "to"), OTHERS)
 def test_the_weights_have_the_dtype_that_was_asked_for(tmp_path, name, to, had, dtype):
@@ -234,6 +236,7 @@ def test_the_weights_have_the_dtype_that_was_asked_for(tmp_path, name, to, had, 
         assert torch.equal(back.state_dict()[key], rounded)
 
 
+@pytest.mark.mend("weights beyond float16 would have become infinite")
 def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
     head = trained("medusa", depth=2)
     head.state_dict()["blocks.1.layers.0.weight"][3, 4] = 1e5
@@ -246,6 +249,9 @@ def test_numbers_that_a_dtype_cannot_hold_are_refused(tmp_path):
 PRIVATE = ["10.0.0.5", "gpu-7", "acme-llm", "ACME_KEY", "/srv", "/mnt", "customers-of"]
 
 
+@pytest.mark.mend(
+    "convert wrote servers' addresses, served names and paths into config.json and card"
+)
 @pytest.mark.parametrize(("name", "to"), OTHERS)
 def test_nothing_of_this_machine_or_network_is_converted(tmp_path, name, to):
     """speculators looks for a target on this machine by its path, in a key of their own."""

@@ -240,6 +240,7 @@ def test_weights_that_are_not_there_are_named(folder, content, reason):
     assert reason in line
 
 
+@pytest.mark.mend("weights without permission to read them were said to be missing")
 def test_weights_that_may_not_be_read_are_not_called_missing(tmp_path):
     write_target(tmp_path / "target")
     head = ours("medusa-own", tmp_path / "head")

@@ -154,6 +154,7 @@ def saved_for(target: Target, folder: Path, choices: dict[str, Any]) -> Path:
     return save_head(head, folder / "ours", target=target)
 
 
+@pytest.mark.mend("OpenVINO targets without gated layers")
 @pytest.mark.parametrize("choices", [{}, DFLASH], ids=["eagle3", "dflash"])
 @pytest.mark.parametrize("name", ["gpt-neox", "gpt2", "opt", "olmo2", "mixtral"])
 def test_a_target_whose_states_the_engine_does_not_find_is_refused(tmp_path, name, choices):

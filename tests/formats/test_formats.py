@@ -234,6 +234,7 @@ def test_shape_comes_from_the_tensors_not_from_a_lying_config(tmp_path, kind, ch
     }
 
 
+@pytest.mark.mend("a misspelt trait counted as supported")
 def test_every_trait_that_a_destination_lacks_has_a_name(monkeypatch):
     """A misspelt one is an error, and not "supported"."""
     for to, kind in table.UNSUPPORTED:

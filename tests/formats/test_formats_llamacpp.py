@@ -59,6 +59,7 @@ def exported(ours: Path, folder: Path, dtype: str = "auto", **choices: Any) -> P
     return converted(ours, folder / "head.gguf", "gguf", target_file=target, dtype=dtype)
 
 
+@pytest.mark.mend("convert --to gguf --dtype float16 wrote float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["eagle3-usual", "block-markov"])
 def test_matrices_have_the_dtype_that_was_asked_for(tmp_path, name, dtype):
@@ -211,6 +212,7 @@ def test_another_target_is_refused_and_nothing_is_written(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "target.gguf"}
 
 
+@pytest.mark.mend("GGUF of another target")
 @pytest.mark.parametrize(
     ("model", "arch", "is_other"),
     [
@@ -239,6 +241,7 @@ def test_a_target_of_equal_sizes_and_another_architecture_is_refused(
     assert not (tmp_path / "head.gguf").exists()
 
 
+@pytest.mark.mend("GGUF of another tokenizer")
 def test_a_target_of_equal_sizes_and_other_tokens_is_refused(tmp_path):
     """Where the target that the head records is on this machine."""
     tiny = llama()
@@ -281,6 +284,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"ours", "target.gguf"}
 
 
+@pytest.mark.mend("a cut GGUF file of a target")
 @pytest.mark.parametrize(
     ("target", "said"),
     [

@@ -558,6 +558,9 @@ TENSORS: list[tuple[str, dict[str, Tensor | None], str]] = [
 WITH_TARGET = {"block", "block with few tokens"}
 
 
+@pytest.mark.mend("P-EAGLE, DFlash 2, Domino")
+@pytest.mark.mend("a window without layer_types")
+@pytest.mark.mend("fields of configs that change the layer")
 @pytest.mark.parametrize(
     ("base", "config", "tensors", "said"),
     [
@@ -685,6 +688,7 @@ def test_a_scaling_is_read_without_a_warning(tmp_path, caplog):
     assert not [each.message for each in caplog.records if "rope" in each.message.lower()]
 
 
+@pytest.mark.mend("EAGLE-3 heads of the last state alone were called incomplete")
 def test_an_eagle3_head_may_read_the_last_state_alone(tmp_path):
     """As a published one for gpt-oss, whose file has no matrix fc; it was called incomplete."""
     head = eagle3()
@@ -717,6 +721,7 @@ def test_ids_of_layers_are_one_less_than_indices_into_the_hidden_states(tmp_path
     assert said["block", "speculators"]["aux_hidden_state_layer_ids"] == [1, 2]
 
 
+@pytest.mark.mend("heads of others on targets that scale their embeddings")
 def test_embeddings_are_shared_only_where_the_target_scales_them_the_same_way(tmp_path):
     """Else a head would read rows that are sqrt(D) times too large or too small, in silence."""
     head, name = block(), "embed_tokens.weight"

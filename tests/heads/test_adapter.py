@@ -160,6 +160,7 @@ def spoiled(folder: Path, **settings: Any) -> Path:
     return folder
 
 
+@pytest.mark.mend("an adapter that says another rank than it has")
 def test_the_rank_is_that_of_the_files_matrices_before_anything_is_built(
     made, tmp_path, monkeypatch
 ):
@@ -373,6 +374,7 @@ def test_heads_of_a_target_that_stayed_want_no_adapter(joint, made, tmp_path):
         shared_adapter([open_head(joint), open_head(tmp_path / "plain")])
 
 
+@pytest.mark.mend("merge imported DeepSpeed, which printed to standard output")
 def test_merge_writes_a_model_of_its_own(joint, tmp_path, monkeypatch):
     out = tmp_path / "merged"
     asked = Mock(return_value=False)

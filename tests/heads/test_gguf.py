@@ -118,6 +118,9 @@ BETWEEN_STARTS = {
 """What happens after a first start -> how often the next two parse the file."""
 
 
+@pytest.mark.mend(
+    "a GGUF file was parsed six times at each start, which took most of forty seconds"
+)
 @pytest.mark.parametrize(("change", "parses"), BETWEEN_STARTS.values(), ids=BETWEEN_STARTS)
 def test_a_file_is_parsed_once_as_long_as_it_stays(file, cache, tmp_path, change, parses):
     file = Path(shutil.copy2(file, tmp_path / "own.gguf"))
@@ -132,6 +135,9 @@ def test_a_file_is_parsed_once_as_long_as_it_stays(file, cache, tmp_path, change
     assert third.name == str(file) and third.model.config.name_or_path == str(file)
 
 
+@pytest.mark.mend(
+    "a kept GGUF file has other weights, dtypes, tokens or fingerprints than the file itself"
+)
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_what_is_kept_is_what_the_file_has(file, monkeypatch, dtype):
     kept = Target.load(file, dtype=dtype)
@@ -150,6 +156,7 @@ def test_what_is_kept_is_what_the_file_has(file, monkeypatch, dtype):
             assert tensor.dtype == states[name].dtype and torch.equal(tensor, states[name])
 
 
+@pytest.mark.mend("what is kept of GGUF files has a limit, and nothing else is removed for it")
 def test_the_cache_has_a_limit_and_removes_only_its_own(file, cache, tmp_path, monkeypatch, caplog):
     files = [Path(shutil.copy2(file, tmp_path / f"{name}.gguf")) for name in "abc"]
     for number, each in enumerate(files):
@@ -179,6 +186,7 @@ def test_the_cache_has_a_limit_and_removes_only_its_own(file, cache, tmp_path, m
     assert first.is_dir()
 
 
+@pytest.mark.mend("processes that start together unpack a GGUF file once")
 def test_two_processes_unpack_a_file_once(file, tmp_path):
     def start(number: int) -> None:
         (tmp_path / f"{number}.txt").write_text(str(started(file)[0]))
@@ -196,6 +204,9 @@ def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
     assert f"loading {DEMO}" in caplog.text
 
 
+@pytest.mark.mend(
+    "the first start with a GGUF file imported DeepSpeed, whose line stood in front of --json"
+)
 @pytest.mark.inside
 def test_a_first_start_imports_no_deepspeed(file, monkeypatch):
     """It takes time and prints to standard output, in front of --json."""
@@ -272,6 +283,7 @@ def test_a_distribution_has_a_target_by_name(demo, file, tmp_path, monkeypatch):
     assert target_path("smollm2") == "smollm2", "a folder here comes first"
 
 
+@pytest.mark.mend("a GGUF file without that ending, or in capitals, was no target")
 @pytest.mark.parametrize("name", ["sha256-70f2", "DEMO.GGUF", "folder/demo.gguf"])
 def test_a_file_is_known_by_its_first_bytes_and_in_its_folder(file, demo, tmp_path, name):
     """As Ollama's blobs are, which have no ending."""

@@ -149,6 +149,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.mend("tune threw an edited model card away")
 def test_a_tree_is_written_into_a_card_without_what_people_wrote_being_lost(tmp_path):
     folder = save_head(trained(), tmp_path / "head", target=tiny_target())
     card = folder / "README.md"
@@ -162,6 +163,7 @@ def test_a_tree_is_written_into_a_card_without_what_people_wrote_being_lost(tmp_
     assert "3 draft nodes" not in text
 
 
+@pytest.mark.mend("save_head deleted whatever was in the folder")
 @pytest.mark.parametrize("there", ["photo.png", "trainer/optimizer.pt", "config.json"])
 def test_a_folder_with_anything_but_a_head_is_not_replaced(tmp_path, there):
     path = tmp_path / "mine" / there

@@ -208,6 +208,7 @@ def test_what_is_kept_is_tried_too(monkeypatch):
     assert written(decode.generate(PROMPTS[0], max_new_tokens=NEW)) == expected("qwen3.5", 0)
 
 
+@pytest.mark.mend("wrong texts of gated-delta hybrids with deep trees")
 @pytest.mark.parametrize("name", ["olmo-hybrid", *QUICK])
 def test_nodes_of_a_deep_tree_of_equal_tokens_are_exact(name):
     target, prompt, depth = hybrid(name), [5, 9, 8], 64
@@ -220,6 +221,7 @@ def test_nodes_of_a_deep_tree_of_equal_tokens_are_exact(name):
     assert torch.allclose(nodes_BND, plain[:, len(prompt) :], atol=1e-3)
 
 
+@pytest.mark.mend("a recurrence over a tree whose errors grow as 3^N")
 def test_the_delta_rule_over_a_tree_is_that_of_each_path_alone():
     """With repeated keys whose values are replaced twice over, as OLMo's layers may."""
     torch.manual_seed(0)
@@ -247,6 +249,7 @@ def test_the_delta_rule_over_a_tree_is_that_of_each_path_alone():
     assert torch.allclose(after["recurrent", 0][0].double(), states[-1], atol=1e-4)
 
 
+@pytest.mark.mend("a trial of a hybrid that sees shallow trees alone")
 def test_a_trial_goes_as_deep_as_trees(monkeypatch):
     """A recurrence whose errors grow with depth runs level by level."""
 

@@ -59,6 +59,7 @@ def renamed(kind: Any, name: str, *, method: str = "forward", swallows: bool) ->
     return type(kind.__name__, (kind,), {method: other})
 
 
+@pytest.mark.mend("a renamed argument of transformers' forwards")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_may_call_its_cache_by_an_old_name_or_a_new_one(name):
     model = random_model("llama")
@@ -68,6 +69,7 @@ def test_a_model_may_call_its_cache_by_an_old_name_or_a_new_one(name):
     assert decode(target, random_head("medusa", target), PROMPTS, max_new_tokens=NEW)[0] == expected
 
 
+@pytest.mark.mend("hybrids with a renamed argument ended in StopIteration")
 @pytest.mark.parametrize("name", [*NAMES, "cache_params"])
 @pytest.mark.parametrize("family", ["qwen3.5", "lfm2", "bamba"])
 def test_a_mixer_may_call_its_cache_by_another_name_than_its_layer_does(family, name):
@@ -86,6 +88,7 @@ def unknown_names(monkeypatch):
     monkeypatch.setattr(recurrent, "CACHE", ("slots", "memory"))
 
 
+@pytest.mark.mend("a cache that vanishes among options")
 def test_a_cache_by_an_unknown_name_is_refused_in_one_line(unknown_names):
     with pytest.raises(ValueError, match="LlamaForCausalLM: expected forward with an arg") as error:
         Target(random_model("llama"))
@@ -104,6 +107,7 @@ def long_model() -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.mend("rotary modules by another attribute")
 def test_long_rope_in_a_config_alone_is_refused_in_one_line():
     model = long_model()
     for module in model.modules():
@@ -112,6 +116,7 @@ def test_long_rope_in_a_config_alone_is_refused_in_one_line():
         Target(model)
 
 
+@pytest.mark.mend("RoPE parameters by another attribute")
 def test_long_rope_in_modules_alone_is_refused_in_one_line():
     model = long_model()
     model.config.rope_parameters = None
@@ -119,6 +124,7 @@ def test_long_rope_in_modules_alone_is_refused_in_one_line():
         Target(model)
 
 
+@pytest.mark.mend("a name of generate's that is gone, in silence")
 def test_long_rope_of_a_model_that_loses_its_cache_is_refused_in_one_line():
     model, method = long_model(), "prepare_inputs_for_generation"
     model.__class__ = renamed(type(model), "slots", method=method, swallows=True)
@@ -126,10 +132,12 @@ def test_long_rope_of_a_model_that_loses_its_cache_is_refused_in_one_line():
         Target(model)
 
 
+@pytest.mark.mend("LongRoPE targets wrote other texts than generate, in silence")
 def test_a_long_rope_target_knows_that_generate_drops_its_cache():
     assert Target(long_model()).longrope.crossing == 8
 
 
+@pytest.mark.mend("a deprecation printed by each command")
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3.5"])
 def test_no_name_that_transformers_wants_to_drop_is_used(family):
     transformers.utils.logging.warning_once.cache_clear()  # what others heard is said again

@@ -158,6 +158,7 @@ def test_it_is_not_compiled():
     assert tokens == greedy(target, prompts[0], NEW)
 
 
+@pytest.mark.mend("sessions and LongRoPE")
 def test_a_session_that_another_target_has_used_reuses_nothing_that_is_not_there():
     """Its length was that of the other text, which the session does not hold: the drafter's cache
     was cut back to pairs that it never had.

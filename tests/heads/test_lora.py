@@ -366,6 +366,8 @@ def no_settings(folder: Path) -> None:
     (folder / "adapter_config.json").unlink()
 
 
+@pytest.mark.mend("a rank of a million took gigabytes before a tensor was compared")
+@pytest.mark.mend("an aLoRA was merged, as if it were always on")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -394,6 +396,7 @@ def test_a_lora_that_does_not_fit_is_refused(run, base, lora, tmp_path, change, 
     failed(run("chat", "--target", base, "--adapter", folder), str(folder), said)
 
 
+@pytest.mark.mend("a regular expression of a LoRA that never ended")
 @pytest.mark.parametrize("modules", [r".*\.(q|v)_proj", ENDLESS])
 def test_its_matrices_say_which_modules_an_expression_means(base, lora, tmp_path, modules):
     """Matching a regular expression may take for ever."""

@@ -290,6 +290,10 @@ def test_a_layer_that_cannot_be_copied_is_refused_in_one_line(fault):
         make_head(MtpHead, target)
 
 
+@pytest.mark.mend(
+    "an infinity in a config was kept as an object, or a layer's kind was not passed on: no MTP "
+    "head for Granite 4, Bamba and Nemotron-H"
+)
 @pytest.mark.filterwarnings("ignore")  # of kernels that are not installed
 @pytest.mark.parametrize("name", ["granite4", "bamba", "nemotron-h"])
 def test_a_hybrid_whose_config_has_an_infinity_gets_one(tmp_path, name):
@@ -385,6 +389,7 @@ def test_a_cut_file_is_said_in_one_line(tmp_path):
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.mend("the config of an MTP head with 30,000 layers")
 def test_a_damaged_config_is_refused_in_one_line(tmp_path):
     target = tiny_target()
     save_head(make_head(MtpHead, target), tmp_path / "head", target=target)

@@ -96,6 +96,9 @@ def by_two(made, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.mend(
+    "a sharded target whose processes hold unequal numbers of long documents waited for ever"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["tied", "untied"])
 @pytest.mark.parametrize("rank", [0, 1])
@@ -388,6 +391,9 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.mend(
+    "sizes in a config that took gigabytes, or for ever, before anything was compared"
+)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_folder_is_refused_in_one_line(tmp_path, name):
     damage, message = BROKEN[name]
@@ -414,6 +420,9 @@ def test_tensors_that_checkpoints_have_besides_their_layers_are_left_out(tmp_pat
     assert Target.load(folder).layers == 2
 
 
+@pytest.mark.mend(
+    "Gemma 3's embeddings were not found in its checkpoint, so its layers could not run on a server"
+)
 @pytest.mark.parametrize("kind", MULTIMODAL)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_skeleton_has_what_surrounds_the_layers_of_a_multimodal_model(tmp_path, kind, tied):

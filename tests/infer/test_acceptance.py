@@ -186,6 +186,9 @@ def test_lenient_keeps_what_the_target_nearly_chose(rule, passes):
     assert deeper.count_B.tolist() == [3 if passes[1] else 2]
 
 
+@pytest.mark.mend(
+    "a token without probability was near the target's choice where fewer than `top` were allowed"
+)
 @pytest.mark.parametrize("rule", [Lenient(top=3), Lenient(top=99), Lenient(gap=9.0)], ids=repr)
 def test_lenient_keeps_nothing_that_is_forbidden(rule):
     """A constraint gives it no probability; the other words are compared as without it."""
@@ -205,6 +208,10 @@ def test_lenient_keeps_nothing_that_is_forbidden(rule):
         assert deeper.count_B.tolist() == [3 if 0 in allowed else 2]
 
 
+@pytest.mark.mend(
+    "lossy rules kept copies of the last token that padded a row's tree, and a grammar beside "
+    "other rows ended the batch"
+)
 @pytest.mark.parametrize(
     "rule",
     [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0)), Lenient(gap=1.0)],

@@ -285,6 +285,7 @@ def test_each_answer_is_given_once_as_the_client_has_it(learning):
     assert background.answers.empty()
 
 
+@pytest.mark.mend('a request with "store": false was kept for learning')
 def test_an_answer_that_is_not_to_be_stored_is_not_given(learning):
     client, background = learning
     for stored in (False, None, True):

@@ -244,6 +244,7 @@ def test_in_bfloat16_a_difference_is_reported_and_not_judged(prompts, liar):
     assert row.lossless_reason in cautions(report)
 
 
+@pytest.mark.mend("no page and no bench said what int8 costs, and its texts were not judged")
 @pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")
 def test_in_int8_texts_are_judged_and_its_cost_is_told(prompts, liar):
     whole, target = (Target(random_model("llama"), name="tiny-int8") for _ in range(2))
@@ -432,6 +433,7 @@ def test_the_table_and_its_footnotes_name_what_they_count(report):
         assert text in out.getvalue()
 
 
+@pytest.mark.mend("break-even in bench")
 def test_a_head_whose_steps_cost_more_than_they_bring_is_named(report):
     """By its fastest tree, with the next step; one that pays is not."""
     plain = replace(report.plain, draft_seconds=0.0, verify_seconds=0.01, tokens_per_second=100.0)

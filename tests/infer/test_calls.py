@@ -215,6 +215,10 @@ def form_of(template: str) -> CallForm:
     return form
 
 
+@pytest.mark.mend(
+    "arguments as JSON text, no arguments, marks of calls inside arguments, gpt-oss' header "
+    "before a call"
+)
 @pytest.mark.parametrize(("template", "written", "text", "words"), WRITTEN)
 def test_calls_are_read_as_models_write_them(template, written, text, words):
     form = AnswerForm(calls=form_of(template), schemas={"look_up": SCHEMA["properties"]})
@@ -232,6 +236,7 @@ def test_calls_are_read_as_models_write_them(template, written, text, words):
     assert parts["content"].startswith(shown)
 
 
+@pytest.mark.mend("raw marks of a call that is cut by the limit")
 @pytest.mark.parametrize("template", [HERMES, PARAMETERS, CHANNELS])
 def test_a_call_that_is_cut_is_left_out(template):
     """At the limit of tokens: what is whole is told, and no mark stays in the text."""
@@ -246,6 +251,7 @@ def test_a_call_that_is_cut_is_left_out(template):
         assert calls_of(cut) in ([], CALLS[:1])
 
 
+@pytest.mark.mend("conversations refused for calls with empty arguments")
 @pytest.mark.parametrize("arguments", ["", " ", None, "null", "{}", '"{}"', {}, json.dumps('"{}"')])
 def test_arguments_of_a_history_may_be_empty(says, arguments):
     for given in ({"arguments": arguments}, {}):

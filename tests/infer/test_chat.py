@@ -43,6 +43,7 @@ CTRL_C = object()
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.mend("/stats compared times of an idle machine with those of a busy one")
 def test_other_processes_do_not_change_what_drafts_gain(target, monkeypatch):
     """Ten seconds of the wall go by at each look at it: a rate counts those of the CPU."""
     wall = count(0, 10)
@@ -376,6 +377,7 @@ def test_short_answers_leave_more_room_for_old_turns(target):
         assert ("turns dropped" in printed) is is_dropped
 
 
+@pytest.mark.mend("a long system prompt was taken, and each message then called too long")
 def test_a_system_prompt_that_leaves_no_room_is_refused_at_once(target):
     """Not with each message, which would be called too long."""
     with pytest.raises(ValueError, match="expected a message shorter than the context"):

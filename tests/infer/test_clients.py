@@ -83,6 +83,7 @@ def test_openai_completes_text_and_lists_models(client, says):
     assert client.models.retrieve("tiny").id == "tiny"
 
 
+@pytest.mark.mend('a client that asked for /v1/responses read "Not Found" alone')
 def test_openai_knows_the_errors(client, says):
     with pytest.raises(openai.NotFoundError, match="expected model 'tiny'") as caught:
         client.chat.completions.create(model="gpt", messages=HELLO)

@@ -141,6 +141,7 @@ class Without(Acceptance):
         return logits.index_fill(-1, torch.tensor(self.banned), float("-inf")).argmax(-1)
 
 
+@pytest.mark.mend("a rule decoded with the compiled steps of another one")
 def test_a_rule_has_steps_of_its_own_by_value(traced):
     """Whatever its repr says: one rule's steps wrote tokens that another one bans."""
     target, [prompt] = one_layer_target(), some_prompts(9)
@@ -169,6 +170,7 @@ def test_processors_have_steps_of_their_own_by_value():
     assert len({steps(3), steps(5), steps(3, InfNanRemoveLogitsProcessor())}) == 3
 
 
+@pytest.mark.mend("one random number for ever in compiled steps")
 def test_numbers_of_rows_are_drawn_as_they_are_without_compilation(traced):
     """Steps that were compiled drew one number for ever."""
     target, prompts = one_layer_target(), some_prompts(9, 6)

@@ -372,6 +372,7 @@ def test_what_cannot_draft_is_refused(refused, message):
         refused()
 
 
+@pytest.mark.mend("a method of DrafterSource that is not there returns None in silence")
 @pytest.mark.parametrize("left_out", ["tree", "check_tree", "drafter"])
 def test_a_source_without_one_of_its_parts_is_not_made(left_out):
     """An inherited method that only declares would return None in silence."""
@@ -381,6 +382,7 @@ def test_a_source_without_one_of_its_parts_is_not_made(left_out):
         type("Source", (DrafterSource,), parts)()
 
 
+@pytest.mark.mend("IndexError for a draft model with fewer padded rows than its target")
 def test_a_draft_model_may_have_fewer_rows_of_padding():
     """Ids past its own, which a target writes if it was padded further, are unknown to it."""
     model = with_tokenizer().model

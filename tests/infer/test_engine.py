@@ -79,6 +79,7 @@ def test_rows_end_independently():
     assert finishes == {row: "eos" if t[-1] == end else "length" for row, t in enumerate(expected)}
 
 
+@pytest.mark.mend("a program that left a generation ended with a traceback")
 def test_a_generation_that_waits_at_the_end_of_a_program_asks_nothing_of_torch(monkeypatch):
     """By then its modules are gone; Python would print a traceback."""
     steps = Speculator(tiny_target()).generate([1, 2], max_new_tokens=9)
@@ -138,6 +139,7 @@ NO_LISTS = [
 ]
 
 
+@pytest.mark.mend("truth values, bytes and generators as token ids")
 @pytest.mark.parametrize("strange", NO_LISTS, ids=lambda strange: type(strange).__name__)
 def test_what_is_no_list_of_ids_is_refused_before_anything_runs(strange):
     """Bytes and truth values were taken for ids, and other things failed inside."""
@@ -148,6 +150,7 @@ def test_what_is_no_list_of_ids_is_refused_before_anything_runs(strange):
         engine.generate_batch([[3], strange], max_new_tokens=4)
 
 
+@pytest.mark.mend("tracebacks for no prompts, the class of a rule, a model in place of a Target")
 def test_mistakes_in_arguments_are_named_before_anything_runs():
     engine = Speculator(tiny_target())
     with pytest.raises(ValueError, match="^prompts: expected at least one, got none$"):
@@ -161,6 +164,7 @@ def test_mistakes_in_arguments_are_named_before_anything_runs():
                 wrong(model)
 
 
+@pytest.mark.mend("NGram in place of NGram()")
 @pytest.mark.parametrize("kind", [NGram, DraftModel, MedusaHead])
 def test_the_class_of_a_drafter_is_not_one(kind):
     for wrong in (
@@ -174,6 +178,7 @@ def test_the_class_of_a_drafter_is_not_one(kind):
         Merged([])
 
 
+@pytest.mark.mend("IndexError for a head of another target")
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_head_of_another_target_is_refused(kind):
     """Also one that was never in a folder; it failed somewhere inside torch."""

@@ -304,6 +304,9 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(demo, kind, text):
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
 
 
+@pytest.mark.mend(
+    "tools and schemas refused for an unknown format, not, if, oneOf, propertyNames, look-around"
+)
 @pytest.mark.parametrize(
     "schema",
     [
@@ -388,6 +391,7 @@ AS_JSON: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.mend("schemas in json_object or at the top level, structured_outputs")
 def test_the_server_constrains_answers(client, demo):
     expected = demo.tokenizer.decode(
         plain(demo, "json_schema", PERSON, question(demo)), skip_special_tokens=True
@@ -537,6 +541,7 @@ def test_a_tool_that_has_to_be_called_is_called(caller, choice, stream):
     assert re.fullmatch(r'\{"n": [0-9]\}', function["arguments"])
 
 
+@pytest.mark.mend("any keys until the limit for a function without parameters")
 @pytest.mark.parametrize(
     "given",
     [{}, *({"parameters": each} for each in (None, {}, {"type": "object", "properties": {}}))],
@@ -554,6 +559,7 @@ def test_a_call_that_has_to_be_is_cut_without_its_marks(caller):
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.mend("tools that no answer could call beside response_format")
 @pytest.mark.parametrize("draft", [True, False])
 def test_tools_stay_callable_beside_a_format_of_answers(caller, draft):
     """An answer is a call or what follows the format, and both come."""
@@ -586,6 +592,7 @@ COMPLEX = "start: " + " ".join(f"(/[a-z]*{place}[a-z]*/)?" for place in range(11
 GIVES_UP = r"grammar: expected one that llguidance can follow, got: [^\n]*Current row has [^\n]*"
 
 
+@pytest.mark.mend("a schema that failed while decoding ended a chat")
 def test_a_grammar_that_becomes_too_complex_is_one_line_in_python_and_chat(demo):
     engine = Speculator(demo, NGram())
     grammar = Grammar(demo, "grammar", COMPLEX)
@@ -603,6 +610,7 @@ def test_a_grammar_that_becomes_too_complex_is_one_line_in_python_and_chat(demo)
     assert out.getvalue().endswith("No answers yet.\n")
 
 
+@pytest.mark.mend("a grammar that failed while decoding was an error 500 with a traceback")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_grammar_that_becomes_too_complex_is_the_clients_mistake(client, caplog, stream):
     """An error of that request alone, and none of the server."""

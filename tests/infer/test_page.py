@@ -197,6 +197,7 @@ def test_an_answer_can_be_stopped_and_what_was_said_stays(page, served):
     assert page.locator("article").count() == 1
 
 
+@pytest.mark.mend("NaN times as fast")
 def test_a_race_shows_both_and_who_won(page, served):
     served[0].text = "The same text for both."
     verdict = answered(page, mode="race").locator(".verdict")
@@ -293,6 +294,7 @@ def test_a_stream_may_be_split_anywhere_and_one_that_breaks_is_said(page):
 # ---------------------------------------------------------------- what is kept
 
 
+@pytest.mark.mend("the page's API key")
 def test_a_key_is_asked_for_and_in_no_storage_and_one_that_was_is_removed(page):
     page.evaluate("""localStorage.setItem("draftheads", '{"key": "old", "theme": "dark"}')""")
     page.reload()
@@ -343,6 +345,7 @@ SITE_DATA = {
 }
 
 
+@pytest.mark.mend("the page without site data")
 @pytest.mark.parametrize("name", SITE_DATA)
 def test_blocked_full_or_damaged_site_data_do_not_break_the_page(opened, name):
     with opened(SITE_DATA[name]) as page:
@@ -352,6 +355,7 @@ def test_blocked_full_or_damaged_site_data_do_not_break_the_page(opened, name):
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
+@pytest.mark.mend("the page after a reload")
 def test_a_reload_and_the_way_back_keep_the_conversation(page, served):
     served[0].text = "- **one**\n- two"
     answered(page)
@@ -556,6 +560,7 @@ DRAW = """async (sources) => {
 }"""
 
 
+@pytest.mark.mend("tables, rules, lists on the page")
 def test_markdown_is_drawn_as_it_is_meant(page, served):
     sources = [source for source, _ in DRAWN.values()]
     attributes = r'( (dir|class|tabindex|rel|target)="[^"]*")'
@@ -611,6 +616,7 @@ def test_an_answer_can_neither_inject_anything_nor_end_the_page(page, served):
 # ---------------------------------------------------------------- what the server says of itself
 
 
+@pytest.mark.mend("a race without heads")
 def test_a_server_without_drafts_offers_no_race_and_others_do(page, opened):
     page.unroute("**/v1/models")
     page.reload()

@@ -92,6 +92,7 @@ def test_a_list_of_prompts_is_a_list_of_answers(target):
     assert alone.generate([]) == []
 
 
+@pytest.mark.mend("answers of a list were cut by its longest prompt")
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
 def test_an_answer_is_cut_by_its_own_prompt_alone(options):
     """Not by the longest beside it."""
@@ -251,6 +252,7 @@ def test_mistakes_are_named_before_anything_is_decoded(model, target, tmp_path):
         TextGenerator(model.engine, batch_size=0)
 
 
+@pytest.mark.mend("True and words as numbers")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -270,6 +272,7 @@ def test_a_value_of_another_kind_is_refused(model, options, message):
         model.generate("Why?", **options)
 
 
+@pytest.mark.mend('dtype="fp16" was answered with: download it again; bits="8" was ignored')
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -287,12 +290,17 @@ def test_places_that_there_are_not_are_refused(folder, options, message):
     assert "download" not in str(refused.value)
 
 
+@pytest.mark.mend("load(MODEL) named an option that Python has not")
 def test_a_dtype_may_be_torchs_and_a_model_is_no_head(folder):
     assert Target.load(folder / "target", dtype=torch.bfloat16).dtype == torch.bfloat16
     with pytest.raises(ValueError, match="pass it \\(target=NAME, .*; if this is a model, it is"):
         load(folder / "target")
 
 
+@pytest.mark.mend(
+    'TextGenerator(target), fit("recipe.yaml"), tree="4,2", bench without repetitions: errors '
+    "of attributes and divisions"
+)
 def test_what_is_made_by_another_call_is_named(target, tmp_path):
     """What people pass first: a target, a name, text."""
     mistakes = {
@@ -316,6 +324,7 @@ def test_what_is_made_by_another_call_is_named(target, tmp_path):
     assert Sampled(torch.tensor(1.0).item(), 1, np.int64(3)).top_k == 3
 
 
+@pytest.mark.mend("None for an option, or template variables that are none, ended in a TypeError")
 def test_options_that_are_none_are_left_out(model):
     options = ("stop", "seed", "temperature", "sampling", "template_args", "max_new_tokens")
     answer = model.generate("Why?", **dict.fromkeys(options))
@@ -335,6 +344,7 @@ def test_facades_show_what_they_offer():
             assert getattr(part, name) is not None
 
 
+@pytest.mark.mend("a target or an engine was printed as an address, a head in 40 lines")
 @pytest.mark.parametrize("kind", draftheads.heads.HEADS)
 def test_what_is_printed_says_target_head_and_tree_in_one_line(target, kind):
     engine = Speculator(target, new_head(kind, target))

@@ -119,6 +119,7 @@ def test_commands_that_show_speed_choose(pace, stored, run, tmp_path, capsys, mo
     assert run(*doctor, "--max-new-tokens", 4)[0] < 2 and asked, "it prices steps as bench does"
 
 
+@pytest.mark.mend("the start of a bench said nothing for half a minute")
 def test_a_bench_whose_start_takes_long_says_what_it_does(pace, stored, run, tmp_path, monkeypatch):
     pace(1.0, 0.4)
     target, head = stored

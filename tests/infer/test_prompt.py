@@ -234,6 +234,7 @@ UNTAKEN = {
 }
 
 
+@pytest.mark.mend("a bare MemoryError or RecursionError of a chat template")
 @pytest.mark.parametrize("case", UNTAKEN)
 def test_what_template_and_tokenizer_do_not_take_is_named_in_one_line(case):
     tokenizer, prompt, reason = UNTAKEN[case]
@@ -251,6 +252,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.mend("chat templates that loop or double a text")
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_template_that_does_not_end_is_ended(case, monkeypatch):
     monkeypatch.setattr(prompt, "LOOK_S", 0.01)
@@ -307,6 +309,7 @@ KNOWN_ROLES = (
 """As Qwen's and DeepSeek's: what has another role is left out."""
 
 
+@pytest.mark.mend("most templates left out a message of OpenAI's role developer in silence")
 def test_a_developers_message_is_the_systems():
     """OpenAI's newer name, which most templates leave out."""
     side = Side(byte_tokenizer(KNOWN_ROLES))
@@ -315,6 +318,9 @@ def test_a_developers_message_is_the_systems():
     assert developer[0]["role"] == "developer"
 
 
+@pytest.mark.mend(
+    "a question of a role that the template does not know was left out, and something else answered"
+)
 def test_a_question_that_the_template_leaves_out_is_refused():
     side = Side(byte_tokenizer(KNOWN_ROLES))
     for role in ("human", "User", ""):

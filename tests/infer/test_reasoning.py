@@ -143,6 +143,7 @@ def side_of(template: str) -> TextSide:
     return TextSide("t", tokenizer, (tokenizer.convert_tokens_to_ids(end),))
 
 
+@pytest.mark.mend("reasoning that special tokens mark was glued to the answer in the next turn")
 @pytest.mark.parametrize("case", CASES)
 def test_the_next_turn_has_the_answer_as_the_template_writes_it(case):
     template, written, text, shown = CASES[case]
@@ -169,6 +170,10 @@ def test_a_text_grows_token_by_token(case):
     assert sum(map(bool, pieces)) > 1
 
 
+@pytest.mark.mend(
+    "gpt-oss, Seed-OSS, Ministral, Gemma 4 and Command-R7B answered behind "
+    '"analysis...assistantfinal..."'
+)
 @pytest.mark.parametrize("name", REAL)
 def test_real_templates(name):
     if not TEMPLATES.is_dir():
@@ -214,6 +219,7 @@ def parsed_message(show: Any) -> dict[str, Any]:
     return IN_TEXT
 
 
+@pytest.mark.mend("a history's <think> was text to templates that take reasoning in a key")
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(TEMPLATES.rglob("*.jinja")), ids=lambda path: path.stem)
 def test_each_template_shows_reasoning_in_its_own_way(path: Path) -> None:
@@ -273,6 +279,7 @@ def learned(template: str, written: str, reasoning: Any) -> list[list[str]]:
     return pieces
 
 
+@pytest.mark.mend("--reasoning drop did nothing where special tokens mark reasoning")
 def test_reasoning_is_learned_or_stays_as_context():
     ask_a, ask_b = "<|start|>user<|message|>A<|end|><|start|>assistant", "user<|message|>B<|end|>"
     final = "<|start|>assistant<|channel|>final<|message|>ok"
@@ -301,6 +308,7 @@ def test_reasoning_is_learned_or_stays_as_context():
     assert learned(PARTS, "[THINK]hm", "drop") == []
 
 
+@pytest.mark.mend("<think> was learned as text by targets with other marks")
 @pytest.mark.parametrize(
     ("template", "written"),
     [(CHANNELS, f"{ANALYSIS}<|return|>"), (PARTS, "[THINK]hm[/THINK]ok<|end|>")],
@@ -333,6 +341,7 @@ def thinking() -> Target:
     return target
 
 
+@pytest.mark.mend("a served answer began with its reasoning, without a mark between them")
 @pytest.mark.parametrize("stream", [False, True])
 def test_servers_and_generators_tell_reasoning_from_the_answer(thinking, stream):
     """And their own history, sent back, is the one that the template writes."""
@@ -411,6 +420,7 @@ def fits(target: Target, prompt: list[int], written: str) -> bool:
     return all(grammar.after(ids[:n], (), free_V)[token] == 0 for n, token in enumerate(ids))
 
 
+@pytest.mark.mend("a grammar forbade the reasoning that a target opens itself")
 @pytest.mark.parametrize("case", CONSTRAINED)
 def test_a_grammar_begins_after_reasoning(case):
     """Which the prompt has opened, or which the target opens; and never in texts of other kinds."""
@@ -442,6 +452,10 @@ def test_grammars_of_real_templates_begin_after_reasoning(name):
     assert not fits(target, prompt, written.replace("ok", "no"))
 
 
+@pytest.mark.mend(
+    "a schema was refused by the server, and held from the first token in Python and chats, where "
+    "a prompt opens reasoning"
+)
 @pytest.mark.parametrize(
     ("template", "written"), [(PARTS, "[THINK]hm[/THINK]yes"), (OPENED, "hm<|thought|>yes")]
 )

@@ -174,6 +174,7 @@ def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
     assert list(engine.maker._compiled.values()) == [step]
 
 
+@pytest.mark.mend("a long prompt holds up nobody")
 def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
     """An answer in the making goes on while another prompt is being read."""
     monkeypatch.setattr("draftheads.infer.serve.scheduler.TURN", 4)
@@ -223,6 +224,10 @@ class FailsAfter(Constraint):
         return logits_V
 
 
+@pytest.mark.mend(
+    "a grammar that failed while decoding let all answers beside it be read again, in smaller "
+    "batches"
+)
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("kind", ["", "eagle3"])
 def test_a_constraint_that_fails_ends_its_answer_alone(schedulers, monkeypatch, tokens, kind):

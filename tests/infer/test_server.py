@@ -136,6 +136,7 @@ def test_a_continuation_keeps_its_first_space(stories):
         assert "".join(chunk["choices"][0]["text"] for chunk in said) == choice["text"]
 
 
+@pytest.mark.mend("an assistant's last message was answered, not continued")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("options", [{}, {"continue_final_message": True}])
 def test_an_answer_that_was_begun_is_continued(client, engine, stream, options):
@@ -176,6 +177,7 @@ def test_reasoning_that_was_begun_is_continued():
             assert choice["message"][key]
 
 
+@pytest.mark.mend("lm-eval's loglikelihood tasks")
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [["abc", "a longer prompt"], [[72, 73, END, 74], [75]]])
 def test_an_echo_is_the_prompt_and_its_log_probabilities(engine, stream, prompts):
@@ -477,6 +479,7 @@ def test_an_engine_that_fails_at_one_request_serves_the_next(engine, monkeypatch
         assert ask(client).json()["choices"] == expected
 
 
+@pytest.mark.mend("n and several prompts")
 def test_several_prompts_and_n_are_answered_as_if_asked_alone(client, engine):
     """In OpenAI's order, with the seed of an answer by its number alone."""
     prompts = ["Once", "Upon a time", "There"]
@@ -537,6 +540,7 @@ def plain_logprobs(engine: Speculator, prompt: list[int], answer: list[int]) -> 
     return torch.log_softmax(out.logits[0].float(), -1)
 
 
+@pytest.mark.mend("logprobs")
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_logprobs_of_a_chat_are_the_targets_own(client, engine, temperature):
     asked = {"temperature": temperature, "top_k": 5, "seed": 1, "logprobs": True, "top_logprobs": 3}
@@ -582,6 +586,7 @@ AS_IT_IS = {"type": "json_schema", "json_schema": {"properties": {}}}
 """A schema that nothing names."""
 
 
+@pytest.mark.mend("options that are not supported")
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -639,6 +644,7 @@ def test_options_of_no_consequence_are_taken(client):
     assert ask(client, **asked).status_code == 200
 
 
+@pytest.mark.mend("token ids given as text, numbers, booleans")
 @pytest.mark.parametrize("prompt", [["1", 2], ["1", "2"], [1.0, 2.0], [True], [[1], "a"], [[True]]])
 def test_only_whole_numbers_are_token_ids(client, engine, prompt):
     response = ask(client, COMPLETE, prompt=prompt, return_token_ids=True)
@@ -651,6 +657,7 @@ def test_only_whole_numbers_are_token_ids(client, engine, prompt):
         assert error["param"].startswith("prompt") and "expected a valid " in error["message"]
 
 
+@pytest.mark.mend("long texts")
 def test_a_text_much_longer_than_the_context_is_not_tokenized(client, engine, monkeypatch):
     lengths: list[int] = []
     tokenizer = engine.target.tokenizer
@@ -676,6 +683,7 @@ def test_the_models_entry_says_whether_it_drafts(client):
         assert plain.get("/v1/models/tiny").json()["drafts"] == ""
 
 
+@pytest.mark.mend("bearer")
 def test_the_scheme_of_a_key_is_of_any_case(engine):
     with TestClient(create_app(engine, replace(OPTIONS, key="s3cret"))) as client:
         for scheme, status in (("bearer", 200), ("BEARER", 200), ("Basic", 401)):
@@ -683,6 +691,7 @@ def test_the_scheme_of_a_key_is_of_any_case(engine):
             assert client.get("/v1/models").status_code == status
 
 
+@pytest.mark.mend("--root-path")
 def test_a_proxy_may_offer_it_below_a_path(engine):
     """Whether the proxy takes the path away or leaves it, and no path leads around the key."""
     with TestClient(create_app(engine, replace(OPTIONS, key="k", root_path="/llm"))) as client:
@@ -694,6 +703,7 @@ def test_a_proxy_may_offer_it_below_a_path(engine):
         assert "<title>" in client.get("/llm/").text
 
 
+@pytest.mark.mend("--allowed-host")
 @pytest.mark.parametrize(
     ("header", "passes"),
     [
@@ -721,6 +731,7 @@ def test_hosts_by_which_it_is_called(engine, header, passes):
         assert "see --allowed-host" in response.json()["error"]["message"]
 
 
+@pytest.mark.mend("the first token waited 40 ms for an acknowledgement")
 def test_a_token_is_sent_at_once(engine, monkeypatch):
     """Not after the client's system has acknowledged what was sent before, which takes 40 ms."""
     sent_at_once: list[int] = []

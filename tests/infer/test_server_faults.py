@@ -157,6 +157,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.mend("4 MiB of wrong messages")
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_of_wrong_values_is_one_error_made_off_the_event_loop(name, monkeypatch):
     """Not one error for each value, which takes gigabytes."""
@@ -201,6 +202,7 @@ def test_a_body_of_unknown_length_is_limited_too(client):
     error(client.post(CHAT, content=parts, headers=headers), 413)
 
 
+@pytest.mark.mend("content types")
 def test_another_content_type_is_refused(client):
     """A form on another site can send no other."""
     body = json.dumps(ASKED)
@@ -332,6 +334,7 @@ def test_a_failure_in_the_middle_ends_one_stream_alone(client, says):
     assert "[DONE]" not in response.text
 
 
+@pytest.mark.mend("a stream behind busy slots had no byte until its first token")
 def test_a_stream_that_waits_for_a_slot_speaks_at_once(client, says, monkeypatch):
     """Headers and the role, then comments until its turn comes; one that is left takes no place."""
     monkeypatch.setattr(service, "QUIET", 0.05)
@@ -430,6 +433,10 @@ def test_signals_under_load_leave_no_request_without_an_end(model, again):
         assert status == 503 or '"code": "shutting_down"' in text, (status, text)
 
 
+@pytest.mark.mend(
+    "a server that was interrupted in its first milliseconds printed a coroutine that was never "
+    "awaited, or a traceback"
+)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_request_ends_a_server_as_any_other(number, monkeypatch):
     """It is sent as soon as the address is printed."""

@@ -100,6 +100,10 @@ class Even(Constraint):
         return [*dict.fromkeys([*paths, *forced])]
 
 
+@pytest.mark.mend(
+    "a server's seed gave another text with other drafts, from the second request on or beside a "
+    "grammar"
+)
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "lookahead", None])
 def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, steps, name):
     """Whatever is drafted, unless the rule is lossy, beside rows with a constraint, too, and from
@@ -381,6 +385,7 @@ class Broken(Greedy):
         return super().__call__(logits, tree)
 
 
+@pytest.mark.mend("a server sampled tokens from logits that are not finite")
 def test_logits_that_are_not_finite_end_their_row_alone(schedulers, monkeypatch):
     target = tiny_target()
     scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)

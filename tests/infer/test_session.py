@@ -121,6 +121,7 @@ def sources() -> dict[str, Any]:
     }
 
 
+@pytest.mark.mend("merged drafters answered a seed differently once a session was reused")
 @pytest.mark.parametrize("name", sources())
 def test_a_seed_repeats_a_text_whatever_a_session_decoded_before(name):
     engine, session = Speculator(tiny_target(), sources()[name]), Session()
@@ -217,6 +218,7 @@ def test_two_live_generations_cannot_share_a_session(name):
 GROWING = ("eagle3", "block", "medusa")
 
 
+@pytest.mark.mend("the whole context is not reserved")
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
@@ -297,6 +299,7 @@ def test_a_prompt_given_up_halfway_leaves_the_session_right():
     )
 
 
+@pytest.mark.mend("masks, keys and compiled steps of the dtype that a target had before")
 @pytest.mark.parametrize("drafts", ["ngram", "model", "eagle3"])
 def test_a_target_that_was_moved_decodes_in_its_new_dtype(drafts):
     """Also with an engine and a session of before."""

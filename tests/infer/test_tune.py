@@ -197,6 +197,7 @@ def timed_runs(seconds: dict[StaticTree, tuple[float, float]], prompt: float = 7
     return runs
 
 
+@pytest.mark.mend("drafts that cost less than nothing")
 def test_nothing_costs_less_than_nothing():
     """Although noise makes drafts of more nodes and levels look cheaper."""
     trees = cost_trees(3, 8)
@@ -207,6 +208,7 @@ def test_nothing_costs_less_than_nothing():
         assert costs.step_seconds(tree) >= costs.verify_seconds(0) > 0.0
 
 
+@pytest.mark.mend("a tree tuned by times that contradict each other")
 def test_times_that_contradict_each_other_write_no_tree():
     """Steps that take no time, by a clock that stands still."""
     seconds = {tree: (0.0, 0.0) for tree in cost_trees(5, 20)}
@@ -214,6 +216,7 @@ def test_times_that_contradict_each_other_write_no_tree():
         fitted_costs(timed_runs(seconds))
 
 
+@pytest.mark.mend("costs of drafts from two clocks: negative seconds on a busy machine")
 def test_costs_are_taken_by_one_clock(monkeypatch):
     """Ten seconds of the wall go by at each look at it, as where other processes have the cores:
     those of the CPU count, in whole runs and in their steps.
@@ -283,6 +286,7 @@ def test_a_race_compares_with_the_present_tree_and_scales_predictions_by_plain_d
     assert winner(trials).tree == faster
 
 
+@pytest.mark.mend("tune without nodes")
 def test_a_tree_of_no_nodes_is_explained(capsys, monkeypatch):
     """What the best tree with drafts brings, what it costs, and the next step."""
     monkeypatch.setenv("COLUMNS", "300")

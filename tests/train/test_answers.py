@@ -157,6 +157,7 @@ def test_a_lost_shard_is_answered_again(tmp_path, monkeypatch, lost):
     assert 0 < len(written) < len(records) and content(tmp_path) == whole
 
 
+@pytest.mark.mend("a damaged file left the rest of its last record to another prompt")
 def test_the_rest_of_a_record_whose_file_is_lost_is_not_of_the_one_before(tmp_path):
     """Files of earlier versions divide records."""
     document = {"tokens": [1, 2], "learn": [[1, 2]], "turns": 1, "finish": "eos"}

@@ -39,6 +39,7 @@ def test_every_kind_of_head_has_a_section():
     assert [HEADS[kind].Choices().kind for kind in HEADS] == list(HEADS)
 
 
+@pytest.mark.mend("a kind of head that does not exist")
 def test_a_wrong_kind_lists_the_kinds(path):
     said = "head.kind: expected one of medusa, sequential, eagle3, eagle, block, mtp, got 'eagle4'"
     assert error(path, "head.kind=eagle4") == f"command line: {said}; did you mean 'eagle'?"
@@ -142,6 +143,7 @@ def test_the_candidates_of_a_fixed_tree_are_not_bounded(path):
     assert load_recipe(path, tree).head.top_k is None
 
 
+@pytest.mark.mend("absurd numbers in recipes")
 @pytest.mark.parametrize("kind", HEADS)
 def test_an_absurd_number_is_refused_before_anything_is_loaded(path, kind):
     """No key, present or to come, takes one that only memory or time would refuse."""

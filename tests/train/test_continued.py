@@ -161,6 +161,7 @@ def test_heads_that_cannot_be_continued(made, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.mend("sizes beside head.from were ignored and recorded as true")
 def test_sizes_that_the_head_does_not_have_are_refused(made, tmp_path, capsys):
     wrong = [
         ("medusa", "depth", 5),
@@ -177,6 +178,7 @@ def test_sizes_that_the_head_does_not_have_are_refused(made, tmp_path, capsys):
         assert not list(tmp_path.glob(f"{kind}/step-*"))
 
 
+@pytest.mark.mend("defaults were recorded as the sizes of a head that was continued")
 def test_the_sizes_of_the_head_are_recorded(made, tmp_path):
     """Not the defaults of a recipe that says nothing of them."""
     outcome = fit(recipe_of(bare(made, "medusa", tmp_path / "run")))

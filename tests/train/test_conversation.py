@@ -394,6 +394,7 @@ def write(folder: Path, turns: Any) -> Path:
     return path
 
 
+@pytest.mark.mend("arguments that were encoded twice were the text of an input")
 @pytest.mark.parametrize("turns", [SHAREGPT, OPENAI, TWICE], ids=["sharegpt", "openai", "twice"])
 def test_tool_turns_are_kept_or_dropped(tmp_path, turns):
     path = write(tmp_path, turns)

@@ -98,6 +98,7 @@ def recipe(folder):
     return path
 
 
+@pytest.mark.mend("answers are compared with their checksums")
 def test_shuffled_tokens_end_training_before_a_checkpoint(folder, recipe, tmp_path):
     """A shard of equal size whose token ids were shuffled used to be trained on, and resumed as the
     same data.
@@ -110,6 +111,7 @@ def test_shuffled_tokens_end_training_before_a_checkpoint(folder, recipe, tmp_pa
     assert not list((tmp_path / "run").glob("step-*"))
 
 
+@pytest.mark.mend("answers are compared beside the first steps")
 def test_a_run_compares_once_and_goes_on_beside_it(folder, recipe, tmp_path, monkeypatch):
     read: list[Path] = []
     checksum = answers._checksum
@@ -158,6 +160,7 @@ def test_checking_finds_what_sizes_cannot(folder):
 # ---------------------------------------------------------------- what is in a shard
 
 
+@pytest.mark.mend("spans outside their document")
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
     [
@@ -183,6 +186,7 @@ def test_spans_and_values_are_checked_when_they_are_read(folder, name, value, co
     one_line(error)
 
 
+@pytest.mark.mend("token ids outside the vocabulary")
 @pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31 - 1])
 def test_token_ids_outside_the_vocabulary_name_shard_and_document(folder, token):
     before = [answer.tokens for answer in read_answers(folder)]
@@ -210,6 +214,7 @@ def test_offsets_beyond_the_columns_are_refused(folder):
         open_shards(folder)
 
 
+@pytest.mark.mend("a shard cut while it is read")
 @pytest.mark.parametrize("kept", [0, 900])
 def test_a_shard_that_is_cut_while_a_run_reads_it_is_one_line(folder, kept):
     """Mapped pages would kill the process with SIGBUS, without a word."""
@@ -285,6 +290,7 @@ JUNK = (None, "x", "", -1, 1.5, 10**40, True, [], [[]], {}, {"a": 1}, "../x", fl
 MISSING = object()
 
 
+@pytest.mark.mend("a damaged manifest")
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_manifest_damaged_anywhere_is_one_line(target, tmp_path, monkeypatch, every):
@@ -338,6 +344,7 @@ def test_a_process_that_holds_a_folder_for_ever_is_named(folder, monkeypatch):
         answers.set_aside(folder, read_manifest(folder))
 
 
+@pytest.mark.mend("a second distill waited 30 minutes in silence")
 def test_who_holds_a_folder_is_said_at_once(folder, monkeypatch, caplog):
     monkeypatch.setattr(answers, "LOCK_SECONDS", 0.2)
     ours, theirs = os.pipe()

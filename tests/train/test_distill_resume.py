@@ -328,6 +328,9 @@ def some_changes(number: int) -> list[str]:
     return [[*BECOMES][(3 * number + step) % len(BECOMES)] for step in range(3)]
 
 
+@pytest.mark.mend(
+    "a run killed in its first line refused its own prompts as others when one was added"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "changes"),
@@ -387,6 +390,7 @@ def test_whatever_happens_the_answers_are_those_of_runs_that_nothing_happened_to
 # ---------------------------------------------------------------- files that are damaged
 
 
+@pytest.mark.mend("damaged answers are answered again")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_the_prompts_of_a_damaged_shard_are_answered_again(target, tmp_path, caplog, damage):
     here, out = Here(target), tmp_path / "o"
@@ -435,6 +439,8 @@ def test_a_damaged_line_is_refused_and_a_lost_one_answered_again(target, tmp_pat
 # ---------------------------------------------------------------- what is not ours
 
 
+@pytest.mark.mend("distill --out in a folder with a README")
+@pytest.mark.mend("an edited data card")
 def test_what_is_not_ours_is_kept(target, tmp_path):
     """Files that were there, and a card that was edited."""
     mine = {
@@ -459,6 +465,7 @@ def test_what_is_not_ours_is_kept(target, tmp_path):
 # ---------------------------------------------------------------- what is refused
 
 
+@pytest.mark.mend("one folder of answers has one template and tokenizer")
 def test_other_options_are_refused_naming_each_difference(target, tmp_path):
     """Also for other prompts: one folder used to get the texts of two templates."""
     out = tmp_path / "o"
@@ -516,6 +523,8 @@ def test_other_source_of_answers_is_refused(one_end, start, tmp_path):
         distill(served(moved), prompts(3), options(tmp_path / "p"))
 
 
+@pytest.mark.mend("--temperature 1e-40")
+@pytest.mark.mend("distill --out wrote its manifest beside another toolkit's data")
 def test_folders_and_choices_that_cannot_be_used_are_refused_before_generation(target, tmp_path):
     calls = on_call(target, lambda call, rows: None)
     (tmp_path / "file").touch()
@@ -604,6 +613,7 @@ def two_forks(folder: Path, batch_size: int) -> list[ForkProcess]:
     ]
 
 
+@pytest.mark.mend("summaries of several processes that contradict")
 @pytest.mark.slow
 def test_two_processes_divide_the_work_and_one_reports(target, tmp_path):
     asked = ask_in(tmp_path, target, 10)
@@ -644,6 +654,7 @@ def test_what_accelerate_launch_starts_alone_is_refused(target, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+@pytest.mark.mend("distilling processes, one killed")
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_process_that_is_killed_is_not_waited_for(target, tmp_path, killed):

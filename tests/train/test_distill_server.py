@@ -136,6 +136,7 @@ def test_end_token_left_out_by_the_server_is_learned(many_ends, start, tmp_path)
         assert record["tokens"][begin:] == [1, 2, last] and record["finish"] == "eos"
 
 
+@pytest.mark.mend("a server whose pages claim charset=utf-16")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_a_vllm_that_speculates_is_named_where_it_samples(
@@ -300,6 +301,7 @@ def test_junk_is_not_learned_and_asked_again(folder, start, tmp_path, kind):
     assert [record["id"] for record in records(tmp_path / "o")] == [0, 1, 3, 4]
 
 
+@pytest.mark.mend("a server that answers nothing")
 @pytest.mark.parametrize("count", [3, 40])
 def test_empty_answers_alone_end_the_run_after_a_few(folder, start, tmp_path, count):
     """They used to fill a folder with end tokens, with exit code 0."""
@@ -323,6 +325,7 @@ def test_an_empty_answer_among_others_is_learned(folder, start, tmp_path):
     assert distill(target, asked, options(tmp_path / "o")).counts.done == 30
 
 
+@pytest.mark.mend("a server that answers with another model")
 @pytest.mark.parametrize(
     ("name", "is_same"),
     [
@@ -600,6 +603,7 @@ def test_key_that_the_server_echoes_is_hidden(
 SECRET = "sk-proj-Very+long/Secret-0123456789"
 
 
+@pytest.mark.mend("an echoed key")
 @pytest.mark.parametrize(
     "echo",
     [
@@ -622,6 +626,7 @@ def test_short_keys_hide_themselves_and_no_key_hides_nothing(key, size):
     assert without_secret("no such model", key) == "no such model"
 
 
+@pytest.mark.mend("escape sequences of servers")
 def test_what_a_server_says_reaches_neither_terminal_nor_files_with_its_escapes(
     typed, start, tmp_path, capsys, caplog
 ):

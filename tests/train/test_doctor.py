@@ -160,6 +160,7 @@ def test_a_healthy_head_is_called_healthy(examine, good, kind):
     assert found["measured"] > 3
 
 
+@pytest.mark.mend("doctor from another folder")
 def test_the_training_data_is_found_from_any_folder(examine, bench, good, monkeypatch, tmp_path):
     """A recipe's path is relative to the folder of the training, which is one above the run's."""
     monkeypatch.chdir(tmp_path)
@@ -176,6 +177,7 @@ def test_the_training_data_is_found_from_any_folder(examine, bench, good, monkey
     assert code == 2 and f"moved, is neither here nor in a folder above {copy}; give" in printed
 
 
+@pytest.mark.mend("doctor and speed")
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_a_head_slower_than_none_is_not_healthy(examine, good, monkeypatch, kind):
     """However right its drafts are: the verdict counts what a step costs."""
@@ -206,6 +208,7 @@ def test_a_head_that_training_left_too_early_is_not_healthy(examine, bench, tmp_
     assert "train longer" in printed
 
 
+@pytest.mark.mend("heads of little training called trained on shifted pairs")
 @pytest.mark.parametrize("kind", ["medusa", "sequential"])
 def test_little_training_is_no_shift(examine, bench, tmp_path, kind):
     """Such heads are near the target's lm_head, and the next state holds the answer."""
@@ -215,6 +218,7 @@ def test_little_training_is_no_shift(examine, bench, tmp_path, kind):
     assert first((code, found, printed)) in ("undertrained", "weights")
 
 
+@pytest.mark.mend("doctor priced steps of unpacked weights")
 def test_a_step_is_priced_as_decoding_takes_it(examine, good, monkeypatch):
     """With the packed weights and the threads of bench and chat."""
     seen = []

@@ -149,6 +149,7 @@ def kinds_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
+@pytest.mark.mend("an MTP head was refused by DeepSpeed ZeRO-3 with a traceback")
 def test_two_processes_train_as_one(alone, together):
     engine, folder = together
     for kind in kinds_in(folder):

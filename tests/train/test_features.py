@@ -260,6 +260,7 @@ OTHER: dict[str, Callable] = {
 }
 
 
+@pytest.mark.mend("stored features that were shuffled, tripled or NaN were learned")
 @pytest.mark.parametrize("name", OTHER)
 def test_stored_features_that_were_changed_are_not_learned(tmp_path, target, name):
     store = fill(store_of(tmp_path, target))
@@ -283,6 +284,7 @@ def test_shards_that_have_changed_places_are_not_learned(tmp_path, target):
         again([store.shards[one][0]], rows.batch([store.shards[one][0]]))
 
 
+@pytest.mark.mend("stored features in float64 or of another width were learned")
 @pytest.mark.parametrize("change", [torch.Tensor.double, lambda f: f[:, 1:].contiguous()])
 def test_stored_features_of_another_dtype_or_width_are_written_again(tmp_path, target, change):
     store = fill(store_of(tmp_path, target))
@@ -295,6 +297,7 @@ def test_stored_features_of_another_dtype_or_width_are_written_again(tmp_path, t
     assert files(store.folder) == before
 
 
+@pytest.mark.mend("stored features that were cut ended the process with SIGBUS")
 def test_a_shard_that_is_cut_while_it_is_read_is_named(tmp_path, target):
     store = fill(store_of(tmp_path, target))
     store([3], store.rows.batch([3]))

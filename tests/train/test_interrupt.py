@@ -159,6 +159,7 @@ def wait_in_a_fork(ours: int, theirs: int, made: Path, output: Path) -> None:
     sys.exit(run(made, output))
 
 
+@pytest.mark.mend("SIGHUP")
 @pytest.mark.usefixtures("hang_ups_are_heeded")
 @pytest.mark.parametrize("place", [os.openpty, os.pipe])
 def test_a_run_whose_connection_drops_is_saved(made, whole, tmp_path, place):
@@ -261,6 +262,7 @@ def test_a_run_passes_over_a_damaged_checkpoint(made, whole, tmp_path, capsys, n
     assert (output / "best").resolve().name in steps(output)
 
 
+@pytest.mark.mend("a flipped digit in state.json")
 def test_every_digit_of_a_state_is_under_its_seal(whole, tmp_path):
     """One that flips would put a step's weights at another step, or its sums at other files."""
     step = Path(shutil.copytree(whole / "step-000006", tmp_path / "step-000006"))
@@ -311,6 +313,7 @@ DISKS = {
 NUMBERS = {os.strerror(number): number for number in errno.errorcode}
 
 
+@pytest.mark.mend("advice by the reason")
 @pytest.mark.parametrize("reason", DISKS)
 def test_a_checkpoint_that_cannot_be_written_says_what_to_do(
     made, half, monkeypatch, capsys, reason
@@ -397,6 +400,7 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_at_start(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.mend("run.output without permission")
 @pytest.mark.parametrize("place", ["forbidden", "a file", "below a file"])
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_loaded(
     made, tmp_path, monkeypatch, capsys, place
@@ -447,6 +451,7 @@ def exhausted(text: str) -> None:
     raise torch.OutOfMemoryError(text)
 
 
+@pytest.mark.mend("out of memory")
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_that_runs_out_is_one_line_that_says_what_to_lower(
     made, tmp_path, monkeypatch, capsys, name
@@ -575,6 +580,7 @@ def killed_while_deleting(made: Path, output: Path) -> None:
 ONE_KEPT = ["run.save_every=3", "run.keep=1", "eval.best=simulated"]
 
 
+@pytest.mark.mend("killed between the last checkpoint and best")
 @pytest.mark.parametrize("killed", [killed_before_best, killed_while_deleting])
 def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, capsys, killed):
     """By the same command: `best`, the removal of old checkpoints."""
@@ -596,6 +602,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_completed(made, tmp_path, cap
     assert checkpoint.read_state(output / "step-000006").step == 6
 
 
+@pytest.mark.mend("temporary files of killed processes beside files")
 @pytest.mark.parametrize("owner", ["gone", "self", "alive", "elsewhere"])
 def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
     """A `convert` or `merge` has no lock: only what this machine's dead processes left is."""
@@ -615,6 +622,9 @@ def test_what_a_killed_process_left_of_a_folder_is_removed(tmp_path, owner):
     assert (left.exists(), file.exists()) == (is_kept, is_kept)
 
 
+@pytest.mark.mend(
+    "a process killed while it replaced a folder left that under a hidden name for ever"
+)
 @pytest.mark.parametrize("moves", range(3))
 def test_a_folder_that_is_replaced_is_never_lost(tmp_path, moves):
     """Killed before it is moved away, before the new one has its name, before it is deleted."""

@@ -67,6 +67,7 @@ def test_processes_that_torchrun_starts_again_go_on(made, tmp_path):
     assert all(torch.allclose(left[name], right[name], atol=1e-4) for name in left)
 
 
+@pytest.mark.mend("a dead process of a launch")
 @pytest.mark.slow
 def test_a_process_that_dies_is_one_line_of_each_that_is_left(made, tmp_path):
     """The launcher ends them as well: that must not hide why."""
@@ -190,6 +191,7 @@ def test_the_first_fsdp_is_refused():
     check_environment({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, has_gpu=True)
 
 
+@pytest.mark.mend("ACCELERATE_USE_CPU with DeepSpeed")
 def test_deepspeed_that_would_be_left_out_is_refused():
     """accelerate takes ACCELERATE_USE_CPU first, and would train with DDP without a word."""
     deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"}
@@ -210,6 +212,10 @@ def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
     check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, has_gpu=False)
 
 
+@pytest.mark.mend(
+    "mixed_precision and gradient_accumulation_steps of accelerate's config were passed over "
+    "without a word"
+)
 @pytest.mark.parametrize(
     ("name", "value", "precision", "said"),
     [
@@ -235,6 +241,9 @@ def test_settings_of_accelerate_that_are_not_used_are_named(
     assert said in caplog.text and bool(caplog.records) == bool(said)
 
 
+@pytest.mark.mend(
+    "after a launch that was killed while it compiled, the next waited for its lock without a word"
+)
 @pytest.mark.parametrize(
     ("rank", "age", "is_named"), [("0", 9, True), ("0", -9, False), ("1", 9, False)]
 )

@@ -76,6 +76,10 @@ def test_only_the_owner_reads_the_texts(tmp_path):
     assert [stat.S_IMODE(path.stat().st_mode) for path in texts.files] == [0o600]
 
 
+@pytest.mark.mend("100,000 brackets in a text that was kept")
+@pytest.mark.mend(
+    "token ids outside the vocabulary in a damaged line ended learning, and were drafted"
+)
 def test_a_line_that_was_cut_costs_no_other(tmp_path):
     texts = texts_in(tmp_path)
     texts.add([1], [2])
@@ -89,6 +93,7 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path):
     assert [list(talk.tokens) for talk in texts_in(tmp_path).conversations] == [[1, 2], [3, 4]]
 
 
+@pytest.mark.mend("texts stayed longer than --learn-keep says")
 def test_texts_are_deleted_in_time_and_within_their_room(tmp_path, monkeypatch):
     limits = {"most_bytes": 3 << 20}
     texts = texts_in(tmp_path, **limits)
@@ -106,6 +111,7 @@ def test_texts_are_deleted_in_time_and_within_their_room(tmp_path, monkeypatch):
             assert max(ages) <= 30 and len(ages) >= min(day // 4, 6)
 
 
+@pytest.mark.mend("texts of a clock that was ahead outlived their days")
 def test_texts_of_a_clock_that_was_ahead_are_deleted_in_time(tmp_path, monkeypatch):
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 365 * 86400)
@@ -126,6 +132,7 @@ def write(folder: Path) -> None:
     (folder / "config.json").write_text("{}")
 
 
+@pytest.mark.mend("a version number of 10^23 that rollback counted up to")
 def test_versions_are_kept_and_taken_back(tmp_path, monkeypatch):
     versions = Versions(tmp_path)
     assert versions.served is None
@@ -266,6 +273,7 @@ def test_a_head_that_is_worse_is_not_served(made, tmp_path, monkeypatch):
     place.close()
 
 
+@pytest.mark.mend("learning from use cut texts before the target read them")
 @pytest.mark.parametrize("kind", ["medusa", "eagle3"])
 def test_parts_are_read_in_the_context_of_their_text(made, tmp_path, kind):
     learner, place = learner_in(made, kind, tmp_path / "place")
@@ -287,6 +295,7 @@ def test_parts_are_read_in_the_context_of_their_text(made, tmp_path, kind):
     place.close()
 
 
+@pytest.mark.mend("rounds of learning grew with each kill and never ended")
 def test_rounds_get_done_however_much_is_new(made, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "NEWS", (64, 200))
     learner, place = learner_in(made, "medusa", tmp_path / "place")
@@ -297,6 +306,7 @@ def test_rounds_get_done_however_much_is_new(made, tmp_path, monkeypatch):
     place.close()
 
 
+@pytest.mark.mend("after a clock that was ahead nothing was learned from use")
 def test_a_clock_that_was_wrong_does_not_end_learning(made, tmp_path, monkeypatch):
     now = time.time()
     with monkeypatch.context() as patch:

@@ -72,6 +72,7 @@ def test_a_machine_that_becomes_busy_takes_fewer_steps(made, tmp_path, clock, mo
     assert (state.step, state.seconds) == (4, 17.0), "2, 3, 4 and 5 seconds, and a save"
 
 
+@pytest.mark.mend("a run of two minutes took five, as evaluations were not counted")
 def test_an_evaluation_has_its_time(made, tmp_path, clock, monkeypatch, capsys):
     """The last one ends the run in time, and none takes the time that is left to train."""
     monkeypatch.setattr(Evaluator, "seconds", lambda self: 10.0)

@@ -117,6 +117,7 @@ def test_tied_embeddings_are_counted_once(tmp_path, made):
     assert sizes.frozen - sizes.layers * sizes.per_layer == 50 * 32 + 32
 
 
+@pytest.mark.mend("nothing said before the training that convert would refuse the head")
 def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
     learned = tiny_recipe(made, "block")
     masked = {**learned, "head": {**learned["head"], "mask": 7, "conditioning": "markov"}}
@@ -163,6 +164,7 @@ def test_engines_divide_the_trained_state(made, engine, weights, gradients, opti
     assert alone.memory["gradients"] == size
 
 
+@pytest.mark.mend('a plan said "1 processes"')
 def test_a_plan_of_few_data_says_what_the_run_will_do(made, tmp_path, capsys):
     choices = {"epochs": 2, "steps": None, "tokens_per_step": None}
     values = tiny_recipe(made, output=str(tmp_path / "run"), **choices)
@@ -181,6 +183,7 @@ def test_a_plan_of_few_data_says_what_the_run_will_do(made, tmp_path, capsys):
     assert all(line in said.splitlines() for line in plan.work.note.split("; ", 1))
 
 
+@pytest.mark.mend("temporary folders of killed plans")
 @pytest.mark.parametrize(
     "choices", [{}, {"data": {"cache_gb": 1e-6}}, {"features": {"mode": "cached"}}]
 )
@@ -200,6 +203,7 @@ def test_the_probe_trains_and_leaves_nothing(made, tmp_path, monkeypatch, choice
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.mend("a plan that tried batches of a billion rows")
 def test_nothing_is_tried_without_answers_or_memory(made, tmp_path, monkeypatch):
     values = tiny_recipe(made)
     monkeypatch.setattr(planning, "start", lambda *_: pytest.fail("loaded"))
@@ -221,6 +225,7 @@ def free_much() -> None:
     assert planning.peak_memory() - before < 100 << 20
 
 
+@pytest.mark.mend("a plan took the memory of the process that started it for its own")
 @pytest.mark.skipif(not planning.CLEAR.exists(), reason="this system counts no peak")
 def test_memory_that_was_freed_is_in_the_peak():
     assert exit_code_of_a_fork(free_much) == 0

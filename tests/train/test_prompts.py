@@ -251,6 +251,7 @@ def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path):
         read_prompts("them/okay")
 
 
+@pytest.mark.mend("a misspelt demo-prompts asked the Hub for 77 s")
 @pytest.mark.parametrize(
     ("name", "meant"),
     [

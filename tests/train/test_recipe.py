@@ -172,6 +172,7 @@ def test_a_fault_in_the_file_is_one_line_with_its_name(path, text, complaint):
     assert len(message) < 300 + len(str(path))
 
 
+@pytest.mark.mend("an empty head.from= trained a new head")
 @pytest.mark.parametrize(
     "override",
     ["run.output=", "head.from=", "run.epochs=", "run.output=~", "optim.lr=1e400", "optim=null"],
@@ -241,6 +242,7 @@ def test_a_wrong_type_says_key_expected_and_got(path):
     assert "data.heldout" in error(path, "data.heldout=2")
 
 
+@pytest.mark.mend("run.steps=true was one step")
 @pytest.mark.parametrize("key", ["run.steps", "optim.lr", "target_bits", "head.depth"])
 def test_true_is_no_number(path, key):
     said = error(path, f"{key}=true")
@@ -273,6 +275,7 @@ def test_one_length_replaces_the_other(path):
     assert (run.epochs, run.steps, run.minutes) == (None, None, 20)
 
 
+@pytest.mark.mend("run.steps beside run.minutes: one was ignored")
 @pytest.mark.parametrize("other", ["run.minutes=3", "run.epochs=2"])
 def test_two_lengths_are_not_one(path, other):
     """Although either would replace that of the file."""
@@ -286,6 +289,7 @@ def test_a_list_of_one_needs_no_brackets(path, value):
     assert load_recipe(path, [f"run.trackers={value}"]).run.trackers == ["tensorboard"]
 
 
+@pytest.mark.mend("a recipe of another model was suggested")
 def test_recipes_of_the_package_are_found_by_name(tmp_path, monkeypatch):
     """Wherever the package is installed; a file of the same name comes first."""
     monkeypatch.chdir(tmp_path)

@@ -184,6 +184,9 @@ CHANGES: dict[str, tuple[Callable, str]] = {
 }
 
 
+@pytest.mark.mend(
+    "ids or scales of another shape, or fp8 without scales, ended a run with a traceback"
+)
 @pytest.mark.parametrize("number", [0, 9])
 @pytest.mark.parametrize("name", CHANGES)
 def test_nothing_is_learned_from_other_states(made, server, tmp_path, capsys, name, number):
@@ -238,6 +241,9 @@ OTHERS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.mend(
+    "noise, zeros and shifted states of servers were learned after the first document"
+)
 @pytest.mark.parametrize("name", OTHERS)
 def test_each_document_is_checked_at_all_of_its_places(made, server, tmp_path, capsys, name):
     torch.manual_seed(0)
@@ -258,6 +264,7 @@ def other_model() -> LlamaForCausalLM:
     return model
 
 
+@pytest.mark.mend("states of another model were learned after a restart of the server")
 def test_a_server_that_is_started_again_with_another_model(made, server, tmp_path, capsys):
     other = other_model()  # not in the server's thread: training draws from the same generator
 
@@ -270,6 +277,7 @@ def test_a_server_that_is_started_again_with_another_model(made, server, tmp_pat
     assert re.search("use one model for all|predict the learned tokens|serve the same", line)
 
 
+@pytest.mark.mend("one of two servers with another model was not noticed")
 def test_one_of_two_servers_with_another_model_is_named(made, server, tmp_path, capsys):
     other = StatesServer(other_model(), server.folder, ALL)
     urls = f"features.server=[{server.url},{other.url}]"
@@ -278,6 +286,7 @@ def test_one_of_two_servers_with_another_model_is_named(made, server, tmp_path, 
     other.close()
 
 
+@pytest.mark.mend("state 0 was compared in the first document alone")
 def test_embeddings_are_compared_in_each_document(made, server, tmp_path, capsys):
     def swap(number: int, tensors: dict) -> dict:
         if number < 10:
@@ -304,6 +313,7 @@ def test_a_file_outside_the_exchange_folder_is_not_read(made, server, tmp_path, 
     assert "nothing was read" in refused(made, server, tmp_path / "run3", capsys)
 
 
+@pytest.mark.mend("a server could have any file below the exchange folder deleted")
 @pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "sub/cmpl-1.safetensors"])
 def test_a_file_that_is_no_answer_is_not_deleted(made, server, tmp_path, capsys, name):
     mine = server.folder / name
@@ -315,6 +325,7 @@ def test_a_file_that_is_no_answer_is_not_deleted(made, server, tmp_path, capsys,
     assert mine.read_bytes() == b"mine"
 
 
+@pytest.mark.mend("a FIFO in the exchange folder froze training")
 @pytest.mark.parametrize("is_lock", [False, True])
 def test_a_pipe_is_not_waited_for(made, server, tmp_path, capsys, monkeypatch, is_lock):
     monkeypatch.setattr(served, "FILE_SECONDS", 0.3)
@@ -328,6 +339,7 @@ def test_a_pipe_is_not_waited_for(made, server, tmp_path, capsys, monkeypatch, i
     assert code == 2 and "is no regular file" in line
 
 
+@pytest.mark.mend("a dangling link in the exchange folder stopped the start")
 def test_links_in_the_exchange_folder_are_left_alone(made, server, tmp_path):
     (server.folder / "cmpl-1.safetensors").symlink_to(tmp_path / "nowhere")
     assert run(made, tmp_path / "run", *options(server)) == 0
@@ -355,6 +367,7 @@ def refuse_heldout_rows(
     server.fault = lambda number, request: 404 if request["prompt"] == heldout else None
 
 
+@pytest.mark.mend("a KeyError in features threw away the steps since the last save")
 @pytest.mark.parametrize(
     ("breaks", "words", "steps"),
     [
@@ -384,6 +397,7 @@ def test_whatever_ends_features_what_was_learned_is_kept_and_goes_on(
     assert_same(weights(whole[0], 6), weights(tmp_path / "run", 6))
 
 
+@pytest.mark.mend("a probe of a state server that failed in one process left the others waiting")
 @pytest.mark.slow
 def test_a_server_that_one_process_cannot_ask_ends_all_of_them(made, server, tmp_path):
     """Its first document is asked for before any step."""
@@ -397,6 +411,9 @@ def test_a_server_that_one_process_cannot_ask_ends_all_of_them(made, server, tmp
     assert not any("is gone or never came" in output for _, output in ended)
 
 
+@pytest.mark.mend(
+    "threads went on to read states after the end, and a fork could inherit their locks"
+)
 def test_closing_ends_what_was_asked_and_nothing_else(made, server):
     recipe = tiny_recipe(made)
     recipe["features"] = {"server": [server.url], "exchange": str(server.folder)}

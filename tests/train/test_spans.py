@@ -224,6 +224,7 @@ def without_blanks(text: str) -> str:
     return "".join(text.split())
 
 
+@pytest.mark.mend("each answer after a call was a document with all of the history again")
 @needs_data
 @pytest.mark.parametrize("thought", [None, "hm"])
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: f"{path.parent.name}/{path.stem}")

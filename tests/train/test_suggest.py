@@ -75,6 +75,7 @@ def test_a_large_target_has_a_draft_vocabulary(tmp_path):
     assert values["optim"]["lr"] == 3e-3
 
 
+@pytest.mark.mend("init wrote no head.mask, and engines refused the trained head")
 def test_a_block_head_has_a_mask_that_engines_read(tmp_path):
     target = tiny_chat.llama()
     target.tokenizer.add_tokens(["<file>", "<|user|>"], special_tokens=True)

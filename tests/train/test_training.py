@@ -138,6 +138,7 @@ def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
     assert (tmp_path / "run" / "step-000008").is_dir()
 
 
+@pytest.mark.mend("a finished run said so for data that it had never seen")
 def test_a_finished_run_is_not_that_of_other_data(made, tmp_path, capsys):
     assert run(made, tmp_path / "run") == 0
     other = write_answers(tmp_path / "other", random_answers(40, seed=5))
@@ -345,6 +346,7 @@ def test_a_callback_sees_each_evaluation_and_may_end_the_run(made, tmp_path):
     assert_same(weights(tmp_path / "ended", 6), weights(tmp_path / "whole", 6))
 
 
+@pytest.mark.mend("fit set torch's random numbers of the program that called it")
 def test_training_leaves_the_callers_random_numbers_alone(made, tmp_path):
     values = tiny_recipe(made, steps=1)
     values["run"]["output"] = str(tmp_path)
@@ -388,6 +390,7 @@ class Clones(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.mend("a head copied before it went to the meta device")
 @pytest.mark.parametrize("kind", HEADS)
 def test_an_engine_copies_no_head(kind):
     """Its weights and a copy of them would be in memory at the start of each run."""
