@@ -80,6 +80,8 @@ class Script(Slots):
 
     def use(self, tree: Any) -> None: ...
 
+    def leave(self, row: Row, kept: Any) -> None: ...
+
     def step(self) -> dict[Row, Step]:
         step = next(self.script)
         self.rows[0].text += step.tokens
