@@ -85,15 +85,15 @@ class ContinuousBatch:
         if slots is not None and slots is not kept and (kept is not None or not row.finish):
             slots.leave(row, kept)
 
-    def give_up(self) -> list[Row]:
-        """Let all rows go, whose caches are lost; returns them."""
-        rows = self.rows
+    def give_up(self) -> None:
+        """Forget all rows and their caches, after an error that may have spoiled them."""
         self.rows = []
         self.slots = self._shared = None
-        return rows
 
     def shrink(self, rows: int, error: Exception) -> None:
-        """Decode fewer rows at a time than these, which failed together."""
+        """Decode half as many rows at a time as failed together. One that failed alone says
+        nothing about the others.
+        """
         torch.cuda.empty_cache()
         if rows > 1:
             self._limit = rows // 2

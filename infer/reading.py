@@ -39,9 +39,10 @@ class Session:
         """How many tokens of a prompt need not be computed again. One is left to be computed, and
         all where the keys of a text change as it grows (LongRoPE).
         """
-        if self.slots is None or self.slots.target.has_long_rope:
+        slots = self.slots
+        if slots is None or not slots.length or slots.target.has_long_rope:
             return 0
-        text = self.slots.rows[0].text[: self.length]
+        text = slots.rows[0].text[: slots.length]
         return len(commonprefix([text, list(prompt[:-1])]))
 
 

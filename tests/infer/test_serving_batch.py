@@ -20,6 +20,7 @@ from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.constraint import Constraint
+from draftheads.infer.continuous import ContinuousBatch
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -294,6 +295,8 @@ def reused_in_conversations(schedulers: Any, target: Target, head: Any) -> list[
         scheduler.submit(*(each.job for each in asked))
         answers = [each.answer() for each in asked]
         assert answers == [greedy(target, text, 8) for text in texts]
+        for session in scheduler._idle:  # both caches have what is said to be known
+            assert session.slots is not None and session.length <= session.slots.known()
         turns.append([each.job.reused for each in asked])
         texts = [[*text, *answer, 3 + turn] for text, answer in zip(texts, answers, strict=True)]
     return turns
@@ -374,6 +377,15 @@ def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(schedulers, nam
     scheduler.submit(*(each.job for each in asked))
     assert [each.answer() for each in asked] == expected
     assert 1 <= sum(rows > 3 for rows in small_memory) <= 2, "and then it is known"
+
+
+@pytest.mark.mend("a request that ran out of memory alone left a server with one row at a time")
+def test_a_row_that_needs_too_much_memory_alone_makes_no_batch_smaller():
+    batch = ContinuousBatch(Speculator(tiny_target()), 4)
+    batch.shrink(1, torch.OutOfMemoryError())
+    assert batch.room == 4
+    batch.shrink(4, torch.OutOfMemoryError())
+    assert batch.room == 2
 
 
 class Broken(Greedy):

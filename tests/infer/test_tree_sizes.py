@@ -6,17 +6,21 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import count, cycle, islice
+from typing import Any
 
 import pytest
 import torch
 from asked import Asked
 from exact_laws import RUNS, chi_square, small_head, surely_below, whole_law
+from recorder import recorded
 from tiny_heads import KINDS, random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 
-from draftheads.heads.tree import DynamicTree, StaticTree, Tree
+from draftheads.heads.target.model import Target
+from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Tree
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.engine import Speculator
+from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.lossy import Typical
 from draftheads.infer.rows import Row
 from draftheads.infer.serve.logprobs import ScoredRule
@@ -145,6 +149,33 @@ def test_a_tree_that_comes_back_is_drafted_as_if_it_had_never_left(name):
         [tokens] = slots.verify(drafted)
         row.step(tokens[: slots.committed.counts[0]], 0, 0, (0.0, 0.0))
     assert compared > 3
+
+
+@torch.inference_mode()
+def test_another_tree_ends_steps_that_were_recorded(monkeypatch):
+    """Their replays would go on drafting the old one."""
+    monkeypatch.setitem(RECORDERS, "cpu", recorded)
+    target = tiny_target()
+    target.eos_ids = ()
+    reading = Speculator(target, random_head("eagle3", target)).read(
+        [Row(target, some_prompts(9)[0], 60)], Greedy(), reserved=60
+    )
+    reading.finish()
+    slots = reading.slots
+    while not slots.runner.was_recorded:
+        slots.step()
+    widths: list[int] = []
+    verify = Target.verify
+
+    def note(self: Target, tree: TokenTree, *more: Any) -> Any:
+        widths.append(tree.tokens_BN.shape[1])
+        return verify(self, tree, *more)
+
+    monkeypatch.setattr(Target, "verify", note)
+    smaller = TreeSizes(slots.tree).trees[1]
+    slots.use(smaller)
+    slots.step()
+    assert widths == [smaller.nodes]
 
 
 @torch.inference_mode()
