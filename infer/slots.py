@@ -52,7 +52,7 @@ class Runner:
         return slots.verify(tree or slots.propose())
 
     def start_next(self, slots: Slots) -> None:
-        """Called after each step, before anybody has read its tokens."""
+        """Called at the end of each step, before its tokens are returned."""
 
     def end(self, slots: Slots) -> None:
         """Called before rows or caches change."""
@@ -243,7 +243,7 @@ class Slots:
 
     def rewind(self, length: int) -> int:
         """Cut the text of the only row back to `length` tokens, at least 1, or to fewer if the
-        target is a hybrid; returns to how many. What read it last, ends.
+        target is a hybrid. Returns the tokens that are left. Generations that used the slots end.
         """
         self.runner.end(self)
         # one less: the state at the last kept token predicts the next one
@@ -280,8 +280,8 @@ class Slots:
 
     @property
     def is_settled(self) -> bool:
-        """Whether its steps are worth a compilation: those of one tree, of one row or of rows that
-        began together.
+        """Whether a compilation would serve many steps: the tree is the whole one, and there is one
+        row, or the rows began together.
         """
         is_whole = self.drafter is self._whole[1]
         return is_whole and (len(self.rows) == 1 or not self.is_open)

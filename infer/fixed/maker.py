@@ -98,7 +98,9 @@ class Fixed(Runner):
         return bool(self._recordings.made)
 
     def propose(self, slots: Slots) -> TokenTree | None:
-        """That of a drafter on the host, and of one whose first tree this is."""
+        """The tree of a drafter that works on the host, or drafts here for the first time. None if
+        the step drafts itself.
+        """
         if self.steps is None:
             self.steps = self._fixed(slots)
         if self.steps is None or self.steps.on_host:
@@ -106,7 +108,7 @@ class Fixed(Runner):
         return None
 
     def advance(self, slots: Slots, tree: TokenTree | None) -> list[list[int]]:
-        """A compiled step, a replay, or a step as it is."""
+        """Take a compiled step or a replay; where there is none, run the step as it is."""
         if self.steps is not None:
             slots.rule.prepare(slots.rows)
             try:
@@ -134,7 +136,7 @@ class Fixed(Runner):
             self.end(slots)
 
     def end(self, slots: Slots) -> None:
-        """Continue with steps of any shapes."""
+        """Take the next steps with any shapes."""
         if self.steps is not None:
             slots.committed = self.steps.end(slots.committed)
             self.steps = None
@@ -150,7 +152,7 @@ class Fixed(Runner):
         return finished > max(RECORDED, running)
 
     def is_timed(self) -> bool:
-        """Not one that was recorded, or whose like will be."""
+        """False for the first steps of a kind, which are run as they are or recorded."""
         return self.maker.recorder is None or self.steps is not None and not self.steps.is_new
 
     def _fixed(self, slots: Slots) -> FixedSteps | None:
