@@ -357,13 +357,13 @@ class SlotCache(Cache):  # type: ignore[misc]
             self.states.keep(torch.where(count_B1[:, 0] > 0, last_B, -1))
         self.table.advance(counts)
         if self.states is not None and not isinstance(counts, Tensor):
-            self.states.note(counts[0])
+            self.states.note(counts)
 
     def note(self, counts: Sequence[int]) -> None:
         """What `keep` committed, if it was given a tensor."""
         self.table.note(counts)
         if self.states is not None:
-            self.states.note(counts[0])
+            self.states.note(counts)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Commit the first `counts[b]` pending tokens of each row b, which are its text."""

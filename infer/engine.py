@@ -61,7 +61,7 @@ class Speculator:
         self._has_own_tree = self.tree == source.tree
         source.check_tree(self.tree)
         self.rows_may_leave = source.rows_may_leave
-        self._ended: list[Slots] = []  # of the newest generation, if it was recorded
+        self._last_slots: Slots | None = None  # of the newest generation, if it was recorded
         self.maker = StepMaker(
             target, compiles=compile, on_host=not isinstance(source, DraftHead | NoDraft)
         )
@@ -165,8 +165,9 @@ class Speculator:
     ) -> Iterator[list[Step | None]]:
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
         kept = session or Session()
-        if session is None and self._ended:
-            kept.slots = self._ended.pop()
+        if session is None:  # no other generation takes them meanwhile
+            kept.slots = self._last_slots
+            self._last_slots = None
         reading = self.read(rows, rule, kept, reserved)
         slots = reading.slots
         try:
@@ -185,7 +186,7 @@ class Speculator:
         finally:
             if session is None and slots.runner.was_recorded:
                 slots.length = 0  # the next generation takes the memory, and computes its own text
-                self._ended = [slots]
+                self._last_slots = slots
 
     def read(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ def joined_rule(rules: Sequence[Acceptance], device: torch.device) -> Acceptance
     return RowRules(tuple(rules), device)
 
 
+class Part(NamedTuple):
+    """Rows of a batch with equal rules."""
+
+    rule: Acceptance
+    rows: list[int]
+    rows_R: Tensor
+    """The same on the device."""
+
+
 @dataclass(frozen=True)
 class RowRules(Acceptance):
     """A rule for each row of a batch, which chooses as it does for that row alone. device: of the
@@ -35,43 +44,44 @@ class RowRules(Acceptance):
     device: torch.device
 
     @cached_property
-    def _parts(self) -> list[tuple[Acceptance, list[int], Tensor]]:
-        """The distinct rules, and the rows of each, there and on the device."""
-        parts: list[tuple[Acceptance, list[int]]] = []
-        for row, rule in enumerate(self.rules):
-            for other, rows in parts:
-                if rule == other:
-                    rows.append(row)
-                    break
-            else:
-                parts.append((rule, [row]))
-        return [(rule, rows, torch.tensor(rows, device=self.device)) for rule, rows in parts]
+    def _parts(self) -> list[Part]:
+        """A part for each distinct rule."""
+        distinct: list[Acceptance] = []
+        for rule in self.rules:
+            if rule not in distinct:
+                distinct.append(rule)
+        parts = []
+        for rule in distinct:
+            rows = [row for row, other in enumerate(self.rules) if other == rule]
+            parts.append(Part(rule, rows, torch.tensor(rows, device=self.device)))
+        return parts
 
     @cached_property
     def _order(self) -> Tensor:
         """Where each row is among those of the parts."""
-        return torch.cat([rows_R for _, _, rows_R in self._parts]).argsort()
+        return torch.cat([part.rows_R for part in self._parts]).argsort()
 
     def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
         """The path of each row by its own rule."""
-        parts = [rule(logits_BNV[rows_R], tree.select(rows_R)) for rule, _, rows_R in self._parts]
-        return Accepted(*(torch.cat(each)[self._order] for each in zip(*parts, strict=True)))
+        paths = [
+            part.rule(logits_BNV[part.rows_R], tree.select(part.rows_R)) for part in self._parts
+        ]
+        return Accepted(*(torch.cat(each)[self._order] for each in zip(*paths, strict=True)))
 
     def choose(self, logits: Tensor) -> Tensor:
         """Tokens (B, ...) by the rules of logits (B, ..., V)."""
-        return torch.cat([rule.choose(logits[rows_R]) for rule, _, rows_R in self._parts])[
-            self._order
-        ]
+        chosen = [part.rule.choose(logits[part.rows_R]) for part in self._parts]
+        return torch.cat(chosen)[self._order]
 
     def prepare(self, rows: Sequence[Place]) -> None:
         """Prepare each rule for its rows."""
-        for rule, places, _ in self._parts:
-            rule.prepare([rows[place] for place in places])
+        for part in self._parts:
+            part.rule.prepare([rows[row] for row in part.rows])
 
     def constants(self) -> tuple[Any, ...]:
         """Those of each rule, and its rows."""
-        return tuple((*rule.constants(), *rows) for rule, rows, _ in self._parts)
+        return tuple((*part.rule.constants(), *part.rows) for part in self._parts)
 
     def all_draws(self) -> list[Draws]:
         """Those of the distinct rules."""
-        return [rule.draws for rule, _, _ in self._parts]
+        return [part.rule.draws for part in self._parts]

@@ -271,8 +271,10 @@ class Slots:
 
     def known(self) -> int:
         """Tokens of the only row that both caches have."""
-        # the drafter has a pair less than tokens: the first token has no state before it
-        return min(each.table.lengths[0] + pair for pair, each in enumerate(self.caches))
+        tokens = self.cache.table.lengths[0]
+        drafts = self.drafter.cache
+        # the first token has no state before it, so the drafter has one pair less than tokens
+        return tokens if drafts is None else min(tokens, drafts.table.lengths[0] + 1)
 
     def running(self) -> list[bool]:
         """Which rows are not finished."""

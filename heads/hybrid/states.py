@@ -133,10 +133,10 @@ class States:
             self._earlier = (self.length, self.committed)
             self.committed = kept
 
-    def note(self, count: int) -> None:
-        """Take the number of tokens by which `keep` extended the first row."""
+    def note(self, counts: Sequence[int]) -> None:
+        """Take the numbers of tokens by which `keep` extended the rows."""
         self._earlier = (self.length, self._earlier[1])
-        self.length += count
+        self.length += counts[0]
         self._is_torn = False
 
     def _remember(self) -> None:
