@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from draftheads.recipes import check_paths
 from draftheads.train import entry
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None, *, script: str = "medusa", kind: str
     try:
         with entry.mistakes_in_one_line():
             path, *overrides = entry.words(argv, script, kind)
+            check_paths(path, overrides)
             from draftheads.train.metrics import report
             from draftheads.train.recipe import load_recipe
 

@@ -70,6 +70,8 @@ SLOTS = {
     "plan X": {RECIPE},
     "plan recipe.yaml target=X": TARGETS,
     "train X": {RECIPE},
+    "train/medusa.py X": {RECIPE},
+    "train/eagle.py recipe.yaml data.path=X": {ANSWERS},
     "train recipe.yaml --from X": {HEAD},
     "train recipe.yaml target=X": TARGETS,
     "train recipe.yaml data.path=X": {ANSWERS},
@@ -101,7 +103,7 @@ NO_KEYS = ["error: table.json: expected `key: value` lines, got list"]
 NO_YAML = ["error: notes.pdf: not YAML in UTF-8"]
 NO_PROMPTS = ["expected a file, a folder or a Hub data set, found none"]
 SAID: dict[str, dict[str, list[str]]] = {
-    **{slot: {JSON: NO_KEYS, FILE: NO_YAML} for slot in ("plan X", "train X")},
+    **{slot: {JSON: NO_KEYS, FILE: NO_YAML} for slot in ("plan X", "train X", "train/medusa.py X")},
     **{slot: {NOTHING: NO_PROMPTS} for slot in SLOTS if PROMPTS in SLOTS[slot]},
     "chat --target llm --head retrieve:X": {},
     "chat --target llm --schema X": {kind: [kind] for kind in USES},
@@ -176,7 +178,8 @@ def test_each_input_is_of_its_kind(inputs):
 
 
 @pytest.mark.mend(
-    "a file of another kind was read as something else, or refused after torch was loaded"
+    "a file of another kind was read as something else, or refused after torch was loaded, as by "
+    "scripts of accelerate launch"
 )
 @pytest.mark.slow
 def test_whatever_is_in_the_wrong_place_is_named_before_torch_is_loaded(inputs):

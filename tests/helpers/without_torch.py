@@ -1,6 +1,6 @@
-"""Types commands in a process that cannot load torch. Reads a list of command lines in JSON from
-standard input, and prints for each one its exit code and error lines, or `null` where torch was
-needed.
+"""Types commands, or runs training scripts, in a process that cannot load torch. Reads a list of
+command lines in JSON from standard input, and prints for each one its exit code and error lines, or
+`null` where torch was needed.
 """
 
 from __future__ import annotations
@@ -8,12 +8,16 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
+ROOT = Path(__file__).parents[2]
 SLOW = ("torch", "transformers", "pyarrow", "datasets")
 
 
@@ -37,11 +41,16 @@ class Refusing(MetaPathFinder, Loader):
 def typed(words: Sequence[str]) -> tuple[int, list[str]] | None:
     from draftheads.scripts import cli
 
-    sys.argv = ["draftheads", *words]
+    main: Callable[[], object] = cli.main
+    if words[0].endswith(".py"):
+        main = partial(runpy.run_path, str(ROOT / words[0]), run_name="__main__")
+        sys.argv = list(words)
+    else:
+        sys.argv = ["draftheads", *words]
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
-            cli.main()
+            main()
         except NeededError:
             return None
         except SystemExit as ended:
