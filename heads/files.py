@@ -52,11 +52,19 @@ def staged(folder: Path) -> Iterator[Path]:
             old = staging.with_name(f"{staging.name}{OLD}")
             folder.rename(old)
             staging.rename(folder)
-            shutil.rmtree(old)
+            remove(old)
         else:
             staging.rename(folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)  # it no longer exists after the rename
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that we made; of a symbolic link in its place, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 @contextmanager

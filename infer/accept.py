@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -89,12 +89,14 @@ class Acceptance(ABC):
         """
         if type(self).prepare is not Acceptance.prepare:
             raise TypeError("its choices depend on the row")
-        fields = [(name, value) for name, value in vars(self).items() if name != "draws"]
-        return (type(self), *fields)
+        return (type(self), *self._fields())
 
     def all_draws(self) -> list[Draws]:
         """Of each rule that this one is made of."""
         return [self.draws]
+
+    def _fields(self) -> Iterator[Any]:
+        return ((name, value) for name, value in vars(self).items() if name != "draws")
 
     def seed(self, seed: int) -> None:
         """Decide what is drawn in all rows that come without a seed, in their order."""

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from draftheads.arguments import nearest, takes_files
 from draftheads.heads.base import DraftHead
-from draftheads.heads.files import read_json, remedy, staged, write_json
+from draftheads.heads.files import read_json, remedy, remove, staged, write_json
 from draftheads.heads.formats.hub import CARD, CONFIG, read_config, step_folders, write_head
 from draftheads.heads.tables import flat
 from draftheads.heads.target.model import Target
@@ -389,7 +389,7 @@ class Checkpoints:
     def _tidy(self, last: Path | None) -> None:
         """Remove what a killed process left, set damaged checkpoints aside, delete old ones."""
         for folder in self.output.glob(".step-[0-9]*.*"):
-            shutil.rmtree(folder)
+            remove(folder)
         if last is not None:
             steps = _steps(self.output)
             for damaged in steps[steps.index(last) + 1 :]:
@@ -419,7 +419,7 @@ class Checkpoints:
         for step in worths.keys() - {*list(worths)[: self.keep], best}:
             gone = self.output / f".{step.name}.gone"  # never half a checkpoint under its name
             step.rename(gone)
-            shutil.rmtree(gone)
+            remove(gone)
 
 
 def check_writable(output: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -224,7 +225,8 @@ def read_metrics(output: str | Path) -> list[Line]:
         if isinstance(values, dict) and isinstance(values.get("step"), int):
             lines.append(values)
     if len(lines) < len(complete):
-        tqdm.write(printable(f"note: {path}: skipped {len(complete) - len(lines)} damaged lines"))
+        note = f"note: {path}: skipped {len(complete) - len(lines)} damaged lines"
+        tqdm.write(printable(note), file=sys.stderr)
     return lines
 
 

@@ -24,7 +24,7 @@ from shlex import quote
 
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-from draftheads.heads.files import read_json, staged, sweep, write_json
+from draftheads.heads.files import read_json, remove, staged, sweep, write_json
 
 logger = logging.getLogger("draftheads")
 
@@ -85,7 +85,7 @@ def make_room(needed: int) -> None:
     folders = [path.parent for path in root.glob(f"*/{KEPT}")]
     folders.sort(key=lambda folder: folder.stat().st_mtime)
     while folders and needed + sum(map(size_of, folders)) > MOST_BYTES:
-        shutil.rmtree(folders.pop(0))
+        remove(folders.pop(0))
 
 
 def is_whole(folder: Path) -> bool:

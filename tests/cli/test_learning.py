@@ -84,6 +84,19 @@ def test_forget_deletes_what_learning_made_and_nothing_else(run, chat, tmp_path)
     )
 
 
+@pytest.mark.mend("`forget` said of a link only that a function cannot be called on it")
+@pytest.mark.parametrize("name", ["texts", "heads"])
+def test_forget_follows_no_link(run, chat, tmp_path, name):
+    assert chat()[0] == 0
+    [place] = (tmp_path / "learned").iterdir()
+    elsewhere = (place / name).rename(tmp_path / "elsewhere")
+    (place / name).symlink_to(elsewhere)
+    before = set(tmp_path.rglob("*"))
+    code, _, [line] = run("forget", "--learn-folder", tmp_path / "learned")
+    assert code == 2 and "expected a folder that --learn made, got a symbolic link; delete" in line
+    assert set(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.mend("`forget --head` found nothing once the head's weights had changed")
 def test_a_head_is_forgotten_although_it_was_trained_further(run, chat, head, tmp_path):
     root = tmp_path / "learned"
@@ -116,7 +129,6 @@ def test_texts_are_deleted_in_time_whatever_is_started(run, chat, head, tmp_path
     ("name", "options", "line"),
     [
         ("ngram", [], "--learn: expected --head with one head, got 0"),
-        ("lookahead", [], "expected --head with one head, got 0"),
         ("HEAD", ["--compile"], "--learn: expected no --compile"),
         ("HEAD", ["--learn-keep", 0], "--learn-keep"),
         ("HEAD", ["--learn-mb", 1], "--learn-mb"),

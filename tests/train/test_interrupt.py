@@ -497,16 +497,21 @@ def test_steps_are_ordered_by_number_beyond_a_million(made, half):
     assert (half / "damaged-step-1000002").is_dir()
 
 
-def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half):
+@pytest.mark.mend("a link to a checkpoint that was moved could not be deleted, and ended the run")
+def test_what_a_user_keeps_beside_the_checkpoints_stays(made, half, tmp_path):
     """Copies under other names are neither counted nor deleted; a `best` that is a folder, as a
-    copy without links has it, is put aside.
+    copy without links has it, is put aside; of a link to a checkpoint the link alone is deleted.
     """
     mine = ["step-000002-backup", "step-1", "step-000009.old", ".step-backup"]
     for name in mine:
         shutil.copytree(half / "step-000003", half / name)
     (half / "best").unlink()
     shutil.copytree(half / "step-000003", half / "best")
+    elsewhere = (half / "step-000003").rename(tmp_path / "elsewhere")
+    (half / "step-000003").symlink_to(elsewhere)
     assert run(made, half, "run.save_every=1", "run.keep=1") == 0
+    assert (elsewhere / "trainer" / "state.json").is_file()
+    assert not (half / "step-000003").is_symlink()
     assert all((half / name / "trainer" / "state.json").is_file() for name in mine)
     assert (half / "damaged-best" / "model.safetensors").is_file()
     assert (half / "best").is_symlink()
@@ -655,6 +660,17 @@ def test_a_folder_that_is_replaced_is_never_lost(tmp_path, moves):
     ]
 
 
+@pytest.mark.mend("what replaced a symbolic link was written, and then ended as an error")
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "old").touch()
+    (tmp_path / "head").symlink_to(tmp_path / "mine")
+    with staged(tmp_path / "head") as staging:
+        (staging / "new").touch()
+    names = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))]
+    assert names == ["head", "head/new", "mine", "mine/old"]
+
+
 def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):
     path = half / "metrics.jsonl"
     path.write_text(path.read_text()[:-7])
@@ -663,13 +679,14 @@ def test_metrics_cut_by_a_kill_are_read_and_go_on(made, whole, half):
     assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.mend("a note about metrics.jsonl was printed among the results, on stdout")
 @pytest.mark.parametrize("line", [b"{\xff", bytes(30), b"[1]", b'{"loss": 1.0}', b"[" * 200_000])
 def test_a_damaged_line_of_metrics_is_passed_over_and_said(made, whole, half, capfd, line):
     path = half / "metrics.jsonl"
     first, *others = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([first, line + b"\n", *others]))
     assert run(made, half, "run.save_every=3") == 0
-    assert f"note: {path}: skipped 1 damaged lines" in capfd.readouterr().out
+    assert f"note: {path}: skipped 1 damaged lines" in capfd.readouterr().err
     lines = [[x["step"] for x in read_metrics(out) if "loss" in x] for out in (whole, half)]
     assert lines[0] == lines[1] == [1, 2, 3, 4, 5, 6]
     assert_like_uninterrupted(whole, half)

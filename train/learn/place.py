@@ -169,12 +169,19 @@ def rollback(path: Path) -> int:
 
 def delete(path: Path) -> None:
     """Delete the files that a `HeadStore` wrote; other files stay. Raises ValueError if a process
-    has it open.
+    has it open, and for a symbolic link to a folder of files, before anything is deleted.
     """
     with hold(path):
-        for folder in (TEXTS, HEADS):
-            if (path / folder).is_dir():
-                shutil.rmtree(path / folder)
+        folders = [path / TEXTS, path / HEADS]
+        for folder in folders:
+            if folder.is_symlink():
+                raise ValueError(
+                    f"{folder}: expected a folder that --learn made, got a symbolic link; delete "
+                    "it, and what it leads to, by hand, then run the same command again"
+                )
+        for folder in folders:
+            if folder.is_dir():
+                shutil.rmtree(folder)
         (path / TARGET).unlink()  # last, so that an interrupted deletion can continue
     (path / LOCK).unlink(missing_ok=True)
     with suppress(OSError):  # it contains files of others

@@ -8,7 +8,6 @@ Version 0 is the head that learning started from, which stays where it is.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from draftheads.heads.files import staged, sweep, write_json
+from draftheads.heads.files import remove, staged, sweep, write_json
 from draftheads.infer.background import Point
 
 STATE = "state.json"
@@ -85,7 +84,7 @@ class Versions:
         self.note(point, served=version, newest=version)
         earlier = [number for number in self._there() if number <= before]
         for number in self._there() - {version, *sorted(earlier)[-KEPT + 1 :]}:
-            shutil.rmtree(self.path(number))
+            remove(self.path(number))
         return self.path(version)
 
     def note(self, point: Point, **versions: int) -> None:
