@@ -8,7 +8,7 @@
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
 what is kept: `Greedy`, `Sampled`, the lossy `Typical` and `Lenient`, or your own `Acceptance`.
-A `Grammar` constrains answers. Other drafters: `NGram`, `Lookahead`, `DraftModel`,
+A `Grammar` constrains answers. Other drafters: `NGram`, `DraftModel`,
 `Merged`. `speculative` is for transformers' own `generate`, `bench` measures.
 
 Names are imported when they are used, so that decoding never loads what only a benchmark needs.
@@ -29,7 +29,6 @@ __all__ = [
     "Grammar",
     "Greedy",
     "Lenient",
-    "Lookahead",
     "Merged",
     "NGram",
     "Sampled",
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
     from draftheads.infer.chat.repl import ChatOptions
     from draftheads.infer.costs import Costs
     from draftheads.infer.drafters.draft_model import DraftModel
-    from draftheads.infer.drafters.lookahead import Lookahead
     from draftheads.infer.drafters.merged import Merged
     from draftheads.infer.drafters.ngram import NGram
     from draftheads.infer.engine import Speculator

@@ -163,7 +163,7 @@ class SpeculativeDecoding:
     """A `custom_generate` for `model.generate` that decodes with draft heads or other drafters.
 
     head: a head or another source of drafters, or its name as of `open_drafts`: a folder, a Hub id,
-    "mtp", "ngram", "lookahead", "retrieve:PATH", "model:PATH", or several joined by
+    "mtp", "ngram", "retrieve:PATH", "model:PATH", or several joined by
     "+". tree: overrides its own. acceptance: overrides generate's sampling arguments; None keeps
     the model's own output or distribution. tokenizer: for `stop_strings`, as transformers does not
     pass its own on. compile: as of `Speculator`.

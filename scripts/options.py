@@ -97,7 +97,7 @@ def early(check: Callable[[Any], object]) -> Callable[[Context, Any], Any]:
     return callback
 
 
-DRAFTERS = "ngram", "lookahead", "retrieve", "mtp", "model"
+DRAFTERS = "ngram", "retrieve", "mtp", "model"
 """Names for --head, besides those of folders and Hub ids."""
 
 
@@ -150,7 +150,7 @@ Lora = Annotated[str | None, Option("--adapter", callback=LORA_CHECK, help=LORA)
 Revision = Annotated[str | None, Option(help="the target's branch, tag or commit on the Hub")]
 HEAD = """head folder, run folder or Hub id (user/name@revision); mtp: the target's own,
 mtp:N: from N tokens;
-ngram, lookahead, retrieve:FILES, model:PATH; or several of these joined by +"""
+ngram, retrieve:FILES, model:PATH; or several of these joined by +"""
 PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
 gsm8k"""
 Prompts = Annotated[str, Option(callback=PROMPT_CHECK, help=PROMPTS)]

@@ -10,7 +10,6 @@ from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, TokenTree, Tree
 from draftheads.infer.drafters.draft_model import ModelDrafter
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.paths import TokenPath, refuse_fixed, row_paths, stacked
 from draftheads.infer.sources import DrafterSource, NoDraft
@@ -22,7 +21,7 @@ class Merged(DrafterSource):
     once. If they propose more nodes than the limit, the parts take turns.
 
     parts: heads and other sources of drafters; n-grams are moved to the beginning, heads to the
-    end. Raises TypeError for anything else or no part, ValueError for lookahead.
+    end. Raises TypeError for anything else or no part.
     """
 
     parts: Sequence[DrafterSource]
@@ -37,11 +36,6 @@ class Merged(DrafterSource):
             raise TypeError(
                 f"expected draft heads and other sources of drafters, got {self.parts!r:.80}; "
                 "load_head and load_pair load heads by name"
-            )
-        if any(isinstance(part, Lookahead) for part in self.parts):
-            raise ValueError(
-                "lookahead: expected it alone, as it needs all of its nodes, got other drafters, "
-                "too; it looks up n-grams itself"
             )
 
     @property

@@ -13,14 +13,10 @@ from draftheads.heads.mtp.checkpoint import native_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import dtype_name
 from draftheads.infer.drafters.draft_model import DraftModel
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.drafters.retrieve import read_files
 from draftheads.infer.sources import DrafterSource
-
-PLAIN = {"ngram": NGram, "lookahead": Lookahead}
-"""Drafters that need no further arguments."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,8 @@ def named_drafts(source: str | Path) -> NamedDrafts:
 
 def _part(text: str) -> NamedDrafts:
     kind, colon, value = text.partition(":")
-    if text in PLAIN:
-        return NamedDrafts(text, lambda _: PLAIN[text]())
+    if text == "ngram":
+        return NamedDrafts(text, lambda _: NGram())
     if kind == "retrieve":
         path = text_files(text)
         name = f"retrieve:{path.name}"

@@ -63,10 +63,6 @@ class NGram(DrafterSource):
         """A new drafter, for one generation."""
         limits = tree or self.tree
         assert isinstance(limits, DynamicTree)
-        return self.drafter_of(limits)
-
-    def drafter_of(self, limits: DynamicTree) -> NGramDrafter:
-        """A new drafter with these limits."""
         return NGramDrafter(self, limits)
 
 
@@ -175,7 +171,7 @@ class NGramDrafter:
         self.limits = limits
         self.lengths = range(source.shortest, source.longest + 1)
         self.memory = source.memory
-        self.texts: list[Any] = []  # made by `new_text`
+        self.texts: list[Text] = []
 
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:
@@ -184,13 +180,10 @@ class NGramDrafter:
         rows: list[list[TokenPath]] = []
         for text, new, count in zip(self.texts, news, committed.counts, strict=True):
             text.append(new[:count])
-            rows.append(self.paths(text) if count else [])
+            copies = self.copies(text) if count else []
+            rows.append(most_shared(copies, self.limits.draft_nodes))
         roots = [text.tokens[-1] for text in self.texts]
         return stacked(roots, rows, committed.tokens_BC.device)
-
-    def paths(self, text: Text) -> list[TokenPath]:
-        """The tree of a row, as a path for each node."""
-        return most_shared(self.copies(text), self.limits.draft_nodes)
 
     def copies(self, text: Text) -> list[TokenPath]:
         """Continuations of the end of a text, from the text itself or the memory, whichever has the

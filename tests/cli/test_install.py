@@ -520,5 +520,5 @@ def test_names_of_drafters_are_no_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a+b").mkdir()
     Path("a+b/config.json").write_text("{}")
-    for name in ("ngram", "lookahead", "me/heads@v1", "a+b", "ngram+me/heads"):
+    for name in ("ngram", "me/heads@v1", "a+b", "ngram+me/heads"):
         options.check_head(name)

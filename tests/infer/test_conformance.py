@@ -47,7 +47,6 @@ from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.constraint import Constraint
 from draftheads.infer.drafters.draft_model import DraftModel
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.named import named_drafts
 from draftheads.infer.drafters.ngram import NGram
@@ -206,14 +205,12 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "none": lambda _: None,
     **{kind: partial(head, kind) for kind in ("medusa", "sequential", "eagle3", "block")},
     "ngram": lambda _: SHORT,
-    "lookahead": lambda _: Lookahead(DynamicTree(12, 6, 3), shortest=1),
     "retrieve": retrieved,
     "merged": lambda target: Merged([head("eagle3", target), SHORT]),
     "model": lambda target: DraftModel(nearly(target), StaticTree.from_widths((2, 2, 1))),
 }
 OTHER_DRAFTERS: dict[str, Callable[[Target], Any]] = {
     **{name: partial(head, name) for name in VARIANTS if name not in DRAFTERS},
-    "jacobi": lambda _: Lookahead(length=2),
     "itself": lambda target: DraftModel(target, StaticTree.from_widths((3, 2, 1))),
     "four": lambda target: Merged(
         [
@@ -225,7 +222,7 @@ OTHER_DRAFTERS: dict[str, Callable[[Target], Any]] = {
     ),
 }
 """Other kinds of these, each in a few cases."""
-ON_HOST = ("ngram", "lookahead", "retrieve", "merged", "model", "jacobi", "itself", "four")
+ON_HOST = ("ngram", "retrieve", "merged", "model", "itself", "four")
 
 
 @cache

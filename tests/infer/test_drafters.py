@@ -33,7 +33,6 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -348,8 +347,6 @@ def with_tokenizer(swapped: bool = False) -> Target:
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda: Lookahead(length=1), "expected n-grams of 2 tokens or more, got 1"),
-        (lambda: Merged([SHORT, Lookahead()]), "lookahead: expected it alone"),
         (lambda: NGram(longest=1), "expected 1 <= shortest <= longest, got 2 and 1"),
         (lambda: Speculator(tiny_target(), NGram(), tree=CHAIN), "got a fixed tree; use one like"),
         (lambda: Speculator(tiny_target(), Merged([SHORT]), tree=CHAIN), "got a fixed tree"),

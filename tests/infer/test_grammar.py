@@ -35,7 +35,6 @@ from draftheads.heads.tree import StaticTree
 from draftheads.infer.accept import Sampled
 from draftheads.infer.chat.repl import ChatOptions, chat
 from draftheads.infer.continuous import checked
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import SPACING, Grammar
@@ -114,7 +113,7 @@ def followed(target: Target, seed: int) -> tuple[int, bool]:
     grammar = Grammar(target, kind, text)
     chain = StaticTree(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))
     oracle = {"vocab_size": target.vocab_size, "noise": 0.3}
-    sources = [None, head(target), NGram(), Lookahead()]
+    sources = [None, head(target), NGram()]
     sources.append(lambda: Oracle(chain, [expected], **oracle))
     saved = 0
     for drafts in sources:

@@ -20,7 +20,6 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.continuous import Request, answer_all, checked
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -56,8 +55,7 @@ def written(
 
 def drafts_of(name: str, target: Target) -> Any:
     parts = [
-        {"ngram": NGram(shortest=1), "lookahead": Lookahead(shortest=1)}.get(each)
-        or random_head(each, target)
+        {"ngram": NGram(shortest=1)}.get(each) or random_head(each, target)
         for each in name.split("+")
     ]
     return parts[0] if len(parts) == 1 else Merged(parts)
@@ -97,7 +95,7 @@ RULES = [Sampled(0.9), Typical(delta=0.9, temperature=2.0), Lenient(top=4), Leni
     "lossy rules and merged drafters wrote other texts beside other rows, and when recorded"
 )
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("name", ["sequential", "ngram", "lookahead", "ngram+eagle3"])
+@pytest.mark.parametrize("name", ["sequential", "ngram", "ngram+eagle3"])
 def test_a_row_is_what_it_is_alone_by_any_rule_recorded_or_not(recordings, name, rule, monkeypatch):
     """Lossy rules, too, keep nothing that was not drafted: padding is no draft. What is drawn does
     not depend on other rows.

@@ -21,7 +21,6 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.constraint import Constraint
 from draftheads.infer.continuous import ContinuousBatch
-from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
@@ -105,13 +104,13 @@ class Even(Constraint):
     "a server's seed gave another text with other drafts, from the second request on or beside a "
     "grammar"
 )
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "lookahead", None])
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "ngram", None])
 def test_each_row_has_a_rule_of_its_own_and_its_seed_gives_the_same_text(schedulers, steps, name):
     """Whatever is drafted, unless the rule is lossy, beside rows with a constraint, too, and from
     what slots keep.
     """
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
-    others = {"lookahead": Lookahead(shortest=1), None: None}
+    others = {"ngram": NGram(shortest=1), None: None}
     engine = Speculator(target, others[name] if name in others else random_head(name, target))
 
     def alone(engine: Speculator, constraints: list[Even | None]) -> list[list[int]]:
