@@ -98,7 +98,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def has_soft_labels(self) -> bool:
-        """Whether the labels are the target's distribution, not the true tokens."""
+        """True if the labels are the target's distribution, not the true tokens."""
         return getattr(self.choices, "labels", "hard") == "soft"
 
     @property
@@ -114,7 +114,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def needs_unembed(self) -> bool:
-        """Whether `forward` or `token_ranks` use the target's lm_head."""
+        """True if `forward` or `token_ranks` use the target's lm_head."""
 
     @abstractmethod
     def check_tree(self, tree: Tree) -> None:
@@ -228,7 +228,7 @@ class DraftHead(nn.Module, ABC):
 
 
 class TreeDrafter:
-    """What the drafters of our heads share that grow a tree level by level.
+    """The shared part of our heads' drafters that grow a tree level by level.
 
     cache: for heads with layers of their own, set by the drafter of a kind.
     """

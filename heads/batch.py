@@ -94,7 +94,7 @@ class Batch:
         return replace(self._map(lambda tensor: tensor[row : row + 1, start:stop]), host=host)
 
     def upload(self, values: np.ndarray) -> Tensor:
-        """What was computed on the host, on the device of the batch."""
+        """Move what was computed on the host to the device of the batch."""
         return torch.from_numpy(values).to(self.tokens_BT.device, non_blocking=True)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:

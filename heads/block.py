@@ -209,7 +209,8 @@ class BlockDesign:
 
 
 class Conditioning(nn.Module):
-    """What the preceding tokens add to the logits of a slot: `markov_w2` of r numbers, its code.
+    """Adds the effect of preceding tokens to the logits of a slot: `markov_w2` of r numbers, its
+    code.
 
     It begins with zeros, so that a new head is one without conditioning.
     """
@@ -226,7 +227,7 @@ class Conditioning(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def prepare(self, states_BKD: Tensor) -> Tensor:
-        """What the states of all slots bring to their codes, (B, K, 0 or 3 r)."""
+        """Project the states of all slots to their share of the codes, (B, K, 0 or 3 r)."""
         if self.kind == "markov":
             return states_BKD[..., :0]
         weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
@@ -532,7 +533,7 @@ class BlockHead(Vocabulary, DraftHead):
         return cls(design)
 
     def context(self, features_BTD: Tensor) -> Tensor:
-        """What all layers read of the target's features, (B, T, D)."""
+        """The target's features as all layers read them, (B, T, D)."""
         features_PX = features_BTD.flatten(0, 1).to(self.fc.weight.dtype)  # as `project`
         context_PD: Tensor = self.hidden_norm(self.fc(features_PX))
         return context_PD.view(*features_BTD.shape[:2], -1)

@@ -119,7 +119,7 @@ class SlotTable:
             self.set_lengths([old + new for old, new in zip(self.lengths, counts, strict=True)])
 
     def note(self, counts: Sequence[int]) -> None:
-        """What a tensor added to the lengths."""
+        """Repeat on the host what a tensor added to the lengths."""
         self.lengths = [old + new for old, new in zip(self.lengths, counts, strict=True)]
         self.longest = max(self.lengths)
 
@@ -360,7 +360,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             self.states.note(counts)
 
     def note(self, counts: Sequence[int]) -> None:
-        """What `keep` committed, if it was given a tensor."""
+        """Repeat on the host what `keep` committed by a tensor."""
         self.table.note(counts)
         if self.states is not None:
             self.states.note(counts)

@@ -68,7 +68,7 @@ class HeadChoices(Section):
     decoding_keys: ClassVar[frozenset[str]] = frozenset({"nodes"})
     """Keys that only decoding reads, so they may change when a run is resumed."""
     takes_adapter: ClassVar[bool] = False
-    """Whether the heads can be trained together with an adapter of the target."""
+    """True if the heads can be trained together with an adapter of the target."""
 
     source: str | None = Field(
         None,

@@ -45,7 +45,7 @@ class Committed:
         return gather_nodes(self.features_BCD, self.last_B1())[:, 0]
 
     def select(self, rows: Sequence[int]) -> Committed:
-        """What was committed to these rows alone."""
+        """Select the tokens of these rows."""
         counts = [self.counts[row] for row in rows]
         return Committed(self.tokens_BC[rows], self.features_BCD[rows], self.count_B[rows], counts)
 

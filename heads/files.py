@@ -118,7 +118,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def remedy(error: Exception) -> str:
-    """What to do about a file that could not be written."""
+    """Advice about a file that could not be written."""
     return REMEDIES.get(getattr(error, "errno", None) or 0, "check this disk")
 
 

@@ -128,8 +128,8 @@ def linear_cross_entropy(
 
 
 def histogram(numbers: Tensor, size: int) -> Tensor:
-    """How often each number from 0 to size - 1 occurs, (size,): `bincount` without waiting for the
-    device. Greater ones count nowhere.
+    """Counts how often each number from 0 to size - 1 occurs, (size,): `bincount` without waiting
+    for the device. Greater ones count nowhere.
     """
     counts = torch.zeros(size + 1, dtype=torch.long, device=numbers.device)
     ones = torch.ones((), dtype=torch.long, device=numbers.device).expand(numbers.numel())
@@ -216,7 +216,7 @@ def _chunks(rows: Tensor, vocab_size: int) -> list[slice]:
 
 
 def _pieces(logits_Cv: Tensor) -> list[slice]:
-    """Of a chunk's rows, at least one."""
+    """Returns the number of a chunk's rows, at least one."""
     rows, width = logits_Cv.shape
     size = max(1, PIECE_LOGITS.get(logits_Cv.device.type, rows * width) // width)
     return [slice(start, start + size) for start in range(0, rows, size)]

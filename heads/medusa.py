@@ -101,7 +101,7 @@ class MedusaDesign:
 
 
 class Prediction(NamedTuple):
-    """What the head of one depth predicts along the target's text."""
+    """The prediction of one depth's head along the target's text."""
 
     roots_M: Tensor
     """int64, the places in the flattened batch from which a token is learned."""
@@ -256,7 +256,7 @@ class MedusaHead(DraftHead):
     def predictions(
         self, batch: Batch, features_BTD: Tensor, target: Target
     ) -> Iterator[Prediction]:
-        """Those of depth 1, 2, ... in turn."""
+        """Yields the predictions of depth 1, 2, ... in turn."""
 
         def hidden(block: nn.Module, roots_M: Tensor) -> Tensor:
             hidden_MD: Tensor = block(self.cast(at_places(features_BTD, roots_M)))

@@ -20,7 +20,7 @@ from draftheads.arguments import PATIENCE, near_name, nowhere
 
 
 def hub_answers() -> bool:
-    """Whether the Hub can be reached. Without a network, transformers would ask for every file of a
+    """True if the Hub can be reached. Without a network, transformers would ask for every file of a
     model for half a minute before it looks at the cache.
     """
     return not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT)

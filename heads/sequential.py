@@ -120,8 +120,8 @@ class SequentialHead(MedusaHead):
         choices: SequentialChoices | None = None,
         vocabulary: Sequence[int] | None = None,
     ) -> SequentialHead:
-        """As for Medusa. The tree is dynamic if there is a top_k, else fixed and fitted to held-out
-        text.
+        """Create heads as for Medusa. The tree is dynamic if there is a top_k, else fixed and
+        fitted to held-out text.
         """
         choices = choices or SequentialChoices()
         check_embeddings(target)
@@ -352,7 +352,7 @@ class RecurrentHead(SequentialHead):
         return self._products.get(self.parameters(), make, embeddings)
 
     def fits(self, tokens: int, target: Target) -> bool:
-        """Whether r numbers per token and head are few enough to keep."""
+        """True if r numbers per token and head are few enough to keep."""
         weight_rE = linear(self.down, 0).weight
         size = self.depth * len(weight_rE) * weight_rE.element_size()
         return size * tokens <= KEPT_BYTES.get(target.device.type, KEPT_BYTES["cpu"])

@@ -33,7 +33,7 @@ def check_finite(file: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def differences(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> list[str]:
-    """What tensors are missing, unexpected or of other shapes or kinds, by name."""
+    """Names the tensors that are missing, unexpected or of other shapes or kinds, by name."""
     faults = []
     for name in sorted(expected.keys() | got.keys()):
         wanted = _form(expected.get(name))

@@ -1,6 +1,6 @@
-"""What may reach a terminal. Names, answers and error messages come from models, servers and
-downloaded files; control characters in them could write to the clipboard, move the cursor or hide
-text.
+"""The texts that may reach a terminal. Names, answers and error messages come from models, servers
+and downloaded files; control characters in them could write to the clipboard, move the cursor or
+hide text.
 """
 
 from __future__ import annotations

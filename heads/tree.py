@@ -101,7 +101,7 @@ class TokenTree:
         return TokenTree(self.tokens_BN[rows], self.topology.select(rows))
 
     def drafted(self) -> list[int]:
-        """How many nodes of each row were drafted."""
+        """Counts the nodes of each row that were drafted."""
         rows, nodes = self.tokens_BN.shape
         if nodes == 1:  # the root: no device sync
             return [0] * rows
@@ -364,7 +364,7 @@ def _check_size(nodes: int, depth: int) -> None:
 
 
 def _path_counts(ranks_MK: Tensor) -> Counter[Path]:
-    """How often each path of ranks was right; ranks_MK as in `StaticTree.most_frequent`."""
+    """Counts how often each path of ranks was right; ranks_MK as in `StaticTree.most_frequent`."""
     counts: Counter[Path] = Counter()
     for path, count in Counter(map(tuple, ranks_MK.tolist())).items():
         for depth in range(1, len(path) + 1):

@@ -76,7 +76,7 @@ class Acceptance(ABC):
 
     @property
     def sees_drafts(self) -> bool:
-        """Whether what is drafted changes the output."""
+        """True if what is drafted changes the output."""
         return not self.lossless
 
     def prepare(self, rows: Sequence[Place]) -> None:
@@ -84,15 +84,15 @@ class Acceptance(ABC):
         self.draws.prepare(rows)
 
     def constants(self) -> tuple[Any, ...]:
-        """What compiled and recorded steps take from the rule once for all: its kind and fields.
-        Raises TypeError if each choice needs more, for which `prepare` stands.
+        """The constants of compiled and recorded steps: its kind and fields. Raises TypeError if
+        each choice needs more, for which `prepare` stands.
         """
         if type(self).prepare is not Acceptance.prepare:
             raise TypeError("its choices depend on the row")
         return (type(self), *self._fields())
 
     def all_draws(self) -> list[Draws]:
-        """Of each rule that this one is made of."""
+        """The draws of each rule that this one is made of."""
         return [self.draws]
 
     def _fields(self) -> Iterator[Any]:

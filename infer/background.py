@@ -1,4 +1,4 @@
-"""What is done with the answers of an engine, and in the time in which nothing is asked of it."""
+"""Work on the answers of an engine, and in the time in which nothing is asked of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Point:
 
 
 class Background(Protocol):
-    """What is done with the answers of an engine, and on its target while nothing is asked.
+    """Works on the answers of an engine, and on its target while nothing is asked.
 
     An exception of `answered` or `work` ends it, and no request fails with it.
     """

@@ -1,5 +1,5 @@
-"""What the text so far allows as its next token: the target's logits are changed before the
-acceptance rule sees them, so the law is that of the plain model under the same constraint.
+"""Limits the next token by the text so far: the target's logits are changed before the acceptance
+rule sees them, so the law is that of the plain model under the same constraint.
 
 Legend: V vocabulary.
 """
@@ -23,8 +23,8 @@ class Constraint(ABC):
 
     @abstractmethod
     def row(self, number: int, prompt: Sequence[int]) -> Constraint:
-        """That of the answer to a prompt, which may remember what it has read. number: of the row
-        in a batch.
+        """The constraint of the answer to a prompt, which may remember what it has read. number: of
+        the row in a batch.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ class ContinuousBatch:
 
     @property
     def room(self) -> int:
-        """How many rows may enter."""
+        """The number of rows that may enter."""
         return self._limit - len(self.rows)
 
     def enter(self, read: Slots) -> None:

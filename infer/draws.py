@@ -51,13 +51,13 @@ class Draws:
         self._seeds = Random(str(seed))
 
     def new_seed(self) -> int:
-        """That of the next row without one."""
+        """The seed of the next row without one."""
         if self._seeds is None:
             return int(torch.randint(1 << 62, ()))
         return self._seeds.getrandbits(62)
 
     def prepare(self, rows: Sequence[Place]) -> None:
-        """As of `Acceptance`."""
+        """See `Acceptance.prepare`."""
         self._rows = rows
 
     def draw(self, logits: Tensor, depths_BN: Tensor | None = None) -> Tensor:

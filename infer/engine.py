@@ -71,7 +71,7 @@ class Speculator:
 
     @property
     def compile(self) -> bool:
-        """Whether steps are compiled, as far as is known."""
+        """True if steps are compiled, as far as is known."""
         return self.maker.compiles
 
     def with_drafts(self, drafts: DrafterSource) -> Speculator:
@@ -225,7 +225,7 @@ class Speculator:
         return slots
 
     def _can_restart(self, slots: Slots, rows: int) -> bool:
-        """Whether other texts of so many rows can be decoded by what was recorded there."""
+        """True if other texts of so many rows can be decoded by what was recorded there."""
         is_same = slots.key == self.cache_key and len(slots.cache.table.lengths) == rows
         return is_same and slots.runner.was_recorded and slots.cache.states is None
 
@@ -235,7 +235,7 @@ class Speculator:
 
     @property
     def cache_key(self) -> tuple[object, torch.device, torch.dtype]:
-        """What caches are for. It may change: a target can be moved."""
+        """Tells for what caches are. It may change: a target can be moved."""
         return self, self.target.device, self.target.dtype
 
     def clock(self) -> float:

@@ -125,12 +125,12 @@ class Read(Constraint):
     prompts_BT: Tensor
 
     def row(self, number: int, prompt: Sequence[int]) -> Read:
-        """That of a row, whose processors see no other."""
+        """The constraint of a row, whose processors see no other."""
         own = [_of_row(each, number) for each in self.processors]
         return Read(own, self.prompts_BT[number, None])
 
     def after(self, answer: list[int], path: TokenPath, logits_V: Tensor) -> Tensor:
-        """What the processors return."""
+        """The logits that the processors return."""
         new_1A = self.prompts_BT.new_tensor([[*answer, *path]])
         text_1T = torch.cat([self.prompts_BT, new_1A], dim=1)
         scores_1V = logits_V[None]

@@ -55,7 +55,7 @@ def lark(text: str, ids: Mapping[str, int]) -> str:
 
 
 def lead(reasoning: Reasoning, is_opened: bool, tokenizer: Any, ends: Iterable[int]) -> str:
-    """What stands before `@answer`, in Lark's syntax: reasoning that the prompt has opened, or that
+    """The rule before `@answer`, in Lark's syntax: reasoning that the prompt has opened, or that
     the target may open, and the header of an answer. ends: tokens that end an answer, but no
     reasoning.
     """
@@ -150,7 +150,7 @@ class Grammar(Constraint):
         return logits_V.masked_fill(forbidden_V.to(logits_V.device), -torch.inf)
 
     def drafts(self, answer: list[int], paths: Sequence[TokenPath]) -> Sequence[TokenPath]:
-        """Those that are allowed, and what is forced after each node."""
+        """Keeps allowed drafts, and adds what is forced after each node."""
         kept: dict[TokenPath, None] = {(): None}
         for path in [(), *paths]:
             if path[:-1] in kept and self._move(answer, path):

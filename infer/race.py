@@ -59,12 +59,12 @@ class BenchPrompt:
 
 
 class Engine(Protocol):
-    """What continues a prompt: a `Speculator`, transformers' own `generate`, or llama.cpp."""
+    """Continues a prompt: a `Speculator`, transformers' own `generate`, or llama.cpp."""
 
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[Step]:
-        """As `Speculator.generate`."""
+        """See `Speculator.generate`."""
         ...
 
 

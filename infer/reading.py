@@ -36,8 +36,8 @@ class Session:
         return self.slots.length if self.slots is not None else 0
 
     def shared(self, prompt: Sequence[int]) -> int:
-        """How many tokens of a prompt need not be computed again. One is left to be computed, and
-        all where the keys of a text change as it grows (LongRoPE).
+        """Returns how many tokens of a prompt need not be computed again. One is left to be
+        computed, and all where the keys of a text change as it grows (LongRoPE).
         """
         slots = self.slots
         if slots is None or not slots.length or slots.target.has_long_rope:

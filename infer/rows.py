@@ -86,7 +86,7 @@ class Statistics:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is an integer of any kind, which a truth value is not."""
+    """True if it is an integer of any kind, which a truth value is not."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -147,7 +147,7 @@ class Row:
 
     @property
     def new_tokens(self) -> int:
-        """How many."""
+        """Their number."""
         return len(self.text) - self.prompt
 
     @property

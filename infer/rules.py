@@ -79,9 +79,9 @@ class RowRules(Acceptance):
             part.rule.prepare([rows[row] for row in part.rows])
 
     def constants(self) -> tuple[Any, ...]:
-        """Those of each rule, and its rows."""
+        """The constants of each rule, and its rows."""
         return tuple((*part.rule.constants(), *part.rows) for part in self._parts)
 
     def all_draws(self) -> list[Draws]:
-        """Those of the distinct rules."""
+        """The draws of the distinct rules."""
         return [part.rule.draws for part in self._parts]

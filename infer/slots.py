@@ -34,11 +34,11 @@ remove them copies the caches.
 
 
 class Runner:
-    """How a step is taken: here as it is written. `infer.fixed` compiles or records it."""
+    """Takes a step: here as it is written. `infer.fixed` compiles or records it."""
 
     @property
     def was_recorded(self) -> bool:
-        """Whether steps were recorded in the memory of the caches, which other texts should take
+        """True if steps were recorded in the memory of the caches, which other texts should take
         then.
         """
         return False
@@ -58,11 +58,11 @@ class Runner:
         """Called before rows or caches change."""
 
     def is_timed(self) -> bool:
-        """Whether the newest step took as long as the next one will."""
+        """True if the newest step took as long as the next one will."""
         return True
 
     def may_shrink(self, running: int, finished: int) -> bool:
-        """Whether to copy the caches, for steps without the finished rows."""
+        """True if the caches should be copied, for steps without the finished rows."""
         return finished > FEW * running
 
 
@@ -282,7 +282,7 @@ class Slots:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a compilation would serve many steps: the tree is the whole one, and there is one
+        """True if a compilation would serve many steps: the tree is the whole one, and there is one
         row, or the rows began together.
         """
         is_whole = self.drafter is self._whole[1]
@@ -290,7 +290,7 @@ class Slots:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a row is, so that no step can be compiled or recorded."""
+        """True if a row is, so that no step can be compiled or recorded."""
         return any(row.constraint is not None for row in self.rows)
 
     def replace_failed(self) -> None:

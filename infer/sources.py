@@ -1,4 +1,4 @@
-"""What makes drafters: draft heads, or one of `infer.drafters`; and no drafts at all."""
+"""Sources of drafters: draft heads, or one of `infer.drafters`; and no drafts at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftheads.heads.tree import StaticTree, TokenTree, Topology, Tree
 
 @runtime_checkable
 class DrafterSource(Protocol):
-    """What makes a drafter for each generation: a DraftHead, or one of `infer.drafters`."""
+    """Makes a drafter for each generation: a DraftHead, or one of `infer.drafters`."""
 
     @property
     @abstractmethod
@@ -21,7 +21,7 @@ class DrafterSource(Protocol):
 
     @property
     def rows_may_leave(self) -> bool:
-        """Whether rows of a batch may leave and others take their places, between steps."""
+        """True if rows of a batch may leave and others take their places, between steps."""
         return False
 
     @abstractmethod
@@ -34,7 +34,7 @@ class DrafterSource(Protocol):
 
 
 def is_source(drafts: Any) -> TypeGuard[DrafterSource]:
-    """Whether these are a source of drafters, and not its class."""
+    """True if these are a source of drafters, and not its class."""
     return isinstance(drafts, DrafterSource) and not isinstance(drafts, type)
 
 

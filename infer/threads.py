@@ -1,4 +1,4 @@
-"""How many threads decoding uses, and the clock that times it."""
+"""The number of threads that decode, and the clock that times them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many nodes a batch drafts: fewer where drafts cost many rows more than they bring."""
+"""The number of nodes that a batch drafts: fewer where drafts cost many rows more than they bring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ GAIN = 1.05
 
 @dataclass
 class SizeSearch:
-    """What is drafted for so many rows. best, used: indices of trees; they differ in a trial."""
+    """The trees that are drafted for so many rows. best, used: indices of trees; they differ in a
+    trial.
+    """
 
     best: int
     used: int
@@ -47,7 +49,7 @@ class TreeSizes:
         return self.trees[self._searches[rows].used]
 
     def learn(self, rows: int, tokens: int, seconds: float) -> None:
-        """What the step after `choose` brought to these rows, and took."""
+        """Take the tokens and seconds of the step after `choose`."""
         if rows == 1 or len(self.trees) == 1:
             return
         search = self._searches[rows]

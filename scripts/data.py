@@ -101,7 +101,7 @@ class AnswerServers:
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32
 
     def options(self, urls: list[str]) -> ServerOptions:
-        """How these servers are asked."""
+        """The options by which these servers are asked."""
         from draftheads.infer.remote import ServerOptions
 
         return ServerOptions(

@@ -119,7 +119,7 @@ def data_of(folder: HeadFolder) -> Path | None:
 
 
 def documents_in(folder: Path | None, target: Target) -> Documents | None:
-    """Those of a folder that `data_of` has found."""
+    """The documents of a folder that `data_of` has found."""
     from draftheads.train.batches import Documents
 
     return Documents.open(folder, target.vocab_size, str(target.name)) if folder else None

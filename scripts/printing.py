@@ -191,7 +191,7 @@ def why_no_drafts(tuned: Tuned) -> str:
 
 
 def next_command(plan: Plan, arguments: Sequence[str]) -> str:
-    """What to run after a plan that fits. arguments: recipe and overrides."""
+    """The command to run after a plan that fits. arguments: recipe and overrides."""
     recipe = plan.recipe
     if plan.work.rows is None:
         target = shlex.join(target_options(recipe.target, recipe.target_adapter))

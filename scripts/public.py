@@ -1,4 +1,4 @@
-"""What of a head's metadata may leave this machine, with `convert` and `publish`: known keys, and
+"""The metadata of a head that may leave this machine, with `convert` and `publish`: known keys, and
 of their texts words and names on the Hub. Of local paths the last part leaves, of URLs nothing.
 """
 
@@ -77,8 +77,8 @@ def public_facts(value: Any, key: str = "", whole: bool = False) -> Any:
 
 
 def public_config(facts: dict[str, Any]) -> dict[str, Any]:
-    """What config.json keeps of `public_facts`: the last part of a target's path may be the name of
-    another model.
+    """The part of config.json that keeps `public_facts`: the last part of a target's path may be
+    the name of another model.
     """
     public: dict[str, Any] = public_facts(facts)
     if is_local(facts["target"].get("name")):
@@ -87,7 +87,7 @@ def public_config(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_local(name: str | None) -> bool:
-    """Whether a target or data set is on this machine, by its name."""
+    """True if a target or data set is on this machine, by its name."""
     if not name or is_hub_id(name.partition("@")[0]):  # a LoRA has its commit
         return False
     return "/" in name or "\\" in name or Path(name).exists() or bool(packaged(name, ""))

@@ -149,7 +149,7 @@ def check_licence(licence: Any, place: Path) -> None:
 
 
 def _notes(folder: HeadFolder, card: str) -> Iterator[str]:
-    """What readers will miss."""
+    """Says what readers will miss."""
     target = folder.facts.target.name
     lora = folder.facts.target.lora
     if is_local(lora):
@@ -215,7 +215,7 @@ def _commit(
 
 
 def _repository(api: HfApi, repo_id: str, revision: str) -> ModelInfo | None:
-    """What is there already, on the branch or on main, from which a new branch is made."""
+    """Returns what is there already, on the branch or on main, from which a new branch is made."""
     try:
         return api.model_info(repo_id, revision=revision)
     except RevisionNotFoundError:
@@ -249,7 +249,7 @@ def check_repository(
 
 
 def _is_of_heads(api: HfApi, there: ModelInfo) -> bool:
-    """Whether draftheads wrote its config.json."""
+    """True if draftheads wrote its config.json."""
     if CONFIG not in _files(there):
         return False
     file = Path(api.hf_hub_download(there.id, CONFIG, revision=there.sha))

@@ -217,7 +217,7 @@ class Verification:
 
     @property
     def failed(self) -> bool:
-        """Whether a difference was found so far."""
+        """True if a difference was found so far."""
         return self._error is not None
 
     def wait(self) -> None:
@@ -260,7 +260,7 @@ class Pieces:
         return self.stops_P - self.starts_P - self.prefixes_P
 
     def at(self, places: Array | slice) -> Pieces:
-        """Those at these places."""
+        """Select the pieces at these places."""
         return Pieces(
             self.starts_P[places],
             self.stops_P[places],
@@ -380,7 +380,7 @@ class Rows:
         return list(zip(starts_P.tolist(), stops_P.tolist(), strict=True))
 
     def prefixes_of(self, row: int) -> list[int]:
-        """How many of its first tokens each of the pieces has in common with the one before."""
+        """Counts the first tokens that each piece has in common with the one before."""
         start, stop = self._bounds_R1[row : row + 2]
         prefixes: list[int] = self._prefixes_P[start:stop].tolist()
         return prefixes
@@ -436,7 +436,7 @@ class Rows:
         return reach_T - np.arange(width)
 
     def _layout(self, row: int) -> tuple[Array, Array, Array]:
-        """Of each piece of a row, its prefix, and the place and number of its own tokens."""
+        """Returns of each piece of a row its prefix, and the place and number of its own tokens."""
         starts_P, stops_P = np.array(self.pieces(row)).T
         prefixes_P = np.array(self.prefixes_of(row))
         sizes_P = stops_P - starts_P - prefixes_P

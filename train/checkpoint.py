@@ -129,8 +129,8 @@ class RunState:
 
     @property
     def place(self) -> tuple[float, float]:
-        """How far the run is, and how long: in steps, or in seconds where it has minutes. At least
-        half of these are for training.
+        """The place and the length of the run: in steps, or in seconds where it has minutes. At
+        least half of these are for training.
         """
         if self.recipe.run.minutes:
             whole = 60 * self.recipe.run.minutes
@@ -145,7 +145,7 @@ class RunState:
 
     @property
     def exhausted(self) -> bool:
-        """Whether `eval.patience` evaluations have passed without improvement."""
+        """True if `eval.patience` evaluations have passed without improvement."""
         patience = self.recipe.eval.patience
         if self.recipe.head.source:
             patience = patience or PATIENCE
@@ -153,19 +153,19 @@ class RunState:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the run goes on."""
+        """True if the run goes on."""
         return self.done < 1 and not self.exhausted
 
     @property
     def is_due(self) -> bool:
-        """Whether to evaluate after this step: not where no time would be left to train."""
+        """True if this step is evaluated: not where no time would be left to train."""
         every = self.recipe.eval.every or self.recipe.run.save_every
         now, end = self.place
         return now >= end or (self.step % every == 0 and now + self.reserved < end)
 
     @property
     def saves(self) -> bool:
-        """Whether to save after this step."""
+        """True if the run saves after this step."""
         return self.is_due or self.step % self.recipe.run.save_every == 0
 
     @property
@@ -194,7 +194,7 @@ class Saved(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a checkpoint is written from, in host memory; nothing changes it any more."""
+    """The content of a checkpoint, in host memory; nothing changes it any more."""
 
     head: DraftHead
     optimizer_state: dict[str, Tensor]
@@ -269,7 +269,7 @@ def resume_point(recipe: Recipe, accelerator: Accelerator) -> Saved | None:
 
 
 def is_over(state: RunState, recipe: Recipe, log: Log) -> bool:
-    """Whether a run has no step left under this recipe."""
+    """True if a run has no step left under this recipe."""
     if state.lacks_evaluation:
         return False
     steps = state.planned_steps(recipe) or state.step + 1
@@ -357,7 +357,7 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether this process already knows that `wait` will raise an error."""
+        """True if this process already knows that `wait` will raise an error."""
         written = self._written
         return written is not None and written.done() and written.exception() is not None
 

@@ -179,5 +179,5 @@ def say_once(text: str, file: TextIO | None = None) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the first process of a launch."""
+    """True if this is the first process of a launch."""
     return os.environ.get("RANK", "0") == "0"

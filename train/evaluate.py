@@ -226,7 +226,7 @@ class Evaluator:
         return Evaluation(head, calibration, measured, drift)
 
     def seconds(self) -> float:
-        """What an evaluation takes at most, by its first prompt without drafts."""
+        """The most that an evaluation takes, by its first prompt without drafts."""
         began = time.monotonic()
         for each in self.prompts[:1]:
             list(Speculator(self.target).generate(each.prompt, max_new_tokens=each.limit))

@@ -22,7 +22,7 @@ LOST = re.compile(
 
 
 def is_of_machine(error: Exception) -> bool:
-    """Whether an error says that memory ran out, or that another process is gone."""
+    """True if an error says that memory ran out, or that another process is gone."""
     text = str(error)
     return isinstance(error, MemoryError) or bool(MEMORY.search(text) or LOST.search(text))
 

@@ -1,4 +1,4 @@
-"""How training processes start together, agree, and are asked to stop."""
+"""Training processes start together, agree, and are asked to stop."""
 
 from __future__ import annotations
 
@@ -184,12 +184,12 @@ def right_command(has_gpu: bool, world: str) -> str:
 
 
 def asked_for_fsdp(environ: Mapping[str, str]) -> bool:
-    """Whether the accelerate config has `distributed_type: FSDP`."""
+    """True if the accelerate config has `distributed_type: FSDP`."""
     return _is_true(environ, "ACCELERATE_USE_FSDP")
 
 
 def _is_true(environ: Mapping[str, str], name: str) -> bool:
-    """Whether a switch of accelerate is on."""
+    """True if a switch of accelerate is on."""
     return bool(str_to_bool(environ.get(name, "no")))
 
 
@@ -277,7 +277,7 @@ class StopRequest:
                 self._file.unlink(missing_ok=True)
 
     def pending(self) -> bool:
-        """Whether this process was asked to stop."""
+        """True if this process was asked to stop."""
         if not self.by and self._file.exists():
             self.by = STOP_FILE
         return bool(self.by)

@@ -77,8 +77,9 @@ def forward_backward(run: Run, micro_batch: MicroBatch, learned: int, *, last: b
 
 
 class Agreed(NamedTuple):
-    """What all processes know of a step. loss: of all. stop: any was asked to. has_faults: features
-    of any failed. seconds: of training since the step before, by the clock of the first.
+    """The facts of a step that all processes know. loss: of all. stop: any was asked to.
+    has_faults: features of any failed. seconds: of training since the step before, by the clock of
+    the first.
     """
 
     loss: float

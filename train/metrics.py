@@ -41,8 +41,8 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. checkpoint: the newest. step, steps: done and planned. trained: False if the
-    run had already ended. stopped_by: the signal or file that interrupted it, or "".
+    """The end of a run. checkpoint: the newest. step, steps: done and planned. trained: False if
+    the run had already ended. stopped_by: the signal or file that interrupted it, or "".
     """
 
     checkpoint: Path
@@ -171,7 +171,7 @@ class Progress:
 
 
 def evaluation_line(step: int, evaluation: Evaluation) -> str:
-    """What an evaluation found, in one line."""
+    """The result of an evaluation, in one line."""
     top1 = evaluation.calibration.top1
     parts = [f"step {step}: τ {evaluation.calibration.tokens_per_step:.2f} simulated"]
     if measured := evaluation.measured:
@@ -183,7 +183,7 @@ def evaluation_line(step: int, evaluation: Evaluation) -> str:
 
 
 def report(outcome: Outcome) -> str:
-    """How a run ended, what its best checkpoint is worth, and what to do next."""
+    """Says how a run ended, what its best checkpoint is worth, and what to do next."""
     checkpoint, output = outcome.checkpoint, outcome.checkpoint.parent
     if not outcome.finished:
         return (

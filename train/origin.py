@@ -47,7 +47,7 @@ class Origin:
 
 
 def read_origin(recipe: Recipe, target: Target) -> Origin:
-    """What a recipe's head.from names."""
+    """Find what a recipe's head.from names."""
     if is_native(recipe):
         return Origin(
             "its own MTP layer", None, str(target.name), target.fingerprint(), False, None
@@ -65,7 +65,7 @@ def read_origin(recipe: Recipe, target: Target) -> Origin:
 
 
 def is_native(recipe: Recipe) -> bool:
-    """Whether training starts from the MTP layer in the target's own checkpoint."""
+    """True if training starts from the MTP layer in the target's own checkpoint."""
     return recipe.head.kind == MtpHead.kind and recipe.head.source == NATIVE
 
 
@@ -127,7 +127,7 @@ def check_shape(head: DraftHead, recipe: Recipe) -> None:
 
 
 def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
-    """What a head is, by those keys of a recipe that only new heads obey."""
+    """The sizes of a head, by those keys of a recipe that only new heads obey."""
     design = getattr(head, "design", None)
     sizes: dict[str, Any] = {}
     if "vocabulary" in type(choices).model_fields:

@@ -208,7 +208,7 @@ class Recipe(Section):
 
     @property
     def decodes(self) -> bool:
-        """Whether evaluation decodes. Not with a sharded target, where all processes must run the
+        """True if evaluation decodes. Not with a sharded target, where all processes must run the
         same number of forwards, and not with one whose layers are at a server.
         """
         is_whole = self.target_placement != "sharded" and not self.features.server
@@ -419,7 +419,7 @@ def _explain(fault: ErrorDetails, path: Path, overridden: list[str]) -> str:
 
 
 def _unknown_key(key: str, kind: str) -> str:
-    """What a key may have meant that heads of this kind do not have."""
+    """Suggests what a key may have meant that heads of this kind do not have."""
     keys = {kind: list(dict(recipe_keys(kind))) for kind in HEADS}
     owners = [each for each in keys if key in keys[each]]
     near = difflib.get_close_matches(key, keys[kind], n=1)

@@ -95,7 +95,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of this process's part of the run, over all launches."""
+        """The seconds of this process's part of the run, over all launches."""
         return time.monotonic() - self.began
 
     @contextmanager
@@ -124,13 +124,13 @@ class Run:
 
     @property
     def must_stop(self) -> bool:
-        """Whether this process was asked to end the run, or knows a reason to."""
+        """True if this process was asked to end the run, or knows a reason to."""
         failed = self.checkpoints.failed or self.data.verification.failed
         return self.stop.pending() or failed or bool(self.ended_by)
 
     @property
     def must_save(self) -> bool:
-        """Whether to save after this step."""
+        """True if the run saves after this step."""
         return bool(self.stopped_by) or self.state.saves
 
     def record(self, result: StepResult) -> None:
@@ -192,7 +192,7 @@ class Run:
             self.ended_by = "on_evaluation"
 
     def outcome(self) -> Outcome:
-        """How the run ended, once its checkpoint is on disk."""
+        """The end of the run, once its checkpoint is on disk."""
         self.checkpoints.wait()
         state = self.state
         steps = state.steps

@@ -185,8 +185,8 @@ def _window(config: dict[str, Any]) -> int | None:
 
 
 def chain(config: dict[str, Any]) -> int:
-    """How many tokens a block drafts. vLLM's have as many slots as it is told to draft tokens, and
-    with others than in training they draft other tokens.
+    """Returns the number of tokens that a block drafts. vLLM's have as many slots as it is told to
+    draft tokens, and with others than in training they draft other tokens.
     """
     return int(config["block_size"]) - (not config["sample_from_anchor"])
 

@@ -85,8 +85,8 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
 
 
 def _card_data(kind: str, base: Any, training: dict[str, Any]) -> ModelCardData:
-    """What the Hub reads of a card. base: the target, and its LoRA if it has one, on the Hub; None:
-    they are not there.
+    """The metadata that the Hub reads of a card. base: the target, and its LoRA if it has one, on
+    the Hub; None: they are not there.
     """
     source = training.get("data.prompts.source")
     return ModelCardData(
@@ -149,7 +149,7 @@ def _method(config: dict[str, Any]) -> str:
 
 
 def is_hub_id(name: Any) -> bool:
-    """Whether this names a repository or data set on the Hub, and nothing on this machine."""
+    """True if this names a repository or data set on the Hub, and nothing on this machine."""
     return bool(
         isinstance(name, str)
         and HUB_ID.fullmatch(name)
@@ -160,8 +160,8 @@ def is_hub_id(name: Any) -> bool:
 
 
 def install_command() -> str:
-    """How to install this project: from its repository if the package names one, else from a
-    clone. Never by its name alone, which is in no registry.
+    """The command that installs this project: from its repository if the package names one, else
+    from a clone. Never by its name alone, which is in no registry.
     """
     urls = dict(each.split(", ", 1) for each in metadata("draftheads").get_all("Project-URL") or ())
     if "Repository" in urls:

@@ -181,7 +181,7 @@ def _drop_embeddings(tensors: dict[str, Tensor], target: Target | None) -> None:
 
 
 def is_copy(theirs_VD: Tensor, ours_VD: Tensor) -> bool:
-    """Whether these are the same rows, rounded; one of them may be padded."""
+    """True if these are the same rows, rounded; one of them may be padded."""
     rows = min(len(theirs_VD), len(ours_VD))
     return theirs_VD.shape[1] == ours_VD.shape[1] and torch.allclose(
         theirs_VD[:rows].float(), ours_VD[:rows].float(), rtol=1e-2, atol=1e-3
@@ -213,7 +213,7 @@ def layer_sizes(tensors: dict[str, Tensor], head_dim: int) -> dict[str, Any]:
 
 
 def is_windowed(config: dict[str, Any]) -> bool:
-    """Whether all layers have the window; sliding_window alone may be left over. Raises ValueError
+    """True if all layers have the window; sliding_window alone may be left over. Raises ValueError
     where config.json does not say it of each layer, or says it of some.
     """
     kinds = config.get("layer_types")

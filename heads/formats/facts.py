@@ -1,4 +1,4 @@
-"""What draftheads records of a head: the section "draftheads" of its config.json."""
+"""The record that draftheads keeps of a head: the section "draftheads" of its config.json."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HeadFacts:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the folder is in our own layout; conversions for others lack the format."""
+        """True if the folder is in our own layout; conversions for others lack the format."""
         return "format" in self.json
 
     @property
@@ -69,12 +69,12 @@ class HeadFacts:
 
     @property
     def adapter_fingerprint(self) -> str | None:
-        """Of the adapter; None without one."""
+        """The adapter's fingerprint; None without one."""
         return (self.adapter or {}).get("fingerprint")
 
     @property
     def has_tree(self) -> bool:
-        """Whether a tree is recorded; [] is one without drafts."""
+        """True if a tree is recorded; [] is one without drafts."""
         return self.json.get("tree") is not None
 
     @property
@@ -99,5 +99,5 @@ class HeadFacts:
 
     @property
     def training(self) -> dict[str, Any]:
-        """How the head was trained; {} if that is not recorded."""
+        """The record of the head's training; {} if there is none."""
         return self.json.get("training") or {}

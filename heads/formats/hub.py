@@ -104,7 +104,7 @@ def write_head(
 
 
 def tree_facts(tree: Tree) -> dict[str, Any]:
-    """What a head records of its tree: of a fixed one also the paths of larger ones, in order."""
+    """A head's record of its tree: of a fixed one also the paths of larger ones, in order."""
     if isinstance(tree, DynamicTree):
         return {"tree": tree.to_json()}
     return {"tree": tree.to_json(), "tree_order": [list(path) for path in tree.order]}
@@ -183,7 +183,7 @@ class HeadFolder:
 
     @property
     def facts(self) -> HeadFacts:
-        """What draftheads recorded; nothing for other layouts."""
+        """The record of draftheads; nothing for other layouts."""
         return Stored(self.config, {}).facts
 
     @property
@@ -374,7 +374,7 @@ def _head_in(folder: Path) -> Path:
 
 
 def target_difference(facts: HeadFacts, target: Target) -> str:
-    """How the target that a head was trained with differs from this one; "" if it does not."""
+    """Says how the target that a head was trained with differs from this one; "": it does not."""
     trained = facts.adapter_fingerprint
     attached = target.adapter.fingerprint() if target.adapter else None
     if not same_weights(facts.target.fingerprint, target.fingerprint()):

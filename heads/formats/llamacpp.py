@@ -184,7 +184,7 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
 
 
 def _keys(stored: Stored) -> dict[str, Any]:
-    """What llama.cpp reads of config.json, without the architecture's name in front."""
+    """The keys that llama.cpp reads of config.json, without the architecture's name in front."""
     config = flat(stored.config)
     rope = Rope.read(config, config["head_dim"])
     keys = {

@@ -45,7 +45,7 @@ class Stored:
 
     @property
     def facts(self) -> HeadFacts:
-        """What draftheads recorded; nothing for other layouts."""
+        """The record of draftheads; nothing for other layouts."""
         return HeadFacts(self.config.get("draftheads") or {})
 
     def check(self, expected: dict[str, Tensor]) -> None:
@@ -134,7 +134,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a dense tensor whose storage holds all of its elements; shapes can lie."""
+    """True if this is a dense tensor whose storage holds all of its elements; shapes can lie."""
     if not torch.is_tensor(value) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

@@ -203,7 +203,9 @@ last state before the final norm, and our heads after it.
 
 
 def destinations() -> tuple[str, ...]:
-    """What `convert --to` writes: our own layout, of every kind, and those of other programs."""
+    """The layouts that `convert --to` writes: our own layout, of every kind, and those of other
+    programs.
+    """
     return ("draftheads", *WRITERS)
 
 

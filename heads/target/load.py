@@ -109,7 +109,7 @@ def answering_dtype(path: str, revision: str | None) -> str:
 
 
 def can_pack_model(model: PreTrainedModel, name: str, bits: PackedBits | None) -> bool:
-    """Whether `pack_model` has a layout for the weights of target `name`. Raises ValueError as
+    """True if `pack_model` has a layout for the weights of target `name`. Raises ValueError as
     `Target.pack` does.
     """
     is_quantised = quantised_by(model.config) not in (None, "gguf")  # that is dequantised

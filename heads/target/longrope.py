@@ -55,8 +55,8 @@ class LongRope:
         self.crossing = self.limit if self.limit and _drops_its_cache(model, self.limit) else 0
 
     def step_end(self, length: int, tokens: int) -> int:
-        """How many of these new tokens a text of `length` tokens takes in one step, which ends
-        where the text is computed again.
+        """Returns how many of these new tokens a text of `length` tokens takes in one step, which
+        ends where the text is computed again.
         """
         if length > self.crossing:
             return tokens
@@ -105,7 +105,7 @@ def document_lengths(positions_BT: Tensor) -> Tensor:
 
 
 def _drops_its_cache(model: PreTrainedModel, limit: int) -> bool:
-    """Whether `generate` computes a text again when it grows beyond the limit."""
+    """True if `generate` computes a text again when it grows beyond the limit."""
     name = cache_argument(GenerationMixin, "prepare_inputs_for_generation")
     cache = SlotCache(1, 1, 1, "cpu")
     is_kept = []

@@ -324,12 +324,12 @@ class Target:
 
     @property
     def precision(self) -> str:
-        """That of its weights, by name: the dtype, or "int8" (see `pack`)."""
+        """The precision of its weights, by name: the dtype, or "int8" (see `pack`)."""
         return "int8" if self.bits else dtype_name(self.dtype)
 
     @property
     def quantisation(self) -> str | None:
-        """How the weights are, or were, quantised; None if they are as they were trained."""
+        """Names the quantisation of its weights, past or present; None if there was none."""
         return self.precision if self.bits else quantisation(self.model.config, self.name)
 
     @property
@@ -339,17 +339,17 @@ class Target:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some of its layers have recurrent states."""
+        """True if some of its layers have recurrent states."""
         return bool(self._mixers)
 
     @property
     def mixes_by_level(self) -> bool:
-        """Whether some of these run over a tree level by level."""
+        """True if some of these run over a tree level by level."""
         return self.ways.mixing != "tree" or not all(each.branching for each in self._mixers)
 
     @property
     def has_long_rope(self) -> bool:
-        """Whether RoPE factors depend on the length of a text (LongRoPE)."""
+        """True if RoPE factors depend on the length of a text (LongRoPE)."""
         return bool(self.longrope.limit)
 
     def adapt(self, **choices: Any) -> Adapter:

@@ -67,7 +67,7 @@ def packed_states(target: Any, batch: Batch, layers: Sequence[int], packing: Pac
 
 
 def shares_prefixes(target: Any) -> bool:
-    """Whether packed documents of a `Target` may share prefixes: with LongRoPE, states depend on
+    """True if packed documents of a `Target` may share prefixes: with LongRoPE, states depend on
     the length of a text. Documents that run alone are read from a cache, without gradients, in as
     many passes as they need.
     """
@@ -133,7 +133,7 @@ def _shifted(states_BTD: Tensor, batch: Batch) -> Tensor:
 
 
 def is_sharded(model: PreTrainedModel) -> bool:
-    """Whether all processes must run as many forwards."""
+    """True if all processes must run as many forwards."""
     return isinstance(decoder(model), FSDPModule)
 
 

@@ -207,7 +207,7 @@ def location(path: str, *, offline: bool = False) -> tuple[str, dict[str, Any]]:
 
 
 def is_gguf(path: str) -> bool:
-    """Whether a target is a GGUF file, or a folder with one."""
+    """True if a target is a GGUF file, or a folder with one."""
     return begins_as_gguf(Path(target_path(path)))
 
 
@@ -451,8 +451,8 @@ def _quantisation_values(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def quantisation(config: PretrainedConfig, name: str) -> str | None:
-    """How the weights of target `name` are, or were, quantised, for people; None: they are as they
-    were trained.
+    """Says for people how the weights of target `name` are, or were, quantised; None: they are as
+    they were trained.
     """
     if is_gguf(str(name)):
         return "GGUF, dequantised"
@@ -482,7 +482,7 @@ def _merged(lora: Lora, path: str, *, dtype: str, revision: str | None) -> PreTr
 
 
 def layer_weights(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Those of these names, of tensors without a place in the model, that are weights of decoder
+    """Select, of names of tensors without a place in the model, those that are weights of decoder
     layers: of more layers than the config has, or of parts of a layer that it switches off. Layers
     for multi-token prediction, which follow the decoder's, and buffers are none.
     """

@@ -81,7 +81,7 @@ def _hash_rows(digest: Any, tensor: Tensor) -> None:
 
 
 def same_weights(known: str | None, now: str | None) -> bool:
-    """Whether two fingerprints can belong to the same weights: all parts that both have agree."""
+    """True if two fingerprints can belong to the same weights: all parts that both have agree."""
     parts = zip((known or "").split("-"), (now or "").split("-"), strict=False)
     return all(not a or not b or a == b for a, b in parts)
 
@@ -140,7 +140,7 @@ def final_norm(model: PreTrainedModel) -> nn.Module:
 
 
 KEEPS_SOME = hasattr(output_capturing, "resolve_hidden_states_indices")
-"""Whether transformers can return some hidden states alone, by their places among all."""
+"""True if transformers can return some hidden states alone, by their places among all."""
 
 
 class ModelCall:
@@ -179,7 +179,7 @@ class ModelCall:
 
 
 def states_argument(layers: Sequence[int]) -> list[int] | bool:
-    """What transformers takes as `output_hidden_states`, to return at least these."""
+    """The argument `output_hidden_states` of transformers, to return at least these."""
     return list(layers) if KEEPS_SOME else True
 
 
@@ -228,14 +228,14 @@ class Released(nn.Module):
 
 
 def outside(model: PreTrainedModel) -> list[nn.Module]:
-    """What surrounds the layers: embeddings, final norm and lm_head. Raises ValueError without a
-    final norm.
+    """The modules around the layers: embeddings, final norm and lm_head. Raises ValueError without
+    a final norm.
     """
     return [model.get_input_embeddings(), final_norm(model), model.get_output_embeddings()]
 
 
 def is_skeleton(model: PreTrainedModel) -> bool:
-    """Whether the layers of a model were freed, or never loaded."""
+    """True if the layers of a model were freed, or never loaded."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     return any(isinstance(layer, Released) for each in lists for layer in each)
 

@@ -36,7 +36,7 @@ ALONE = frozenset({"cpu"})
 
 @dataclass(frozen=True)
 class Ways:
-    """How the layers of a target run."""
+    """The ways in which the layers of a target run."""
 
     mixing: Mixing = "tree"
     """Recurrent ones over a tree."""
@@ -143,8 +143,8 @@ def _deep(target: Any, ids: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _packing(target: Any, texts: list[list[int]], expected_LD: Tensor) -> Packing | None:
-    """What keeps packed documents apart; None if nothing does. texts: two of seven tokens, one of
-    six. expected_LD: states of the last one but for its last token.
+    """Finds what keeps packed documents apart; None if nothing does. texts: two of seven tokens,
+    one of six. expected_LD: states of the last one but for its last token.
     """
     # two rows of two documents each, the second one the same: does it see the first?
     documents_BT = torch.tensor([[0] * 7 + [1] * 6] * 2)
@@ -163,7 +163,7 @@ def _packing(target: Any, texts: list[list[int]], expected_LD: Tensor) -> Packin
 
 
 def _differ(target: Any, got_LD: Tensor, expected_LD: Tensor, rounding: float = 0.25) -> bool:
-    """Whether states differ by more than rounding, relative to how much states vary.
+    """True if states differ by more than rounding, relative to how much states vary.
 
     In low precision most of them must differ, because a few may be far off (by another choice of
     experts).

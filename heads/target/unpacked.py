@@ -89,7 +89,7 @@ def make_room(needed: int) -> None:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder is there, with all of its files as they were written."""
+    """True if a folder is there, with all of its files as they were written."""
     try:
         files = read_json(folder / KEPT)
         return all(digest(folder / name) == value for name, value in files.items())

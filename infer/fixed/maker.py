@@ -1,4 +1,4 @@
-"""Whether the steps of an engine are compiled or recorded, and what happens where they are not."""
+"""Decides if the steps of an engine are compiled or recorded, and what happens where they are not."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Fixed(Runner):
 
     @property
     def was_recorded(self) -> bool:
-        """Whether there are recordings."""
+        """True if there are recordings."""
         return bool(self._recordings.made)
 
     def propose(self, slots: Slots) -> TokenTree | None:

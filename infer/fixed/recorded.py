@@ -48,7 +48,7 @@ RECORDERS: dict[str, Recorder] = {"cuda": cuda_graph}
 
 
 def recorder(device: torch.device) -> Recorder | None:
-    """How steps are recorded there; None if they are not, or DRAFTHEADS_GRAPHS=0 forbids it."""
+    """The recorder of steps there; None if they are not, or DRAFTHEADS_GRAPHS=0 forbids it."""
     if os.environ.get("DRAFTHEADS_GRAPHS") == "0":
         return None
     return RECORDERS.get(device.type)

@@ -168,7 +168,7 @@ def bench(
 
 
 def _settings(options: BenchOptions) -> dict[str, Any]:
-    """As a report has them."""
+    """The settings as a report has them."""
     return {
         "sampling": rule_name(options.sampling),
         "seed": options.seed,
@@ -299,7 +299,7 @@ def _divergence(
 def text_quality(
     target: Target, prompts: Sequence[BenchPrompt], runs: Sequence[TimedRun]
 ) -> dict[str, float]:
-    """Of all new tokens, read again: the share that are the target's likeliest, and the mean
+    """Reads all new tokens again: the share that are the target's likeliest, and the mean
     log-probability, in nats.
     """
     likeliest, total, count = 0, 0.0, 0
@@ -318,9 +318,9 @@ def text_quality(
 def int8_cost(
     target: Target, whole: Target, prompts: Sequence[Sequence[int]], tokens: int = 2000
 ) -> dict[str, float]:
-    """What int8 weights change in the next token after each of the first `tokens` of the prompts.
-    whole: the same target in float32. agreement: share of places with the same likeliest token. kl:
-    mean Kullback-Leibler divergence from float32, in nats.
+    """Measures how int8 weights change the next token after each of the first `tokens` of the
+    prompts. whole: the same target in float32. agreement: share of places with the same likeliest
+    token. kl: mean Kullback-Leibler divergence from float32, in nats.
     """
     agreement, kl, count = 0, 0.0, 0
     for prompt in prompts:
@@ -344,7 +344,7 @@ def top2_margin(target: Target, tokens: Sequence[int]) -> float:
 
 
 def _is_sampled(rule: Acceptance) -> bool:
-    """Whether its output is drawn, in `generate`, too."""
+    """True if its output is drawn, in `generate`, too."""
     return bool((rule.as_generate() or {}).get("do_sample"))
 
 

@@ -133,7 +133,7 @@ def serving(program: Path, options: Sequence[object]) -> Iterator[LlamaServer]:
 
 
 def is_healthy(url: str) -> bool:
-    """Whether a server has loaded its model."""
+    """True if a server has loaded its model."""
     try:
         return bool(httpx.get(f"{url}/health").is_success)
     except httpx.HTTPError:  # not listening yet, or busy with loading

@@ -214,7 +214,7 @@ class TextGenerator:
         return completions if is_batch else completions[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Stream:
-        """As `generate`, for one prompt: yields pieces of text after each step."""
+        """`generate` for one prompt: yields pieces of text after each step."""
         if _is_batch(prompt):
             raise ValueError(
                 "stream: expected one prompt, got a list of them; stream each, or use generate"

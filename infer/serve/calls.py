@@ -81,7 +81,7 @@ UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError
 
 @dataclass(frozen=True)
 class Syntax(ABC):
-    """What stands between the marks of a call. start: the end of what stands before each call."""
+    """The syntax between the marks of a call. start: the end of what stands before each call."""
 
     start: str
     is_json: ClassVar[bool] = True  # so that its end is known without a closing
@@ -91,7 +91,7 @@ class Syntax(ABC):
         """Read the text after a start. Raises one of UNREADABLE if it has no whole call."""
 
     def read_json(self, text: str) -> tuple[str, list[Any], str]:
-        """What stands before the JSON of this call, the objects in it, and the rest."""
+        """The text before the JSON of this call, the objects in it, and the rest."""
         head, *data = DATA.split(text)
         if not data or (self.start and self.start in head):
             raise ValueError("expected JSON before the next call")
@@ -120,7 +120,9 @@ class NamedJson(Syntax):
 
 
 def _arguments(entry: Json, name: str, key: str) -> Json:
-    """Those of a call as JSON. Raises ValueError if it has others than expected in their place."""
+    """The arguments of a call as JSON. Raises ValueError if it has others than expected in their
+    place.
+    """
     if not entry.keys() <= {name, *LABELS} and not entry.keys() & {key, *ARGUMENT_KEYS}:
         raise ValueError("expected arguments, or none")
     return read_arguments({"arguments": entry.get(key), **entry})
@@ -189,7 +191,7 @@ class Parameters(Syntax):
 
 
 def _value(text: str, schema: Any) -> Any:
-    """What a text stands for."""
+    """The value that a text stands for."""
     is_text = isinstance(schema, dict) and schema.get("type") == "string"
     try:
         return text if is_text else DECODER.decode(text)
@@ -199,7 +201,7 @@ def _value(text: str, schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a template writes calls.
+    """The form in which a template writes calls.
 
     example: a call of `ONE` with ARGUMENTS. opening: the text before the first call; "": an answer
     that is JSON is a call. closing: the text after the last. header: what models write before the
@@ -213,7 +215,7 @@ class CallForm:
     header: re.Pattern[str] = NO_HEADER
 
     def divide(self, text: str) -> tuple[str, str]:
-        """What stands before calls, and the rest, which begins with them; "": there are none."""
+        """The text before calls, and the rest, which begins with them; "": there are none."""
         if self.opening:
             before, opening, rest = text.partition(self.opening)
             return before, opening + rest

@@ -316,12 +316,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def scores(self) -> int | None:
-        """As OpenAI's `logprobs`: 0 asks for the log-probabilities of the answer's own tokens."""
+        """OpenAI's `logprobs`: 0 asks for the log-probabilities of the answer's own tokens."""
         return self.logprobs
 
     @property
     def echoes(self) -> bool:
-        """As OpenAI's `echo`; log-probabilities begin at the prompt, too."""
+        """OpenAI's `echo`; log-probabilities begin at the prompt, too."""
         return bool(self.echo)
 
 

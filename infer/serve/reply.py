@@ -147,7 +147,7 @@ class Choice:
 
 
 def form_of(request: ChatRequest, calls: CallForm | None, start: str) -> AnswerForm:
-    """How the answers to a request are taken apart. start: as of `AnswerForm`."""
+    """The form by which answers to a request are taken apart. start: see `AnswerForm`."""
     tools = request.callable_tools
     return AnswerForm(
         start,

@@ -140,7 +140,7 @@ class Scheduler:
 
     @property
     def is_open(self) -> bool:
-        """Whether jobs are taken."""
+        """True if jobs are taken."""
         return self._end is None and self._thread.is_alive()
 
     @torch.inference_mode()
@@ -291,7 +291,7 @@ class Scheduler:
             self._tell(jobs[0], error)
 
     def _jobs(self, batch: ContinuousBatch) -> list[Job]:
-        """Those that are decoded there."""
+        """The jobs that are decoded there."""
         return [job for job in self.active if job.row in batch.rows]
 
     def _tell(self, job: Job, event: Step | Exception) -> None:

@@ -200,7 +200,7 @@ class _File(_Section):
 
 
 class Manifest(_Section):
-    """What a folder says of itself, as in its file."""
+    """The record that a folder has of itself, as in its file."""
 
     format: Literal[3] = FORMAT
     target: _Target
@@ -219,7 +219,7 @@ class Manifest(_Section):
 
     @property
     def has_shards(self) -> bool:
-        """Whether the answers are in shards: the folder is finished."""
+        """True if the answers are in shards: the folder is finished."""
         return "shards" in self.model_fields_set
 
     @property
@@ -240,7 +240,7 @@ class Manifest(_Section):
 
 
 def has_answers(folder: Path) -> bool:
-    """Whether training can read this folder."""
+    """True if training can read this folder."""
     return (folder / MANIFEST).is_file()
 
 
@@ -259,7 +259,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def _complaint(error: Exception) -> str:
-    """What is wrong with a manifest, and what to do."""
+    """Says what is wrong with a manifest, and what to do."""
     reason = str(error)
     if isinstance(error, ValidationError):
         first = error.errors()[0]
@@ -475,7 +475,7 @@ def _damaged(path: Path, number: int, line: bytes) -> ValueError:
 
 
 def is_open(path: Path) -> bool:
-    """Whether a living process has this file of lines open to append to it."""
+    """True if a living process has this file of lines open to append to it."""
     lock = _lock(path)
     _unlock(lock)
     return lock is None
@@ -517,8 +517,8 @@ class _Contents:
 
     @classmethod
     def read(cls, folder: str | Path, manifest: Manifest) -> _Contents:
-        """Those of an unfinished folder. Lines are read before columns: another process may be
-        moving them there.
+        """Read the contents of an unfinished folder. Lines are read before columns: another process
+        may be moving them there.
         """
         lines = [batch for path in journals(folder) for batch in _parse(path)]
         return cls([*map(read_batch, columns(folder)), *lines], read_ids(folder, manifest))
@@ -621,7 +621,7 @@ def _unlock(lock: FileLock | None) -> None:
 
 
 def finished(folder: Path, manifest: Manifest) -> bool:
-    """Whether the folder on disk already holds the answers to this manifest's prompts as shards."""
+    """True if the folder on disk already holds the answers to this manifest's prompts as shards."""
     if not (folder / MANIFEST).is_file():
         return False
     old = read_manifest(folder)

@@ -77,7 +77,7 @@ class Conversation:
 
     @property
     def has_text(self) -> bool:
-        """Whether an answer is more than an end token."""
+        """True if an answer is more than an end token."""
         return any(answer["content"].strip() for answer in self.answers)
 
     def ask(self) -> bool:

@@ -78,7 +78,7 @@ Answered = tuple[Conversation, Exception | None]
 
 
 class AnswerSampling(BaseModel):
-    """How the target's tokens are sampled."""
+    """The sampling of the target's tokens."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -128,7 +128,7 @@ class DistillReport:
 
     @property
     def complete(self) -> bool:
-        """Whether all prompts of all processes were answered or refused."""
+        """True if all prompts of all processes were answered or refused."""
         return self.open == 0
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class DistillReport:
         return "\n".join(lines)
 
     def _lines(self) -> list[str]:
-        """What the folder holds."""
+        """Says what the folder holds."""
         counts = self.counts
         learned, _, *reasons = counts.lines()
         lines = [
@@ -350,8 +350,8 @@ def _identify(prompts: Sequence[Prompt]) -> tuple[list[str], str]:
 
 
 def _text_identity(renderer: PromptRenderer) -> dict[str, str]:
-    """What makes token ids of prompts and ends answers, as digests. By what a tokenizer does, not
-    by its files, which other versions of the same library write differently.
+    """Digests of what makes token ids of prompts and ends answers. By what a tokenizer does, not by
+    its files, which other versions of the same library write differently.
     """
     tokenizer = renderer.tokenizer
     template = [tokenizer.chat_template, tokenizer.special_tokens_map]

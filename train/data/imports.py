@@ -159,7 +159,7 @@ class Rendering:
 def rendering(
     renderer: PromptRenderer, turns: Sequence[Turn], answers: Sequence[Message], answer: Message
 ) -> Rendering:
-    """How an answer to the last turn is rendered. answers: the earlier ones.
+    """Render an answer to the last turn. answers: the earlier ones.
 
     Raises ValueError for an answer that the target cannot have written after this prompt.
     """

@@ -591,7 +591,7 @@ def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[
 
 
 def _is_set(where: str, mark: Any) -> bool:
-    """Whether a mark, a number or true or false, also as a text, is more than 0."""
+    """True if a mark, a number or true or false, also as a text, is more than 0."""
     value = _loaded(mark.lower()) if isinstance(mark, str) else mark
     if not isinstance(value, int | float):
         raise ValueError(
@@ -601,7 +601,7 @@ def _is_set(where: str, mark: Any) -> bool:
 
 
 def _take(kind: str, left: Message) -> Any:
-    """What the first key of a kind holds, or no text; the key is no longer left."""
+    """Take the value of the first key of a kind, or no text; the key is no longer left."""
     return next((left.pop(key) for key in KEYS[kind] if key in left), "")
 
 
@@ -759,7 +759,7 @@ def _read_turns(where: str, turns: Any, parts: _Parts) -> Messages:
 
 
 def is_silent(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant says nothing here."""
+    """True if an assistant says nothing here."""
     says = (message.get("content") or "").strip() or message.get("tool_calls")
     return message["role"] == "assistant" and not says
 

@@ -44,8 +44,8 @@ def opening(renderer: PromptRenderer, name: str) -> list[int]:
 
 
 def questions(engine: Speculator, count: int, rows: int, seed: int = 0) -> Iterator[str]:
-    """As many different questions, sampled at temperature 1; fewer if the target repeats itself or
-    rarely ends. rows: questions that are written together. Raises ValueError for none.
+    """Returns so many different questions, sampled at temperature 1; fewer if the target repeats
+    itself or rarely ends. rows: questions that are written together. Raises ValueError for none.
     """
     target = engine.target
     renderer = PromptRenderer(target, target.template_args)

@@ -235,7 +235,7 @@ class _Work:
         return sorted(ended, key=lambda asked: asked.error is not None)
 
     def is_done(self, asked: _Asked) -> bool:
-        """Whether a conversation is answered, or refused by all servers. What a server did not
+        """True if a conversation is answered, or refused by all servers. What a server did not
         answer goes to another one, or waits for the next launch.
 
         Raises the conversation's error if no server is left.

@@ -329,8 +329,8 @@ def documents_of(rows: Rows, number: int) -> list[Document]:
 
 
 def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -> str:
-    """How vLLM is started so that it captures these states. dtype: by itself, it serves float32
-    weights in half precision.
+    """The command that starts vLLM so that it captures these states. dtype: by itself, it serves
+    float32 weights in half precision.
     """
     extra = {"shared_storage_path": str(recipe.features.exchange)}
     transfer = {
@@ -355,8 +355,8 @@ def serve_command(recipe: Recipe, captured: Sequence[int], dtype: torch.dtype) -
 
 
 def captured_states(layers: Sequence[int], count: int) -> list[int]:
-    """What servers should capture of a target of `count` layers: what a head reads, and the first
-    and the last state, which prove that they are its own.
+    """The states that servers should capture of a target of `count` layers: what a head reads, and
+    the first and the last state, which prove that they are its own.
     """
     return sorted({0, count, *(layer % (count + 1) for layer in layers)})
 

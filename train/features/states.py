@@ -49,11 +49,10 @@ Ask = Callable[[int], list[Future[Tensor]]]
 
 
 class StateLayout:
-    """How captured states become features.
-
-    captured: which states they are, by transformers' numbers, ascending: i enters layer i, and n,
-    of n layers, leaves the last one, before the final norm. layers: the states of the features.
-    Raises ValueError for states that were not captured.
+    """The layout by which captured states become features. captured: which states they are, by
+    transformers' numbers, ascending: i enters layer i, and n, of n layers, leaves the last one,
+    before the final norm. layers: the states of the features. Raises ValueError for states that
+    were not captured.
     """
 
     def __init__(self, target: Target, captured: Sequence[int], layers: Sequence[int]) -> None:
@@ -106,7 +105,7 @@ class StateLayout:
 
 
 class StateChecks:
-    """Whether states are those of a target, as far as its embeddings and lm_head tell.
+    """True if states are those of a target, as far as its embeddings and lm_head tell.
 
     State 0 is the embeddings. Documents that begin alike have the same states there, in all layers.
     The last state predicts the learned tokens: their logits exceed those of others by about what

@@ -35,8 +35,8 @@ WEIGHTS = (".safetensors", ".bin", ".pt")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a target.json says. name, fingerprint, quantisation: of the target. head: its `address`.
-    keep_days: of texts.
+    """The content of a target.json. name, fingerprint, quantisation: of the target. head: its
+    `address`. keep_days: of texts.
     """
 
     name: str
