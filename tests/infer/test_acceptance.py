@@ -4,7 +4,6 @@ formulas.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import pytest
@@ -19,8 +18,8 @@ from exact_laws import (
     two_tokens,
     whole_engine_statistic,
 )
-from tiny_heads import BLOCKS, random_head
-from tiny_targets import greedy, some_prompts, tiny_target
+from tiny_heads import BLOCKS
+from tiny_targets import some_prompts, tiny_target
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -33,7 +32,7 @@ from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Greedy, Sampled, filtered_logits
 from draftheads.infer.draws import Draws
 from draftheads.infer.engine import Speculator
-from draftheads.infer.lossy import Lenient, Typical
+from draftheads.infer.lossy import Typical
 from draftheads.infer.paths import stacked
 
 RULES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 3), (0.9, 0.9, 4)]
@@ -148,73 +147,13 @@ def test_typical_threshold(epsilon, delta, passes):
     assert [drawn[word] > 0 for word in range(4)] == passes
 
 
-TABLE = torch.tensor([0.45, 0.30, 0.20, 0.05]).log()
-"""Log-probabilities of four words: gaps of 0, .405, .811 and 2.197 nats."""
-
-
-@pytest.mark.parametrize(
-    ("rule", "passes"),
-    [
-        (Lenient(top=1), [True, False, False, False]),
-        (Lenient(top=2), [True, True, False, False]),
-        (Lenient(gap=0.5), [True, True, False, False]),
-        (Lenient(gap=1.0), [True, True, True, False]),
-        (Lenient(top=2, gap=1.0), [True, True, False, False]),
-        (Lenient(top=3, gap=0.5), [True, True, False, False]),
-        (Lenient(gap=-math.log(0.05)), [True, True, True, True]),  # lenience .05
-        (Lenient(surprise=1.5), [True, True, False, False]),  # -log .20 = 1.609
-        (Lenient(surprise=1.7), [True, True, True, False]),
-        (Lenient(surprise=0.1), [True, False, False, False]),  # the target's choice always counts
-        (Lenient(gap=0.0), [True, False, False, False]),
-        (Lenient(top=99), [True, True, True, True]),  # more than there are words
-    ],
-    ids=repr,
-)
-def test_lenient_keeps_what_the_target_nearly_chose(rule, passes):
-    """In any order of the children; the longest path counts, then the likelier one."""
-    words = [3, 1, 0, 2]
-    tree = TokenTree(torch.tensor([[0, *words]]), Topology(torch.tensor([[-1, 0, 0, 0, 0]])))
-    for word in range(4):
-        alone = TokenTree(torch.tensor([[0, word]]), Topology(torch.tensor([[-1, 0]])))
-        accepted = rule(TABLE.expand(1, 2, 4), alone)
-        assert accepted.count_B.tolist() == [1 + passes[word]]
-        assert accepted.bonus_B.tolist() == [0], "the target's own choice"
-    together = rule(TABLE.expand(1, 5, 4), tree)
-    assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(0)]
-    chain = TokenTree(torch.tensor([[0, 0, 1, 0]]), Topology(torch.tensor([[-1, 0, 0, 2]])))
-    deeper = rule(TABLE.expand(1, 4, 4), chain)
-    assert deeper.count_B.tolist() == [3 if passes[1] else 2]
-
-
-@pytest.mark.mend(
-    "a token without probability was near the target's choice where fewer than `top` were allowed"
-)
-@pytest.mark.parametrize("rule", [Lenient(top=3), Lenient(top=99), Lenient(gap=9.0)], ids=repr)
-def test_lenient_keeps_nothing_that_is_forbidden(rule):
-    """A constraint gives it no probability; the other words are compared as without it."""
-    words = [3, 1, 0, 2]
-    tree = TokenTree(torch.tensor([[0, *words]]), Topology(torch.tensor([[-1, 0, 0, 0, 0]])))
-    for allowed in ([0, 1, 2], [2]):
-        table = torch.full_like(TABLE, -torch.inf)
-        table[allowed] = TABLE[allowed]
-        for word in range(4):
-            alone = TokenTree(torch.tensor([[0, word]]), Topology(torch.tensor([[-1, 0]])))
-            accepted = rule(table.expand(1, 2, 4), alone)
-            assert accepted.count_B.tolist() == [1 + (word in allowed)]
-        together = rule(table.expand(1, 5, 4), tree)
-        assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(allowed[0])]
-        chain = TokenTree(torch.tensor([[0, 0, 2, 0]]), Topology(torch.tensor([[-1, 0, 0, 1]])))
-        deeper = rule(table.expand(1, 4, 4), chain)
-        assert deeper.count_B.tolist() == [3 if 0 in allowed else 2]
-
-
 @pytest.mark.mend(
     "lossy rules kept copies of the last token that padded a row's tree, and a grammar beside "
     "other rows ended the batch"
 )
 @pytest.mark.parametrize(
     "rule",
-    [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0)), Lenient(gap=1.0)],
+    [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0))],
     ids=repr,
 )
 @pytest.mark.parametrize("word", range(4))
@@ -228,26 +167,9 @@ def test_no_rule_keeps_a_node_that_pads_a_tree(rule, word):
     assert rule(logits_BNV, tree).count_B.tolist() == counts
 
 
-def test_lenient_with_top_one_is_greedy():
-    target, prompts = tiny_target(), some_prompts(9, 5)
-    engine = Speculator(target, random_head("medusa", target))
-    for rule in (Lenient(top=1), Lenient(gap=0.0)):
-        rows = [[], []]
-        for steps in engine.generate_batch(prompts, sampling=rule, max_new_tokens=20):
-            for row, step in zip(rows, steps, strict=True):
-                row += step.tokens if step else []
-        assert rows == [greedy(target, prompt, 20) for prompt in prompts]
-
-
-@pytest.mark.parametrize("values", [{}, {"top": -1}, {"gap": -0.5}, {"surprise": math.nan}])
-def test_lenient_refuses_what_keeps_all_or_nothing(values):
-    with pytest.raises(ValueError, match="lenient: expected top of 1 or more, or gap"):
-        Lenient(**values)
-
-
 def test_rules_that_change_the_output_are_labelled_lossy():
     assert (Greedy().lossless, Sampled().lossless) == (True, True)
-    assert (Typical().lossless, Lenient(top=2).lossless) == (False, False)
+    assert not Typical().lossless
 
 
 def test_a_seed_repeats_the_output():

@@ -26,7 +26,7 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import recorded as recording
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.lossy import Lenient, Typical
+from draftheads.infer.lossy import Typical
 from draftheads.infer.reading import Session
 from draftheads.infer.rules import RowRules
 from draftheads.infer.tree_sizes import TreeSizes
@@ -88,7 +88,7 @@ def recordings(monkeypatch) -> list[int]:
     return replays
 
 
-RULES = [Sampled(0.9), Typical(delta=0.9, temperature=2.0), Lenient(top=4), Lenient(gap=1.0)]
+RULES = [Sampled(0.9), Typical(delta=0.9, temperature=2.0)]
 
 
 @pytest.mark.mend(
