@@ -127,9 +127,6 @@ def plan(
 def train(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    source: Annotated[
-        str | None, Option("--from", help="a head, run or Hub id to continue: head.from=...")
-    ] = None,
     threads: Threads = None,
 ) -> None:
     """Train heads of any kind in this process (a recipe without head.kind: Medusa heads).
@@ -137,11 +134,10 @@ def train(
     In several processes: `accelerate launch train/medusa.py RECIPE.yaml` or
     `accelerate launch train/eagle.py RECIPE.yaml`.
     """
-    values = [*(overrides or []), *([f"head.from={source}"] if source else [])]
-    check_paths(recipe, values)
+    check_paths(recipe, overrides or [])
     from draftheads.train.medusa import main
 
     set_threads(threads)
-    code = main([str(recipe), *values])
+    code = main([str(recipe), *(overrides or [])])
     if code:
         sys.exit(code)

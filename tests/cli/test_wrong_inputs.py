@@ -72,7 +72,7 @@ SLOTS = {
     "train X": {RECIPE},
     "train/medusa.py X": {RECIPE},
     "train/eagle.py recipe.yaml data.path=X": {ANSWERS},
-    "train recipe.yaml --from X": {HEAD},
+    "train recipe.yaml head.from=X": {HEAD},
     "train recipe.yaml target=X": TARGETS,
     "train recipe.yaml data.path=X": {ANSWERS},
     "train recipe.yaml target_adapter=X": {ADAPTER},
