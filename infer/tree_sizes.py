@@ -1,4 +1,6 @@
-"""The number of nodes that a batch drafts: fewer where drafts cost many rows more than they bring."""
+"""The number of nodes that a batch drafts: fewer where drafts of many rows cost more than they
+bring.
+"""
 
 from __future__ import annotations
 

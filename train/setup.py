@@ -244,7 +244,7 @@ def create_engine(
     accelerator: Accelerator,
     saved: Path | None = None,
 ) -> Engine:
-    """Create the engine of a head, with the optimizer state of a checkpoint. Logs what is trained."""
+    """Create the engine of a head, with a checkpoint's optimizer state. Logs what is trained."""
     log = main_process_log(accelerator)
     learner = make_learner(recipe, head, target)
     log(f"training {learner.size:,} parameters of the {head.kind} head; the target is frozen")

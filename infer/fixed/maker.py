@@ -1,4 +1,4 @@
-"""Decides if the steps of an engine are compiled or recorded, and what happens where they are not."""
+"""Decides if an engine's steps are compiled or recorded, and what happens where they are not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a person types: paths, names, the variable of a key. What a path leads to is seen by its
-name and a few bytes, so a file in the wrong place is named for what it is. These checks import
+"""Checks what a person types: paths, names, the variable of a key. It knows a file by its name and
+a few bytes, so a file in the wrong place is named for what it is. These checks import
 nothing slow, so a mistake is said at once, not after the seconds that torch takes to load.
 """
 
@@ -51,8 +51,8 @@ JOIN = "join its parts: llama-gguf-split --merge FIRST WHOLE.gguf"
 
 
 def kind_of(path: Path) -> str:
-    """What a file or folder is, by its name, the first bytes of a file and the config.json of a
-    folder.
+    """Return the kind of a file or folder, by its name, the first bytes of a file and the
+    config.json of a folder.
     """
     if path.is_dir():
         return _kind_of_folder(path)
@@ -83,7 +83,7 @@ def _kind_of_folder(folder: Path) -> str:
 
 
 def begins_as_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does, whatever its name is: those of Ollama are digests."""
+    """True if a file begins as GGUF does, whatever its name is: those of Ollama are digests."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -228,8 +228,8 @@ def expected(message: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What a person may have meant: the known names that go on like this one, else the nearest one;
-    "" for none.
+    """Return what a person may have meant: the known names that go on like this one, else the
+    nearest one; "" for none.
     """
     names = sorted(known)
     longer = [each for each in names if name and each.startswith(name)]
@@ -242,7 +242,7 @@ def nearest(path: Path) -> Path:
 
 
 def takes_files(folder: Path) -> bool:
-    """Whether a file can be made in a folder that is there: root has the permission everywhere."""
+    """True if a file can be made in a folder that is there: root has the permission everywhere."""
     try:
         with TemporaryFile(dir=folder):
             return True
