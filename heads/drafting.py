@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -213,15 +213,4 @@ class Drafter(Protocol):
 
     def rewind(self, length: int) -> None:
         """Forget all but the first `length` committed tokens, at least 1, of the only row."""
-        ...
-
-
-@runtime_checkable
-class Observer(Drafter, Protocol):
-    """A drafter that reads what the target answers in a tree, kept or not."""
-
-    def observe(self, choices: Sequence[Sequence[int]]) -> None:
-        """The target's most probable token after each node of the newest tree, by row. There may be
-        more nodes than were proposed.
-        """
         ...

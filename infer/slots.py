@@ -18,10 +18,10 @@ import torch
 
 from draftheads.heads.base import TreeDrafter
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.drafting import Committed, Drafter, Observer
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Tree
-from draftheads.infer.accept import Acceptance, Greedy, commit, most_probable
+from draftheads.infer.accept import Acceptance, Greedy, commit
 from draftheads.infer.paths import node_paths, row_paths, stacked
 from draftheads.infer.rows import Row, Step, apply_constraints
 from draftheads.infer.rules import joined_rule
@@ -144,9 +144,6 @@ class Slots:
             logits_BNV = apply_constraints(self.rows, logits_BNV, node_paths(tree))
         accepted = self.rule(logits_BNV, tree)
         chosen, in_place = accepted.read()
-        # a constraint changes the tree, of which the drafter then knows no node
-        if isinstance(self.drafter, Observer) and not self.is_constrained:
-            self.drafter.observe(most_probable(out.logits_BNV).tolist())
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
         # computes it again
         counts = [

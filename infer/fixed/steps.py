@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftheads.heads.cache import SlotCache
-from draftheads.heads.drafting import Committed, Drafter, Observer
+from draftheads.heads.drafting import Committed, Drafter
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Topology, Tree
-from draftheads.infer.accept import Acceptance, commit, most_probable
+from draftheads.infer.accept import Acceptance, commit
 from draftheads.infer.fixed.recorded import BUCKET, Outputs, Recording, Recordings
 
 BACKEND: Any = "inductor"
@@ -86,7 +86,6 @@ class FixedSteps:
         self.is_compiled = function is not advance
         self.target = target
         self.drafter = drafter
-        self.observer = drafter if isinstance(drafter, Observer) else None
         self.cache = cache
         self.accept = accept
         self.nodes = tree.nodes
@@ -116,8 +115,6 @@ class FixedSteps:
         # one copy to the host, so one wait for the device
         tokens: list[list[int]] = told_BC.tolist()
         counts = [row.pop() for row in tokens]
-        if self.observer:
-            self.observer.observe([row[self.width :] for row in tokens])
         # the drafter has what was committed before this step
         for (cache, _), new in zip(self.slots, (counts, earlier), strict=False):
             cache.note(new)
@@ -136,8 +133,6 @@ class FixedSteps:
             _fix(cache, room, BUCKET if self.recordings.record else 1)
         before = self._padded(committed)
         drafts = self._padded_tree(tree) if tree else before
-        nodes = drafts[0].shape[1] if tree else self.nodes
-        told = self.width + 1 + (nodes if self.observer else 0)
         step = partial(self.function, self)
         key = (*self.key, len(running), *(_places(cache) for cache, _ in self.slots))
         recording = self.recordings.known(key)
@@ -148,7 +143,7 @@ class FixedSteps:
             for draws in self.accept.all_draws():
                 numbers.enter_context(draws.filled(self.width))
             recording = recording or self.recordings.next(
-                key, step, before, drafts, told, running, self.accept, self.drafter
+                key, step, before, drafts, self.width + 1, running, self.accept, self.drafter
             )
             if recording:
                 outputs = recording(drafts, running)
@@ -207,10 +202,8 @@ def advance(steps: FixedSteps, *inputs: Tensor) -> Outputs:
     new_B = accepted.count_B * running_B
     cache.keep(path_BC, new_B)
     tokens_BC, features_BCD = commit(tree, out, accepted, path_BC)
-    told = [tokens_BC, new_B[:, None]]
-    if steps.observer:
-        told.insert(1, most_probable(out.logits_BNV))
-    return tokens_BC, features_BCD, new_B, torch.cat(told, dim=1)
+    told_BC = torch.cat([tokens_BC, new_B[:, None]], dim=1)
+    return tokens_BC, features_BCD, new_B, told_BC
 
 
 def _fix(cache: SlotCache, room: int, bucket: int) -> None:
