@@ -216,14 +216,14 @@ class Rope:
         own = {key: value for key, value in (scaling or {}).items() if key != "rope_theta"}
         self.theta = float(theta)
         self.scaling = own or None
-        given = {key: value for key, value in own.items() if value is not None}
-        kind = given.pop("type", None) or given.get("rope_type", "default")
+        values = {key: value for key, value in own.items() if value is not None}
+        kind = values.pop("type", None) or values.get("rope_type", "default")
         if kind not in STATIC_ROPES:
             raise ValueError(
                 f"rope_scaling {kind!r}: expected one of {', '.join(STATIC_ROPES)}; others change "
                 "with the length of the text, which a draft head's cache does not support"
             )
-        if given.get("partial_rotary_factor", 1) != 1:
+        if values.get("partial_rotary_factor", 1) != 1:
             raise ValueError(
                 f"rope_scaling {own}: expected RoPE that turns whole heads, got a "
                 "partial_rotary_factor; remove it"
@@ -233,9 +233,11 @@ class Rope:
             frequencies = self.theta**-powers_W
             self.attention_factor = 1.0
         else:
-            parameters = {**given, "rope_type": kind, "rope_theta": self.theta}
+            parameters = {**values, "rope_type": kind, "rope_theta": self.theta}
             try:
-                context = given.get("original_max_position_embeddings", 1) * given.get("factor", 1)
+                context = values.get("original_max_position_embeddings", 1) * values.get(
+                    "factor", 1
+                )
                 config = LlamaConfig(
                     hidden_size=head_dim,
                     num_attention_heads=1,
@@ -262,12 +264,12 @@ class Rope:
         """The RoPE in a head's config.json, with the precedence of transformers: a base among the
         parameters, which may be those of a type of layers, is before one beside them.
         """
-        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         kind = "sliding_attention" if config.get("sliding_window") else "full_attention"
-        given = given.get(kind) or given
-        theta = given.get("rope_theta") or config.get("rope_theta") or 10000.0
-        is_plain = (given.get("rope_type") or given.get("type") or "default") == "default"
-        return cls(head_dim, theta, None if is_plain else given)
+        scaling = scaling.get(kind) or scaling
+        theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+        is_plain = (scaling.get("rope_type") or scaling.get("type") or "default") == "default"
+        return cls(head_dim, theta, None if is_plain else scaling)
 
     def __call__(self, positions_BQ: Tensor) -> Angles:
         if self.frequencies.device != positions_BQ.device:

@@ -24,7 +24,7 @@ from transformers import (
 
 from draftheads.heads.target.model import Decoded
 from draftheads.heads.tree import TokenTree
-from draftheads.infer.draws import Draws, Place
+from draftheads.infer.draws import Draws, SeededRow
 
 LEAST_TEMPERATURE = 1e-5
 """Below it, sampling is practically greedy, and the divided logits can overflow."""
@@ -79,7 +79,7 @@ class Acceptance(ABC):
         """True if what is drafted changes the output."""
         return not self.lossless
 
-    def prepare(self, rows: Sequence[Place]) -> None:
+    def prepare(self, rows: Sequence[SeededRow]) -> None:
         """Called before each choice."""
         self.draws.prepare(rows)
 

@@ -175,35 +175,35 @@ def answer_all(
     engine.maker.compile_no_more()  # for each number of rows
     batch = ContinuousBatch(engine, most)
     queue = RequestQueue(take)
-    asked: dict[Row, Request] = {}
+    requests: dict[Row, Request] = {}
     while True:
-        new = queue.next(batch.room, len(asked))
-        if not (new or asked):
+        new = queue.next(batch.room, len(requests))
+        if not (new or requests):
             return
         failed = new
         try:
             if new:
-                read = _read(engine, rule, new, reserved=0 if asked else RESERVED)
-                failed = [*asked.values(), *new]  # none of them is whole while rows join
+                read = _read(engine, rule, new, reserved=0 if requests else RESERVED)
+                failed = [*requests.values(), *new]  # none of them is whole while rows join
                 batch.enter(read)
-                asked |= zip(read.rows, new, strict=True)
+                requests |= zip(read.rows, new, strict=True)
             else:
-                failed = [*asked.values()]
+                failed = [*requests.values()]
                 batch.step()
         except RuntimeError as error:  # usually out of memory
-            rows = len(new) + len(asked)
+            rows = len(new) + len(requests)
             batch.shrink(rows, error)
             if failed is not new:
                 batch.give_up()
-                asked = {}
+                requests = {}
             if rows == 1:
                 yield failed[0], [], error
             else:
                 queue.again(failed)
             continue
-        for row in [row for row in asked if row.finish]:
+        for row in [row for row in requests if row.finish]:
             batch.leave(row)
-            yield asked.pop(row), row.answer, row.fault
+            yield requests.pop(row), row.answer, row.fault
 
 
 def _read(

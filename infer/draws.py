@@ -19,7 +19,7 @@ BLOCK = 256
 """Numbers of a row that are made together."""
 
 
-class Place(Protocol):
+class SeededRow(Protocol):
     """Where a row of a batch is: the seed of its numbers, "" until there is one, and how many new
     tokens it has.
     """
@@ -43,7 +43,7 @@ class Draws:
         self.numbers: Tensor | None = None
         """float64 (B, places) of the newest draw; in the context of `filled`, of its only one."""
         self._is_filled = False
-        self._rows: Sequence[Place] = ()
+        self._rows: Sequence[SeededRow] = ()
         self._seeds: Random | None = None  # None: torch's global stream
 
     def seed(self, seed: int) -> None:
@@ -56,7 +56,7 @@ class Draws:
             return int(torch.randint(1 << 62, ()))
         return self._seeds.getrandbits(62)
 
-    def prepare(self, rows: Sequence[Place]) -> None:
+    def prepare(self, rows: Sequence[SeededRow]) -> None:
         """See `Acceptance.prepare`."""
         self._rows = rows
 

@@ -164,16 +164,16 @@ class Speculator:
         self, rows: list[Row], rule: Acceptance, session: Session | None
     ) -> Iterator[list[Step | None]]:
         reserved = min(ROOM, max(row.end - row.prompt for row in rows))
-        kept = session or Session()
+        own = session or Session()
         if session is None:  # no other generation takes them meanwhile
-            kept.slots = self._last_slots
+            own.slots = self._last_slots
             self._last_slots = None
-        reading = self.read(rows, rule, kept, reserved)
+        reading = self.read(rows, rule, own, reserved)
         slots = reading.slots
         try:
             yield [*reading.finish()]
             while not all(row.finish for row in rows):
-                if kept.slots is not slots or slots.rows[0] not in rows:
+                if own.slots is not slots or slots.rows[0] not in rows:
                     raise ValueError(
                         "expected the session of a generation for it alone, got it used by another "
                         "one, which replaced its text; end a generation before the next, or give "
@@ -201,11 +201,11 @@ class Speculator:
         """
         session = session or Session()
         slots = session.slots
-        known = 0
+        prefix = 0
         if slots is not None and slots.key == self.cache_key:
-            known = session.shared(rows[0].text)
-        if slots is not None and known:
-            known = slots.rewind(known)
+            prefix = session.shared(rows[0].text)
+        if slots is not None and prefix:
+            prefix = slots.rewind(prefix)
         elif slots is not None and self._can_restart(slots, len(rows)):
             slots.clear(drafter=self.maker.on_host)
         else:
@@ -213,9 +213,9 @@ class Speculator:
             capacity = min(longest + reserved, self.target.context) + self.tree.nodes
             slots = self.new_slots(len(rows), capacity)
         session.slots = slots
-        session.reused = known
+        session.reused = prefix
         # another generation with this rule may run meanwhile
-        return Reading(slots, rows, rule.branch(), known, chunk)
+        return Reading(slots, rows, rule.branch(), prefix, chunk)
 
     def new_slots(self, rows: int = 0, capacity: int = 0) -> Slots:
         """Caches for so many rows of so many tokens, tree included; both grow."""

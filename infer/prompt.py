@@ -212,7 +212,7 @@ class PromptRenderer:
         has_template = getattr(self.tokenizer, "chat_template", None)
         for message, example in EXAMPLES if has_template else ():
             try:
-                asked = self.text([QUESTION])
+                question = self.text([QUESTION])
                 shown = [
                     self.text([QUESTION, each], ask=False, as_is=True)
                     for each in (assistant(ANSWER), example)
@@ -227,7 +227,7 @@ class PromptRenderer:
             if answer and closing and "type" not in between:
                 if "tool_calls" in example:
                     closing = closing[:1]  # the rest is the call's
-                opening = _behind(before, asked) or _behind(before, header)
+                opening = _behind(before, question) or _behind(before, header)
                 ids = self.encode(opening)
                 if not ids and self._has_special(closing[:1]):
                     ids = [each for each in self.encode(before) if self._has_special([each])][-1:]
@@ -236,7 +236,7 @@ class PromptRenderer:
                     tuple(closing[:1]): CLOSE,
                     # the header of the answer, after reasoning and without
                     tuple(closing[1:]): "",
-                    tuple(self.encode(_behind(header, asked))): "",
+                    tuple(self.encode(_behind(header, question))): "",
                 }
                 special = {ids: text for ids, text in marks.items() if self._has_special(ids)}
                 end = between.strip()
@@ -246,14 +246,14 @@ class PromptRenderer:
                     end = self.tokenizer.decode(closing[:1])
                 rest = between.strip().removeprefix(end)
                 # some generation prompts have an empty block in its place
-                shared = commonprefix([self.encode(asked), self.encode(header)])
+                shared = commonprefix([self.encode(question), self.encode(header)])
                 lead = self.tokenizer.decode(self.encode(header)[len(shared) :]).strip()
                 if end in lead:  # an empty block
                     lead = ""
                 return Reasoning(
                     marks=special | tags,
                     message=message,
-                    is_opened=before == asked,
+                    is_opened=before == question,
                     opening=opening,
                     closing=end,
                     after="" if "tool_calls" in example else rest.removesuffix(lead).strip(),
@@ -312,10 +312,10 @@ class PromptRenderer:
         if self.reasoning is None and CLOSE not in str(self.tokenizer.chat_template):
             return ""
         try:
-            asked = self._ending(self.encode(self.text([QUESTION])))
+            question = self._ending(self.encode(self.text([QUESTION])))
         except TemplateError:
             return ""
-        start = asked.rpartition(QUESTION["content"])[2].partition(OPEN)[0]
+        start = question.rpartition(QUESTION["content"])[2].partition(OPEN)[0]
         return start.rstrip().removesuffix(CLOSE)  # of an empty block
 
     def _ending(self, prompt: Sequence[int]) -> str:
@@ -343,9 +343,9 @@ class PromptRenderer:
         bare = self.encode(text)
         if not isinstance(prompt, str):
             last = prompt[-1] if prompt else {}
-            asked = last.get("content") if last.get("role") not in ("assistant", "tool") else None
+            content = last.get("content") if last.get("role") not in ("assistant", "tool") else None
             # templates drop roles that they do not know; blanks may differ
-            if isinstance(asked, str) and without_blanks(asked) not in without_blanks(text):
+            if isinstance(content, str) and without_blanks(content) not in without_blanks(text):
                 raise TemplateError(
                     "the template leaves out the last message; its role is expected to be user"
                 )

@@ -58,7 +58,7 @@ class BenchPrompt:
     limit: int
 
 
-class Engine(Protocol):
+class Decoder(Protocol):
     """Continues a prompt: a `Speculator`, transformers' own `generate`, or llama.cpp."""
 
     def generate(
@@ -75,7 +75,7 @@ class Candidate:
     """
 
     name: str
-    engine: Engine
+    engine: Decoder
     nodes: int | None = None
     clock: Callable[[], float] | None = None
 

@@ -110,6 +110,11 @@ class Server:
         length = served.max_model_len
         self.context = length if isinstance(length, int) and length > 1 else None
 
+    def explained(self, error: ServerError) -> ServerError:
+        """The same error with this server's address, and what to do."""
+        advice = "check the server, then run the same command again to resume"
+        return type(error)(f"{self.url}: {error}; {advice}")
+
     def client(self) -> Any:
         """A new connection pool."""
         return httpx.AsyncClient(**self._client)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftheads.heads.tree import TokenTree
 from draftheads.infer.accept import Acceptance, Accepted
-from draftheads.infer.draws import Draws, Place
+from draftheads.infer.draws import Draws, SeededRow
 
 
 def joined_rule(rules: Sequence[Acceptance], device: torch.device) -> Acceptance:
@@ -73,7 +73,7 @@ class RowRules(Acceptance):
         chosen = [part.rule.choose(logits[part.rows_R]) for part in self._parts]
         return torch.cat(chosen)[self._order]
 
-    def prepare(self, rows: Sequence[Place]) -> None:
+    def prepare(self, rows: Sequence[SeededRow]) -> None:
         """Prepare each rule for its rows."""
         for part in self._parts:
             part.rule.prepare([rows[row] for row in part.rows])

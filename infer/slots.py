@@ -143,14 +143,14 @@ class Slots:
         if self.is_constrained:
             logits_BNV = apply_constraints(self.rows, logits_BNV, node_paths(tree))
         accepted = self.rule(logits_BNV, tree)
-        chosen, in_place = accepted.read()
+        lengths, in_place = accepted.read()
         # finished rows may stay in the caches, and add nothing; a text ends its step where LongRoPE
         # computes it again
         counts = [
             0 if row.finish else target.longrope.step_end(len(row.text), count)
-            for row, count in zip(self.rows, chosen, strict=True)
+            for row, count in zip(self.rows, lengths, strict=True)
         ]
-        path_BC = accepted.path_BN[:, : max(chosen)]
+        path_BC = accepted.path_BN[:, : max(lengths)]
         self.cache.keep(path_BC, counts, in_place=in_place)
         count_B = torch.tensor(counts, device=path_BC.device)
         tokens_BC, features_BCD = commit(tree, out, accepted, path_BC)
@@ -226,17 +226,17 @@ class Slots:
 
     def drop_finished(self) -> None:
         """Remove finished rows from the caches, but for the last, if there are enough of them."""
-        left = [place for place, row in enumerate(self.rows) if not row.finish]
-        finished = len(self.rows) - len(left)
-        if not (left and finished and self.runner.may_shrink(len(left), finished)):
+        running = [place for place, row in enumerate(self.rows) if not row.finish]
+        finished = len(self.rows) - len(running)
+        if not (running and finished and self.runner.may_shrink(len(running), finished)):
             return
         self.runner.end(self)
-        self.committed = self.committed.select(left)
-        self.rows = [self.rows[place] for place in left]
+        self.committed = self.committed.select(running)
+        self.rows = [self.rows[place] for place in running]
         self._join_rules()
-        self.cache.select(left)
+        self.cache.select(running)
         if self.drafter.cache is not None:
-            self.drafter.cache.select(left)
+            self.drafter.cache.select(running)
 
     def rewind(self, length: int) -> int:
         """Cut the text of the only row back to `length` tokens, at least 1, or to fewer if the

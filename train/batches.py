@@ -485,7 +485,7 @@ def share(
 
 
 @dataclass(frozen=True)
-class Reading:
+class DataAmount:
     """The amount of data that a run reads, which decides the size of its steps."""
 
     rows: int | None  # None: unknown

@@ -44,12 +44,12 @@ def words(argv: Sequence[str] | None, script: str, kind: str) -> Sequence[str]:
     """The words of a command line (None: of this process), without the --local_rank that launchers
     add, and say in LOCAL_RANK, too; without any, or for -h, its usage, and the end.
     """
-    given = sys.argv[1:] if argv is None else argv
-    given = [word for word in given if not re.fullmatch(r"--local[_-]rank=\d+", word)]
-    if not given or given[0] in ("-h", "--help"):
+    arguments = sys.argv[1:] if argv is None else argv
+    arguments = [word for word in arguments if not re.fullmatch(r"--local[_-]rank=\d+", word)]
+    if not arguments or arguments[0] in ("-h", "--help"):
         say_once(HELP.format(kind=kind, script=script))
-        sys.exit(0 if given else 2)
-    return given
+        sys.exit(0 if arguments else 2)
+    return arguments
 
 
 @contextmanager

@@ -116,13 +116,13 @@ def check_shape(head: DraftHead, recipe: Recipe) -> None:
             f"{head.kind}; set head.kind={head.kind}"
         )
     for key, value in sizes_of(head, recipe.head).items():
-        given = getattr(recipe.head, key)
+        choice = getattr(recipe.head, key)
         is_free = key == "vocabulary" and isinstance(head, MtpHead)
         is_given = key in recipe.head.model_fields_set and not is_free
-        if is_given and given not in (None, value):
+        if is_given and choice not in (None, value):
             raise ValueError(
                 f"head.{key}: expected {value}, which the head has that head.from names, got "
-                f"{given}; leave it out, or leave head.from out to train a new head"
+                f"{choice}; leave it out, or leave head.from out to train a new head"
             )
 
 
@@ -133,10 +133,10 @@ def sizes_of(head: DraftHead, choices: HeadChoices) -> dict[str, Any]:
     if "vocabulary" in type(choices).model_fields:
         sizes["vocabulary"] = None if head.token_map is None else len(head.token_map)
     for key in type(choices).model_fields.keys() - choices.decoding_keys - {"vocabulary"}:
-        given = getattr(choices, key)
+        choice = getattr(choices, key)
         for owner in (head, design, getattr(design, "shape", None)):
             value = getattr(owner, key, None)
             value = list(value) if isinstance(value, tuple) else value
-            if isinstance(value, int | str | list) and isinstance(given, type(value) | None):
+            if isinstance(value, int | str | list) and isinstance(choice, type(value) | None):
                 sizes[key] = value
     return sizes

@@ -172,9 +172,9 @@ class RunChoices(Section):
 
     @model_validator(mode="after")
     def _check_length(self) -> RunChoices:
-        given = [name for name in LENGTHS if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none"
+        lengths = [name for name in LENGTHS if getattr(self, name) is not None]
+        if len(lengths) != 1:
+            got = " and ".join(lengths) or "none"
             raise ValueError(
                 f"set exactly one of steps, epochs and minutes, the others null, got {got}"
             )
@@ -280,8 +280,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), kind: str = "me
     run = values.get("run")
     if isinstance(run, dict):  # lengths of the file go, if overrides set one
         typed = {name for name in LENGTHS if f"run.{name}" in overridden}
-        given = {name for name in typed if run.get(name) is not None}
-        for name in set(LENGTHS) - given if given else ():
+        lengths = {name for name in typed if run.get(name) is not None}
+        for name in set(LENGTHS) - lengths if lengths else ():
             run.pop(name, None)
     try:
         return Recipe.model_validate(values)

@@ -22,7 +22,15 @@ from draftheads.heads.target.lora import titled
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.packing import shares_prefixes
 from draftheads.heads.target.pretrained import same_weights
-from draftheads.train.batches import Documents, Order, Reading, Rows, Verification, release, share
+from draftheads.train.batches import (
+    DataAmount,
+    Documents,
+    Order,
+    Rows,
+    Verification,
+    release,
+    share,
+)
 from draftheads.train.checkpoint import (
     RunState,
     Saved,
@@ -166,7 +174,7 @@ def first_state(
     """
     world = accelerator.num_processes
     log = main_process_log(accelerator)
-    reading = Reading(len(data.train), data.train.length, recipe.run.epochs_of_size, world)
+    reading = DataAmount(len(data.train), data.train.length, recipe.run.epochs_of_size, world)
     per_batch = recipe.data.rows_per_batch
     if saved:
         rows_per_step = saved.state.rows_per_step

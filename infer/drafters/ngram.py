@@ -171,7 +171,7 @@ class NGramDrafter:
         self.limits = limits
         self.lengths = range(source.shortest, source.longest + 1)
         self.memory = source.memory
-        self.texts: list[Text] = []
+        self.texts: list[NGramText] = []
 
     def propose(self, committed: Committed) -> TokenTree:
         if not self.texts:
@@ -185,7 +185,7 @@ class NGramDrafter:
         roots = [text.tokens[-1] for text in self.texts]
         return stacked(roots, rows, committed.tokens_BC.device)
 
-    def copies(self, text: Text) -> list[TokenPath]:
+    def copies(self, text: NGramText) -> list[TokenPath]:
         """Continuations of the end of a text, from the text itself or the memory, whichever has the
         longer match (the text, if equal). A long match says more than a near place: on 300
         conversations, fewer tokens were accepted when the memory was asked only if the text had no
@@ -199,9 +199,9 @@ class NGramDrafter:
                 return copies
         return text.copies(places, self.limits.depth)
 
-    def new_text(self) -> Text:
+    def new_text(self) -> NGramText:
         """The text of a new row."""
-        return Text(self.lengths, self.limits.top_k)
+        return NGramText(self.lengths, self.limits.top_k)
 
     def rewind(self, length: int) -> None:
         text = self.new_text()
@@ -219,7 +219,7 @@ def most_shared(copies: Sequence[TokenPath], count: int) -> list[TokenPath]:
     return [path for path in shared if path in best]
 
 
-class Text:
+class NGramText:
     """The text of one row, and the newest places after each of its n-grams."""
 
     def __init__(self, lengths: range, places: int) -> None:

@@ -109,14 +109,14 @@ class NamedJson(Syntax):
 
     def read(self, text: str, schemas: Schemas) -> Found:
         _, entries, rest = self.read_json(text)
-        found: list[tuple[Any, Any]] = []
+        pairs: list[tuple[Any, Any]] = []
         for entry in entries:
             if self.keys:
                 name, key = self.keys
-                found.append((entry[name], _arguments(entry, name, key)))
+                pairs.append((entry[name], _arguments(entry, name, key)))
             else:
-                found += entry.items()
-        return found, rest
+                pairs += entry.items()
+        return pairs, rest
 
 
 def _arguments(entry: Json, name: str, key: str) -> Json:
@@ -175,13 +175,13 @@ class Parameters(Syntax):
         name, end = _name(text)
         arguments = {}
         around = ""  # the parameters
-        for found in self.parameter.finditer(text, end):
-            before = around + text[end : found.start()]
+        for match in self.parameter.finditer(text, end):
+            before = around + text[end : match.start()]
             if not self.frame.startswith(without_blanks(before)):
                 break  # it is of the next call
             around = before
-            end = found.end()
-            key, value = found.groups()
+            end = match.end()
+            key, value = match.groups()
             arguments[key] = _value(value, schemas.get(name, {}).get(key))
         rest = around + text[end:]
         after = without_blanks(rest.partition(self.start)[0])
@@ -236,31 +236,31 @@ class CallForm:
         schemas: of the tools that may be called.
         """
         calls: list[Json] = []
-        left = ""
+        prose = ""
         start = self.syntax.start
         rest = text
         try:
             rest = text[text.index(start) + len(start) :]
             has_more = True
             while has_more:
-                found, rest = self.syntax.read(rest, schemas)
+                pairs, rest = self.syntax.read(rest, schemas)
                 after, next_start, rest = rest.partition(start) if start else (rest, "", "")
                 has_more = bool(next_start)
                 closed = re.match(self._closing, after)
                 if is_cut and not closed and not self.syntax.is_json:
                     raise ValueError("expected the last of the parameters")
-                for name, arguments in found:
+                for name, arguments in pairs:
                     if name not in schemas and not self.opening:
                         raise ValueError("expected the name of a tool")
                     calls.append(call_entry(len(calls), name, arguments))
                 if closed:
-                    left += after[closed.end() :].strip()
+                    prose += after[closed.end() :].strip()
                 elif not without_blanks(self.closing).startswith(without_blanks(after)):
-                    left += after.strip()
+                    prose += after.strip()
         except UNREADABLE:
             if not is_cut or not self.opening:
                 return [], text
-        return calls, self.outside(left, not is_cut)
+        return calls, self.outside(prose, not is_cut)
 
     @property
     def _closing(self) -> str:
@@ -353,10 +353,10 @@ def _form(call: str, both: str) -> CallForm | None:
     if syntax is None:
         return None
     try:
-        found, closing = syntax.read(call[core:], {})
+        pairs, closing = syntax.read(call[core:], {})
     except UNREADABLE:
         return None
-    if found != [(ONE, ARGUMENTS)]:
+    if pairs != [(ONE, ARGUMENTS)]:
         return None
     return CallForm(call, opening, closing.strip(), syntax)
 

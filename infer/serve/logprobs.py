@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import TokenTree, Topology
 from draftheads.infer.accept import Acceptance, Accepted
-from draftheads.infer.draws import Place
+from draftheads.infer.draws import SeededRow
 from draftheads.infer.serve.protocol import Json
 from draftheads.infer.text import REPLACEMENT, Marks, TextStream
 
@@ -78,7 +78,7 @@ class ScoredRule(Acceptance):
         """True if drafts change the output of the rule."""
         return self.rule.sees_drafts
 
-    def prepare(self, rows: Sequence[Place]) -> None:
+    def prepare(self, rows: Sequence[SeededRow]) -> None:
         """Prepare the rule."""
         self.rule.prepare(rows)
 

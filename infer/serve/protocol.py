@@ -142,8 +142,8 @@ class ResponseFormat(BaseModel):
     def schemas(self) -> list[Json]:
         """The given schemas: one, or two by mistake."""
         named = self.json_schema.schema_ if self.json_schema else None
-        given = [schema for schema in (named, self.schema_) if schema is not None]
-        return given or [{"type": "object"}] * (self.type == "json_object")
+        schemas = [schema for schema in (named, self.schema_) if schema is not None]
+        return schemas or [{"type": "object"}] * (self.type == "json_object")
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
@@ -215,7 +215,7 @@ class GenerationRequest(BaseModel):
         """Kind and text of the grammars that the answer must follow, as in `Grammar`."""
         outputs = self.structured_outputs or StructuredOutputs()
         schemas = self.response_format.schemas if self.response_format else []
-        given = [
+        texts = [
             *(("json_schema", schema) for schema in schemas),
             ("json_schema", outputs.json_),
             ("json_schema", {"type": "object"} if outputs.json_object else None),
@@ -223,7 +223,7 @@ class GenerationRequest(BaseModel):
             ("choice", outputs.choice),
             ("grammar", outputs.grammar),
         ]
-        return [(kind, text) for kind, text in given if text is not None]
+        return [(kind, text) for kind, text in texts if text is not None]
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -345,7 +345,7 @@ def _or_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
-class Parameters(Described):
+class ArgumentsSchema(Described):
     """The JSON schema of a function's arguments."""
 
     type: Any = "object"
@@ -366,7 +366,7 @@ class Function(Described):
 
     name: str = Field(pattern=r"^[\w.-]{1,128}$")
     description: str | None = ""
-    parameters: Annotated[Parameters, BeforeValidator(_or_empty)] = Parameters()
+    parameters: Annotated[ArgumentsSchema, BeforeValidator(_or_empty)] = ArgumentsSchema()
 
 
 class Tool(Described):
@@ -421,10 +421,10 @@ class Message(Described):
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(part.text for part in content)
-        given = self.model_dump(exclude_none=True)
+        message = self.model_dump(exclude_none=True)
         if not self.tool_calls:
-            given.pop("tool_calls", None)
-        return {**given, "content": content}
+            message.pop("tool_calls", None)
+        return {**message, "content": content}
 
 
 class ChatRequest(GenerationRequest):
@@ -501,10 +501,10 @@ class ChatRequest(GenerationRequest):
     def variables(self) -> Json:
         """The variables of the chat template."""
         named = {name: getattr(self, name) for name in TEMPLATE_VARIABLES}
-        given = {name: value for name, value in named.items() if value is not None}
-        given |= self.chat_template_kwargs or {}
+        variables = {name: value for name, value in named.items() if value is not None}
+        variables |= self.chat_template_kwargs or {}
         tools = [tool.model_dump(exclude_none=True) for tool in self.callable_tools]
-        return {**given, "tools": tools} if tools else given
+        return {**variables, "tools": tools} if tools else variables
 
     @property
     def callable_tools(self) -> list[Tool]:

@@ -86,7 +86,7 @@ def test_a_text_that_agrees_as_far_is_copied_from_itself():
     drafter = NGram(LIMITS, memory=memory).drafter(tiny_target())
 
     def drafts(text: list[int]) -> list[int]:
-        row = ngram.Text(range(2, 4), LIMITS.top_k)
+        row = ngram.NGramText(range(2, 4), LIMITS.top_k)
         row.append(text)
         return [copy[0] for copy in drafter.copies(row)]
 

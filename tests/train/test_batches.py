@@ -13,7 +13,7 @@ import torch
 from tiny_training import VOCABULARY, random_answers, tiny_target
 
 from draftheads.heads.batch import Batch
-from draftheads.train.batches import Documents, Order, Reading, Rows, share
+from draftheads.train.batches import DataAmount, Documents, Order, Rows, share
 from draftheads.train.data.answers import Answer, new_manifest, read_answers, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 
@@ -139,19 +139,25 @@ def test_processes_and_accumulation_only_divide_a_step():
 @pytest.mark.parametrize(
     ("reading", "asked", "per_batch", "rows", "is_noted"),
     [
-        (Reading(None, 256, None, 2), 4096, 4, 16, False),
-        (Reading(None, 256, None, 1), 5000, 4, 20, True),
-        (Reading(None, 256, None, 1), 10, 4, 4, True),
-        (Reading(10**6, 2048, 2.0, 1), None, 8, 32, False),  # the greatest that follows from data
-        (Reading(None, 2048, 2.0, 1), None, 8, 32, False),
-        (Reading(22, 2048, 2.0, 1), None, 8, 1, True),  # 300 answers of 150 tokens
-        (Reading(22, 2048, 2.0, 2), None, 8, 2, True),
-        (Reading(600, 2048, 4.0, 1), None, 8, 24, True),
-        (Reading(22, 2048, 2.0, 1), 131072, 8, 16, True),
-        (Reading(22, 2048, 0.2, 1), 131072, 8, 4, True),
-        (Reading(22, 2048, None, 1), None, 8, 16, True),
-        (Reading(5, 2048, 2.0, 2), 131072, 8, 4, True),
-        (Reading(1, 64, 0.1, 1), 64, 1, 1, False),
+        (DataAmount(None, 256, None, 2), 4096, 4, 16, False),
+        (DataAmount(None, 256, None, 1), 5000, 4, 20, True),
+        (DataAmount(None, 256, None, 1), 10, 4, 4, True),
+        (
+            DataAmount(10**6, 2048, 2.0, 1),
+            None,
+            8,
+            32,
+            False,
+        ),  # the greatest that follows from data
+        (DataAmount(None, 2048, 2.0, 1), None, 8, 32, False),
+        (DataAmount(22, 2048, 2.0, 1), None, 8, 1, True),  # 300 answers of 150 tokens
+        (DataAmount(22, 2048, 2.0, 2), None, 8, 2, True),
+        (DataAmount(600, 2048, 4.0, 1), None, 8, 24, True),
+        (DataAmount(22, 2048, 2.0, 1), 131072, 8, 16, True),
+        (DataAmount(22, 2048, 0.2, 1), 131072, 8, 4, True),
+        (DataAmount(22, 2048, None, 1), None, 8, 16, True),
+        (DataAmount(5, 2048, 2.0, 2), 131072, 8, 4, True),
+        (DataAmount(1, 64, 0.1, 1), 64, 1, 1, False),
     ],
 )
 def test_rows_of_a_step_follow_from_the_data_and_changes_are_said(
@@ -177,9 +183,9 @@ def test_no_more_passes_are_made_than_asked_for():
 @pytest.mark.parametrize(
     ("reading", "rows", "steps", "is_warned"),
     [
-        (Reading(600, 2048, 2.0, 1), 64, 18, True),
-        (Reading(600, 2048, 2.0, 1), 24, 50, False),
-        (Reading(600, 2048, None, 1), 64, 5, False),  # as many as were asked for
+        (DataAmount(600, 2048, 2.0, 1), 64, 18, True),
+        (DataAmount(600, 2048, 2.0, 1), 24, 50, False),
+        (DataAmount(600, 2048, None, 1), 64, 5, False),  # as many as were asked for
     ],
 )
 def test_a_run_of_few_steps_is_warned_of(reading, rows, steps, is_warned):
@@ -191,7 +197,7 @@ def test_a_run_of_few_steps_is_warned_of(reading, rows, steps, is_warned):
 
 def test_more_processes_than_rows_are_refused():
     with pytest.raises(ValueError, match="for each of 4 processes, got 3 rows; use fewer proc"):
-        Reading(3, 64, 1.0, 4).rows_per_step(None, 1)
+        DataAmount(3, 64, 1.0, 4).rows_per_step(None, 1)
 
 
 def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():

@@ -38,7 +38,7 @@ from draftheads.heads.target.placement import (
     reading,
 )
 from draftheads.heads.target.pretrained import decoder_layers
-from draftheads.train.batches import HELDOUT_TOKENS, Order, Reading, release
+from draftheads.train.batches import HELDOUT_TOKENS, DataAmount, Order, release
 from draftheads.train.data.answers import has_answers
 from draftheads.train.entry import one_line
 from draftheads.train.features.served import captured_states, serve_command
@@ -169,7 +169,7 @@ class Workload:
             self.heldout = min(HELDOUT_TOKENS, sum(answers.heldout.sizes))
             self.tokens = sum(answers.train.sizes)
         self.row_tokens = self.tokens / (self.rows or 1)
-        reading = Reading(self.rows, self.length, run.epochs_of_size, processes)
+        reading = DataAmount(self.rows, self.length, run.epochs_of_size, processes)
         count, note = reading.rows_per_step(run.tokens_per_step, data.rows_per_batch)
         self.rows_per_step = count
         self.tokens_per_step = count * self.row_tokens

@@ -189,15 +189,15 @@ class Conversation:
         Raises TemplateError for messages that the template refuses.
         """
         renderer = self._renderer
-        asked = len(self.answers)
-        if not asked:
+        answered = len(self.answers)
+        if not answered:
             text = self.prompt.text
             return renderer.prompt_ids(self.turns[0] if text is None else text), 0
-        turns = self.turns[: asked + 1]
+        turns = self.turns[: answered + 1]
         between = self._between(turns)
         if between is not None:
             return self.tokens + between, self._first
-        return renderer.encode(render(renderer, turns, self.answers)), asked
+        return renderer.encode(render(renderer, turns, self.answers)), answered
 
     def _between(self, turns: Sequence[Turn]) -> list[int] | None:
         """Token ids between the last answer and the next; None if the template rewrites turns."""
@@ -278,13 +278,13 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return
     call = tool_call("look_up", {"word": "heron"})
-    asked = {**assistant(""), "tool_calls": [call]}
+    turn = {**assistant(""), "tool_calls": [call]}
     result = {"role": "tool", "name": "look_up", "tool_call_id": call["id"], "content": "A bird."}
     tokenizer = renderer.tokenizer
     shown = ""
     problem = "drops them" if tokenizer.chat_template else "is missing"
     try:
-        shown = renderer.text([QUESTION, asked, result])
+        shown = renderer.text([QUESTION, turn, result])
     except TemplateError as error:
         problem = f"refuses them ({error})"
     if "look_up" not in shown or "A bird." not in shown:

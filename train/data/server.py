@@ -92,42 +92,41 @@ class ServedTarget(Answerer):
         with asyncio.Runner() as runner:
             clients = {server: server.client() for server in self.servers}
 
-            def converse(asked: _Asked) -> Coroutine[Any, Any, None]:
-                return self._converse(asked, clients[asked.server], sampling)
+            def converse(errand: _Errand) -> Coroutine[Any, Any, None]:
+                return self._converse(errand, clients[errand.server], sampling)
 
             try:
                 while ended := runner.run(work.next_ended(converse)):
-                    for asked in filter(work.is_done, ended):
-                        error: OSError | None = asked.error
-                        if asked.row.answers and not asked.row.has_text:
+                    for errand in filter(work.is_done, ended):
+                        error: OSError | None = errand.error
+                        if errand.row.answers and not errand.row.has_text:
                             error = error or EmptyAnswer(
-                                f"{asked.server.url}: expected answers with text, got empty ones "
+                                f"{errand.server.url}: expected answers with text, got empty ones "
                                 "alone; ask the server for a completion by hand, then run the same "
                                 "command again"
                             )
-                        yield asked.row, error
+                        yield errand.row, error
             finally:
                 for task in work.pending:
                     task.cancel()
                 for client in clients.values():
                     runner.run(client.aclose())
 
-    async def _converse(self, asked: _Asked, client: Any, sampling: AnswerSampling) -> None:
+    async def _converse(self, errand: _Errand, client: Any, sampling: AnswerSampling) -> None:
         """Answer all turns of one conversation, until an error."""
-        row = asked.row
-        server = asked.server
-        asked.error = None
+        row = errand.row
+        server = errand.server
+        errand.error = None
         try:
-            while asked.is_open or row.ask():
-                asked.is_open = True
+            while errand.is_open or row.ask():
+                errand.is_open = True
                 request = self.request(row.tokens, sampling, sampling.seed_of(row))
                 completion = await server.complete(client, request)
                 self._take(row, completion, sampling)
-                asked.is_open = False
+                errand.is_open = False
         except ServerError as error:
-            asked.reason = str(error)
-            advice = "check the server, then run the same command again to resume"
-            asked.error = type(error)(f"{server.url}: {error}; {advice}")
+            errand.reason = str(error)
+            errand.error = server.explained(error)
 
     def request(self, prompt: Sequence[int], sampling: AnswerSampling, seed: str) -> dict[str, Any]:
         """The body that asks for one completion of token ids, with this seed."""
@@ -186,7 +185,7 @@ class ServedTarget(Answerer):
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Errand:
     """A conversation at a server. is_open: its last question has no answer yet. failed_at: these
     servers did not answer it. error: why, at the present one, in a line; reason: without advice.
     """
@@ -210,21 +209,21 @@ class _Work:
         self.up = list(servers)
         self.concurrency = concurrency
         self.failed = Counter[Server]()
-        self.pending: dict[asyncio.Task[None], _Asked] = {}
+        self.pending: dict[asyncio.Task[None], _Errand] = {}
         self._rows = iter(rows)
-        self._again: list[_Asked] = []
+        self._again: list[_Errand] = []
 
     async def next_ended(
-        self, converse: Callable[[_Asked], Coroutine[Any, Any, None]]
-    ) -> list[_Asked]:
+        self, converse: Callable[[_Errand], Coroutine[Any, Any, None]]
+    ) -> list[_Errand]:
         """Begin a conversation in each free place and wait until some end; these, first those
         without an error. None are left if there are none.
         """
-        busy = Counter(asked.server for asked in self.pending.values())
+        busy = Counter(errand.server for errand in self.pending.values())
         for place in range(self.concurrency):
             for server in self.up:  # first at those with the most free places
-                if busy[server] <= place and (asked := self._next(server)):
-                    self.pending[asyncio.create_task(converse(asked))] = asked
+                if busy[server] <= place and (errand := self._next(server)):
+                    self.pending[asyncio.create_task(converse(errand))] = errand
         if not self.pending:
             return []
         tasks, _ = await asyncio.wait(self.pending, return_when=asyncio.FIRST_COMPLETED)
@@ -232,40 +231,40 @@ class _Work:
         for task in tasks:
             task.result()  # raises an error that is not the server's
             ended.append(self.pending.pop(task))
-        return sorted(ended, key=lambda asked: asked.error is not None)
+        return sorted(ended, key=lambda errand: errand.error is not None)
 
-    def is_done(self, asked: _Asked) -> bool:
+    def is_done(self, errand: _Errand) -> bool:
         """True if a conversation is answered, or refused by all servers. What a server did not
         answer goes to another one, or waits for the next launch.
 
         Raises the conversation's error if no server is left.
         """
-        if asked.error is None:
-            self.failed[asked.server] = 0
+        if errand.error is None:
+            self.failed[errand.server] = 0
             return True
-        asked.failed_at.add(asked.server)
-        self._drop_if_down(asked, asked.error)
-        if not asked.failed_at.issuperset(self.up):
-            self._again.append(asked)
+        errand.failed_at.add(errand.server)
+        self._drop_if_down(errand, errand.error)
+        if not errand.failed_at.issuperset(self.up):
+            self._again.append(errand)
             return False
-        if isinstance(asked.error, PromptRefused):
-            asked.row.end("failed", asked.reason)
+        if isinstance(errand.error, PromptRefused):
+            errand.row.end("failed", errand.reason)
             return True
-        logger.warning("%s", asked.error)
+        logger.warning("%s", errand.error)
         return False
 
-    def _next(self, server: Server) -> _Asked | None:
-        for asked in self._again:
-            if server not in asked.failed_at:
-                self._again.remove(asked)
-                asked.server = server
-                return asked
+    def _next(self, server: Server) -> _Errand | None:
+        for errand in self._again:
+            if server not in errand.failed_at:
+                self._again.remove(errand)
+                errand.server = server
+                return errand
         row = next(self._rows, None)
-        return None if row is None else _Asked(row, server)
+        return None if row is None else _Errand(row, server)
 
-    def _drop_if_down(self, asked: _Asked, error: ServerError) -> None:
+    def _drop_if_down(self, errand: _Errand, error: ServerError) -> None:
         """Drop a server that is gone, denies access, or fails many prompts in a row."""
-        server = asked.server
+        server = errand.server
         self.failed[server] = 0 if isinstance(error, PromptRefused) else self.failed[server] + 1
         is_down = not isinstance(error, ServerFault | PromptRefused)
         is_down |= self.failed[server] >= GIVE_UP
@@ -275,7 +274,7 @@ class _Work:
             raise error
         self.up.remove(server)
         dropped = "%s: %s; dropped until the next launch, %d other servers are left"
-        logger.warning(dropped, server.url, asked.reason, len(self.up))
+        logger.warning(dropped, server.url, errand.reason, len(self.up))
         for task, other in list(self.pending.items()):
             if other.server is server:
                 task.cancel()

@@ -155,12 +155,12 @@ class StateServers:
 
     async def _end(self) -> None:
         self._is_closing = True
-        asked = [*self._asked]
-        if asked:  # what servers have begun leaves a file each
-            await asyncio.wait(asked, timeout=CLOSE_SECONDS)
-        for task in asked:
+        tasks = [*self._asked]
+        if tasks:  # what servers have begun leaves a file each
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_default_executor()  # threads that read and check files
         for client in self._clients.values():
             await client.aclose()
@@ -191,8 +191,7 @@ class StateServers:
                     completion = await server.complete(self._clients[server], request)
                 return await asyncio.to_thread(self._read, server, completion, document)
             except ServerError as error:
-                advice = "check the server, then run the same command again to resume"
-                fault = type(error)(f"{server.url}: {error}; {advice}")
+                fault = server.explained(error)
                 if not isinstance(error, PromptRefused) and len(self.servers) > 1:
                     logger.warning("%s", fault)
                     self.servers = [each for each in self.servers if each is not server]
@@ -201,12 +200,12 @@ class StateServers:
 
     def _read(self, server: Server, completion: ServedCompletion, document: Document) -> Tensor:
         """The states that an answer names; their file is deleted."""
-        given = completion.kv_transfer_params or {}
-        name = given.get("hidden_states_path")
+        parameters = completion.kv_transfer_params or {}
+        name = parameters.get("hidden_states_path")
         if not isinstance(name, str):
             raise WrongStates(
                 f"{server.url}: expected hidden_states_path in kv_transfer_params, got "
-                f"{', '.join(given) or 'none'}; start the server as `draftheads plan` prints"
+                f"{', '.join(parameters) or 'none'}; start the server as `draftheads plan` prints"
             )
         path = Path(name)
         if path.parent.resolve() != self.folder or not PurePath(path.name).match(ANSWERS):
@@ -291,14 +290,14 @@ def served_features(
 
     def open_servers() -> StateServers:
         length = max(max(each.sizes) for each in rows)
-        asked = StateServers(target, recipe.features, captured, length)
+        source = StateServers(target, recipe.features, captured, length)
         try:
-            proof = asked.probe(documents_of(rows[0], 0)[0])
+            proof = source.probe(documents_of(rows[0], 0)[0])
         except BaseException:
-            asked.close()
+            source.close()
             raise
-        log(f"{asked.servers[0].url} serves {target.name}: {proof}")
-        return asked
+        log(f"{source.servers[0].url} serves {target.name}: {proof}")
+        return source
 
     def servers() -> StateServers:
         if not opened.done():
