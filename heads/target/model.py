@@ -24,8 +24,9 @@ from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu.attention import use_grouped_attention
 from draftheads.heads.cpu.linear import PackedBits
 from draftheads.heads.hybrid.states import Mixing, States, install
+from draftheads.heads.target import onnx
 from draftheads.heads.target.adapter import Adapter
-from draftheads.heads.target.load import can_pack_model, load, pack_model
+from draftheads.heads.target.load import Engine, can_pack_model, load, pack_model
 from draftheads.heads.target.longrope import LongRope
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.masks import Masks
@@ -74,6 +75,8 @@ class Target:
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
     bits: PackedBits | None = None
     """Of its weights, if `pack` quantised them."""
+    engine: Engine = "torch"
+    """What runs its layers."""
     template_args: dict[str, Any]
     """Variables of its chat template for all prompts, such as {"enable_thinking": False}: those
     with which the answers were made that its heads learned from.
@@ -155,6 +158,8 @@ class Target:
         """
         mixing = mixing or self.ways.mixing
         states = States(batch, self._mixers, mixing) if self.is_hybrid else None
+        if self.engine == "onnx":
+            return SlotCache(self.layers, batch, 1, self.device, growth=onnx.GROWTH)
         return SlotCache(self.layers, batch, capacity, self.device, states)
 
     def prefill(
@@ -180,7 +185,7 @@ class Target:
         how many tokens are read, and the features of its own. The last logits are those of
         `prefill`.
         """
-        chunk = chunk or PREFILL_CHUNK
+        chunk = chunk or (onnx.CHUNK if self.engine == "onnx" else PREFILL_CHUNK)
         lengths = [len(prompt) for prompt in prompts]
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens_BT = pad_sequence(rows, batch_first=True).to(self.device)
@@ -376,22 +381,29 @@ class Target:
         """A context in which the target works without its adapter."""
         return self.adapter.disabled() if self.adapter else nullcontext()
 
-    def pack(self, bits: PackedBits | None = None) -> Target:
+    def pack(self, bits: PackedBits | None = None, engine: Engine | None = None) -> Target:
         """Lay out its matrices as this CPU multiplies the few tokens of a step fastest, for
         decoding alone; returns the target. Does nothing where torch has no such layout.
 
         bits=8: quantise them to int8, lm_head included; the rest becomes float32, in which sums of
-        int8 products come out. Raises ValueError for a target that is quantised already or has few
-        linear layers, and on CPUs for which torch has no int8 products.
+        int8 products come out. engine: what runs layers in int8; default: ONNX Runtime, where it is
+        installed and knows the architecture. Raises ValueError for a target that is quantised
+        already or has few linear layers, and on CPUs for which torch has no int8 products.
         """
         can_pack = can_pack_model(self.model, self.name, bits)
         use_grouped_attention(self.model, bits)
         if can_pack:
             self.fingerprint()
-            pack_model(self.model, self.tokenizer, bits)
+            pack_model(self.model, self.tokenizer, bits, engine)
             self.bits = bits or self.bits
+            self.engine = "onnx" if onnx.layers_of(self.model) else "torch"
             self.ways = working_ways(self)
         return self
+
+    def settle_threads(self) -> None:
+        """Free what another number of CPU threads than torch's present one would need."""
+        if layers := onnx.layers_of(self.model):
+            layers.settle()
 
     def fingerprint(self) -> str:
         """Hex digits that identify these weights; see `pretrained.fingerprint`."""

@@ -137,6 +137,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         drawn, "phi3", 11, rope_parameters=LONG_ROPE, original_max_position_embeddings=LIMIT
     ),
     "int8": lambda: random_model("llama"),
+    "int8-window": lambda: random_model("gemma3-window"),
+    "int8-in-torch": lambda: random_model("llama"),
     "zeros": lambda: zeros_model(),
     "eager-attention": lambda: with_eager_attention(drawn("mistral-window", 13)),
 }
@@ -155,16 +157,18 @@ def target_of(name: str) -> Target:
     model = {**OTHER_MODELS, **MODELS}[name]()
     model.generation_config.eos_token_id = END
     target = Target(model, letters(), name=name)
-    if name == "int8":
+    if name.startswith("int8"):
         with mock.patch.object(linear, "LEAST", 0):
-            target.pack(8)
+            target.pack(8, "torch" if name == "int8-in-torch" else "onnx")
     return target
 
 
 @cache
 def plain_model(name: str) -> Any:
     """The model of a target, as it is without ours; int8 products are ours."""
-    return target_of(name).model if name == "int8" else {**OTHER_MODELS, **MODELS}[name]().eval()
+    if name.startswith("int8"):
+        return target_of(name).model
+    return {**OTHER_MODELS, **MODELS}[name]().eval()
 
 
 # drafters
@@ -387,8 +391,11 @@ IMPOSSIBLE: dict[str, Callable[[Case], bool]] = {
     "neither are recurrent layers that run over a tree level by level": (
         lambda case: case.target in BY_LEVEL and case.steps != "eager"
     ),
+    "nor layers in ONNX Runtime": (
+        lambda case: case.target in ("int8", "int8-window") and case.steps != "eager"
+    ),
     "torch has no int8 products for this CPU": (
-        lambda case: case.target == "int8" and not has_int8()
+        lambda case: case.target.startswith("int8") and not has_int8()
     ),
 }
 
