@@ -1,5 +1,5 @@
-"""The promise: layers in ONNX Runtime compute what torch computes, but for the rounding of int8, for
-every caller of a model. What they cannot run stays in torch and says why, or is refused.
+"""The promise: layers in ONNX Runtime compute what torch computes, but for the rounding of int8,
+for all callers of a model. What they cannot run stays in torch and says why, or is refused.
 
 That their rows are independent is in test_packed, that drafts change no text in test_conformance.
 """
@@ -30,7 +30,7 @@ def in_onnx(name: str = "llama") -> Target:
 @pytest.mark.parametrize("name", ONNX_MODELS)
 @torch.no_grad()
 def test_layers_compute_what_they_computed(name):
-    """All states of a text, and its logits; weights that `pack` has not seen are those of before."""
+    """All states of a text, and its logits."""
     before = ONNX_MODELS[name]().eval()
     target = in_onnx(name)
     assert target.engine == "onnx" and target.precision == "int8"
@@ -44,9 +44,7 @@ def test_layers_compute_what_they_computed(name):
         assert (states - right).norm() < 0.06 * right.norm()
     assert torch.equal(got.hidden_states[0], expected.hidden_states[0])
     some = target.model(tokens, use_cache=False, output_hidden_states=[1, -1]).hidden_states
-    assert torch.equal(some[1], got.hidden_states[1]) and torch.equal(
-        some[-1], got.hidden_states[-1]
-    )
+    assert all(torch.equal(some[number], got.hidden_states[number]) for number in (1, -1))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-window", "gemma3-wide"])
@@ -105,14 +103,14 @@ def test_what_cannot_run_there_says_why(monkeypatch, caplog):
 
 def test_layers_that_compute_something_else_are_not_used(monkeypatch, caplog):
     """A trial with a text compares their states with those of torch."""
-    own = onnx.OnnxLayers._angles
+    own = onnx.OnnxLayers._spread
 
-    def turned(*arguments):
-        return {name: -table for name, table in own(*arguments).items()}
+    def without_a_mask(*arguments):
+        return torch.zeros_like(own(*arguments))
 
-    monkeypatch.setattr(onnx.OnnxLayers, "_angles", turned)
+    monkeypatch.setattr(onnx.OnnxLayers, "_spread", without_a_mask)
     with caplog.at_level(logging.WARNING, "draftheads"):
-        target = Target(random_model("llama"), name="turned").pack(8)
+        target = Target(random_model("llama"), name="all-seeing").pack(8)
     assert target.engine == "torch"
     assert "expected the same states but for rounding, got others by" in caplog.text
 
