@@ -75,8 +75,6 @@ class Target:
     """Changes to its matrices, if heads were trained together with it (Medusa-2)."""
     bits: PackedBits | None = None
     """Of its weights, if `pack` quantised them."""
-    engine: Engine = "torch"
-    """What runs its layers."""
     template_args: dict[str, Any]
     """Variables of its chat template for all prompts, such as {"enable_thinking": False}: those
     with which the answers were made that its heads learned from.
@@ -338,6 +336,11 @@ class Target:
         return self.precision if self.bits else quantisation(self.model.config, self.name)
 
     @property
+    def engine(self) -> Engine:
+        """What runs its layers."""
+        return "torch" if onnx.layers_of(self.model) is None else "onnx"
+
+    @property
     def title(self) -> str:
         """Its name and its LoRA's, for people."""
         return titled(self.name, self.lora)
@@ -396,7 +399,6 @@ class Target:
             self.fingerprint()
             pack_model(self.model, self.tokenizer, bits, engine)
             self.bits = bits or self.bits
-            self.engine = "onnx" if onnx.layers_of(self.model) else "torch"
             self.ways = working_ways(self)
         return self
 

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from draftheads.heads.cache import SlotCache
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.target.masks import Masks
-from draftheads.heads.target.pretrained import Released, decoder, decoder_layers, final_norm
+from draftheads.heads.target.pretrained import decoder, decoder_layers, final_norm
 
 if TYPE_CHECKING:
     from draftheads.heads.cpu.onnx_layers import Sizes
@@ -61,7 +61,7 @@ def run_layers(model: PreTrainedModel, tokens_1T: Tensor, sizes: Sizes) -> str |
     error = (after_TD - before_TD).norm(dim=-1).median() / spread
     if not error <= MOST_ERROR:
         return f"expected the same states but for rounding, got others by {error:.0%} of their size"
-    own.layers = nn.ModuleList(Released() for _ in own.layers)
+    own.layers = nn.ModuleList(nn.Module() for _ in own.layers)  # whose number is read
     own.forward = layers
     return None
 

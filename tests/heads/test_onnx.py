@@ -72,7 +72,8 @@ def test_threads_are_settled_after_a_choice():
     target.settle_threads()
     assert generated(target, prompt, 12) == text
     other = Target(copy.deepcopy(target.model))
-    assert generated(other, prompt, 12) == text
+    assert other.engine == "onnx" and not other.is_skeleton
+    assert decode(other, None, [prompt], max_new_tokens=12)[0] == [text]
     names = [name for name, _ in target.model.named_parameters()]
     assert names and not any("layers" in name for name in names)
 
