@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,8 @@ class Program:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph.serialized()
         self._weights = graph.weights
-        self._sessions: dict[int, InferenceSession] = {}  # by their threads
-        self._settled: InferenceSession | None = None
+        self._opened: dict[int, BoundSession] = {}  # by their threads
+        self._settled: BoundSession | None = None
 
     def __deepcopy__(self, memo: Any) -> Program:
         """The same, as it is frozen."""
@@ -110,26 +111,51 @@ class Program:
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
         """Run it. All tensors are contiguous; outputs are written, and may be some of all."""
-        session = self._settled or self._session(torch.get_num_threads())
-        binding = session.io_binding()
-        for bind, tensors in ((binding.bind_input, inputs), (binding.bind_output, outputs)):
-            for name, tensor in tensors.items():
-                bind(name, "cpu", 0, TYPES[tensor.dtype], tensor.shape, tensor.data_ptr())
-        session.run_with_iobinding(binding)
+        session = self._settled or self._open(torch.get_num_threads())
+        session(inputs, outputs)
 
     def settle(self) -> None:
         """Keep the present number of threads, and free what another one would need."""
-        self._settled = self._settled or self._session(torch.get_num_threads())
-        self._sessions = {}
+        self._settled = self._settled or self._open(torch.get_num_threads())
+        self._opened = {}
         # it has laid them out anew; the others are used as they are
         for name in [name for name, each in self._weights.items() if "int8" in each.data_type()]:
             del self._weights[name]
 
-    def _session(self, threads: int) -> InferenceSession:
-        if threads not in self._sessions:
+    def _open(self, threads: int) -> BoundSession:
+        if threads not in self._opened:
             options = SessionOptions()
             options.intra_op_num_threads = threads
             options.log_severity_level = 3
             options.add_external_initializers([*self._weights], [*self._weights.values()])
-            self._sessions[threads] = InferenceSession(self._graph, options)
-        return self._sessions[threads]
+            self._opened[threads] = BoundSession(InferenceSession(self._graph, options))
+        return self._opened[threads]
+
+
+class BoundSession:
+    """A session that remembers where its inputs and outputs are: most are where they were."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self._session = session
+        self._binding = session.io_binding()
+        self._bound: dict[str, tuple[int, torch.Size]] = {}
+        self._outputs: set[str] = set()
+        self._lock = Lock()
+
+    def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
+        """As of `Program`."""
+        with self._lock:
+            if self._outputs != outputs.keys():
+                self._binding.clear_binding_outputs()
+                self._outputs = {*outputs}
+                self._bound = {}
+            self._bind(self._binding.bind_input, inputs)
+            self._bind(self._binding.bind_output, outputs)
+            self._session.run_with_iobinding(self._binding)
+
+    def _bind(self, bind: Callable[..., None], tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            place = (tensor.data_ptr(), tensor.shape)
+            if self._bound.get(name) != place:
+                bind(name, "cpu", 0, TYPES[tensor.dtype], tensor.shape, place[0])
+                self._bound[name] = place

@@ -271,6 +271,6 @@ class Shapes:
         return self.heads, self.groups, self.width, self.parts
 
     def empty(self, batch: int, slots: int) -> tuple[Tensor, Tensor]:
-        """Room for keys and values."""
-        keys = torch.zeros(batch, self.groups * self.parts, slots, self.width // self.parts)
-        return keys, torch.zeros(batch, self.groups, slots, self.width, dtype=torch.float64)
+        """Room for keys and values, not initialised."""
+        keys = torch.empty(batch, self.groups * self.parts, slots, self.width // self.parts)
+        return keys, torch.empty(batch, self.groups, slots, self.width, dtype=torch.float64)

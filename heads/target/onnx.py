@@ -156,7 +156,8 @@ class OnnxLayers:
 
     def _past(self, cache: Any, batch: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer, with a slot that is hidden where there are none."""
-        nothing = self._shapes.empty(batch, 1)
+        keys, values = self._shapes.empty(batch, 1)
+        nothing = keys.zero_(), values.zero_()
         if cache is None or not cache.layers:
             return [nothing] * len(self._types)
         if isinstance(cache, SlotCache):
