@@ -12,7 +12,7 @@ import logging
 import pytest
 import torch
 from onnx_models import ONNX_MODELS
-from tiny_heads import decode, random_head
+from tiny_heads import decode, random_head, written_by
 from tiny_targets import generated, random_model, some_prompts
 
 from draftheads.heads.cpu.linear import has_int8
@@ -123,3 +123,13 @@ def test_an_engine_is_for_int8_on_a_cpu():
     ):
         with pytest.raises(ValueError, match=fault):
             Place(**options)  # type: ignore[arg-type]
+
+
+def test_training_reads_the_features_that_decoding_has():
+    """As learning from use does: those of token i at i + 1."""
+    target = in_onnx("qwen3")
+    batch = written_by(target, some_prompts(9, 9), 6)
+    features_BTD = target.features(batch, [1, -1])
+    cache = target.new_cache(2, 16)
+    read_BTD = target.prefill(batch.tokens_BT.tolist(), cache, [1, -1]).features_BND
+    assert torch.equal(features_BTD[:, 1:], read_BTD[:, :-1])
