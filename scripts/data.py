@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Exit, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target, load_target
+from draftheads.infer.pipeline.loading import load_target
 from draftheads.infer.threads import choose_threads
 from draftheads.scripts.options import (
     DATA_CHECK,
@@ -21,7 +21,6 @@ from draftheads.scripts.options import (
     OUT_CHECK,
     PROMPT_CHECK,
     TARGET_CHECK,
-    Bits,
     Placement,
     Prompts,
     PromptSet,
@@ -175,7 +174,6 @@ def distill(
     head: Annotated[
         str | None, Option(callback=HEAD_CHECK, help="draft heads, which change no answer")
     ] = None,
-    bits: Bits = None,
     revision: Revision = None,
     template_args: TemplateArgs = "{}",
 ) -> None:
@@ -208,7 +206,7 @@ def distill(
     if servers.server:
         answerer = ServedTarget(target, servers.options(servers.server), revision)
     else:
-        loaded = answering_target(target, revision, placement, answers.batch_size, bits)
+        loaded = answering_target(target, revision, placement, answers.batch_size)
         drafts = load_head(head, target=loaded) if head else None
         answerer = distillation.LocalAnswerer(Speculator(loaded, drafts), answers.batch_size)
     report = distillation.distill(answerer, texts, options)
@@ -219,19 +217,13 @@ def distill(
 
 
 def answering_target(
-    target: str,
-    revision: str | None,
-    placement: Placement,
-    batch_size: int,
-    bits: Literal[8, 4] | None = None,
+    target: str, revision: str | None, placement: Placement, batch_size: int
 ) -> Target:
     """A target that writes data, in a dtype that no measurement chose."""
     from draftheads.heads.target.load import answering_dtype
     from draftheads.heads.target.placement import default_device
 
-    place = placement.place(bits)
-    if bits:
-        return load_fast_target(target, place, revision, (), None)
+    place = placement.place()
     if place.dtype == "auto" and (place.device or default_device()) == "cpu":
         place = replace(place, dtype=answering_dtype(target, revision))
     loaded = load_target(target, place, revision)

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
 from draftheads.heads.files import write_text
+from draftheads.heads.tensors import dtype_name
 from draftheads.heads.terminal import printable, progress_bar
 from draftheads.infer.accept import LEAST_TEMPERATURE
 from draftheads.infer.continuous import Request, answer_all, checked
@@ -209,7 +210,7 @@ class LocalAnswerer(Answerer):
             "revision": target.revision,
             "lora": target.lora,
             "fingerprint": target.fingerprint(),
-            "dtype": target.precision,
+            "dtype": dtype_name(target.model.dtype),
         }
 
     def answer(
