@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
@@ -67,12 +67,16 @@ class Graph:
         self._constants.append(proto)
         return name
 
-    def input(self, name: str, shape: list[str | int], dtype: torch.dtype = torch.float32) -> str:
+    def input(
+        self, name: str, shape: Sequence[str | int], dtype: torch.dtype = torch.float32
+    ) -> str:
         """An input of the graph."""
         self._inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], shape))
         return name
 
-    def output(self, value: str, name: str, shape: list[str | int], dtype: torch.dtype) -> None:
+    def output(
+        self, value: str, name: str, shape: Sequence[str | int], dtype: torch.dtype = torch.float32
+    ) -> None:
         """Return a value under a name of its own."""
         self._output_names[value] = name
         self._outputs.append(helper.make_tensor_value_info(name, TYPES[dtype], shape))

@@ -74,7 +74,7 @@ class LayersGraph(Graph):
             x = self._layer(layer, kind, number, x)
             states = self._norm(norm, x) if number == len(layers) else x
             shape = ["B", "N", config.hidden_size]
-            self.output(states, f"states.{number}", shape, torch.float32)
+            self.output(states, f"states.{number}", shape)
 
     def _layer(self, layer: Any, kind: str, number: int, x: str) -> str:
         # four norms (Gemma) or two
@@ -91,33 +91,18 @@ class LayersGraph(Graph):
         return str(self("Add", x, mixed))
 
     def _attention(self, layer: Any, kind: str, number: int, x: str) -> str:
-        attention = layer.self_attn
-        heads, groups, width, parts = self.shapes.attention
-        inner = width // parts
-        out_inverse_I = self._inverse_by_group(attention.o_proj)
-        value_scale_O = out_inverse_I.view(groups, -1, width)[:, 0].flatten()
-        weight_OI, bias_O = stacked(attention, "q_proj", "k_proj", "v_proj")
-        weight_OI[-len(value_scale_O) :] *= value_scale_O[:, None]
-        if bias_O is not None:
-            bias_O[-len(value_scale_O) :] *= value_scale_O
-        read = getattr(attention, "qkv_proj", None) or attention.q_proj
-        qkv = self._normed_product(layer.input_layernorm, x, weight_OI, bias_O, read)
-        qkv = self("Reshape", qkv, self.shape(0, 0, -1, width))
-        qkv = self("Transpose", qkv, perm=[0, 2, 1, 3])
-        sizes = self.shape(heads, groups, groups)
-        q, k, v = self("Split", qkv, sizes, axis=1, outputs=3)
-        if hasattr(attention, "q_norm"):
-            q, k = self._norm(attention.q_norm, q), self._norm(attention.k_norm, k)
-        if getattr(attention, "use_rope", True):
-            q, k = (self._rotated(each, kind) for each in (q, k))
-        v = self("Cast", v, to=TensorProto.DOUBLE)
-        q = self("Reshape", q, self.shape(0, groups, -1, width))
-        if parts > 1:
-            q, k = (self._divided(each, inner) for each in (q, k))
-        past_k = self.input(f"keys.{number}", ["B", groups * parts, f"S.{kind}", inner])
-        past_v = self.input(f"values.{number}", ["B", groups, f"S.{kind}", width], torch.float64)
-        self.output(k, f"new_keys.{number}", ["B", groups * parts, "N", inner], torch.float32)
-        self.output(v, f"new_values.{number}", ["B", groups, "N", width], torch.float64)
+        attention, shapes = layer.self_attn, self.shapes
+        q, k, v = self._queries_keys_values(layer, kind, x)
+        width = shapes.width // shapes.parts
+        parts, slots = shapes.groups * shapes.parts, f"S.{kind}"
+        past_k = self.input(f"keys.{number}", ("B", parts, slots, width))
+        past_v = self.input(
+            f"values.{number}", ("B", shapes.groups, slots, shapes.width), torch.float64
+        )
+        self.output(k, f"new_keys.{number}", ("B", parts, "N", width))
+        self.output(
+            v, f"new_values.{number}", ("B", shapes.groups, "N", shapes.width), torch.float64
+        )
         scores = [self._scores(q, each, attention.scaling) for each in (past_k, k)]
         both = self("Add", self("Concat", *scores, axis=3), f"mask.{kind}")
         largest = self("ReduceMax", both, self._last, keepdims=1)
@@ -127,11 +112,31 @@ class LayersGraph(Graph):
         earlier, new = self("Split", shares, f"slots.{kind}", axis=3, outputs=2)
         mixed = self("Add", self("MatMul", earlier, past_v), self("MatMul", new, v))
         mixed = self("Cast", self("Div", mixed, total), to=TensorProto.FLOAT)
-        mixed = self("Reshape", mixed, self.shape(0, heads, -1, width))
+        mixed = self("Reshape", mixed, self.shape(0, shapes.heads, -1, shapes.width))
         mixed = self("Transpose", mixed, perm=[0, 2, 1, 3])
-        mixed = self("Reshape", mixed, self.shape(0, 0, heads * width))
-        out = attention.o_proj
-        return self._product(mixed, out.weight / out_inverse_I, out.bias)
+        mixed = self("Reshape", mixed, self.shape(0, 0, -1))
+        return self._product(mixed, attention.o_proj.weight, attention.o_proj.bias)
+
+    def _queries_keys_values(self, layer: Any, kind: str, x: str) -> tuple[str, str, str]:
+        """(B, G, P N, W), or in parts (B, G parts, P N, W / parts); (B, G, N, W), or in parts; and
+        (B, G, N, W) in float64.
+        """
+        attention, shapes = layer.self_attn, self.shapes
+        weight_OI, bias_O = stacked(attention, "q_proj", "k_proj", "v_proj")
+        read = getattr(attention, "qkv_proj", None) or attention.q_proj
+        qkv = self._normed_product(layer.input_layernorm, x, weight_OI, bias_O, read)
+        qkv = self("Reshape", qkv, self.shape(0, 0, -1, shapes.width))
+        qkv = self("Transpose", qkv, perm=[0, 2, 1, 3])
+        sizes = self.shape(shapes.heads, shapes.groups, shapes.groups)
+        q, k, v = self("Split", qkv, sizes, axis=1, outputs=3)
+        if hasattr(attention, "q_norm"):
+            q, k = self._norm(attention.q_norm, q), self._norm(attention.k_norm, k)
+        if getattr(attention, "use_rope", True):
+            q, k = self._rotated(q, kind), self._rotated(k, kind)
+        q = self("Reshape", q, self.shape(0, shapes.groups, -1, shapes.width))
+        if shapes.parts > 1:
+            q, k = self._divided(q), self._divided(k)
+        return q, k, self("Cast", v, to=TensorProto.DOUBLE)
 
     def _scores(self, q: str, k: str, scaling: float) -> str:
         scores = self("FusedMatMul", q, k, domain=MICROSOFT, transB=1, alpha=scaling)
@@ -144,9 +149,10 @@ class LayersGraph(Graph):
             scores = self("ReduceSum", scores, self.shape(2), keepdims=0)
         return str(scores)
 
-    def _divided(self, x: str, inner: int) -> str:
+    def _divided(self, x: str) -> str:
         """(B, G, M, W) to (B, G parts, M, W / parts)."""
-        groups, parts = self.shapes.groups, self.shapes.parts
+        groups, parts, inner = self.shapes.groups, self.shapes.parts, self.shapes.width
+        inner //= parts
         x = self("Reshape", x, self.shape(0, groups, -1, parts, inner))
         x = self("Transpose", x, perm=[0, 1, 3, 2, 4])
         return str(self("Reshape", x, self.shape(0, groups * parts, -1, inner)))
@@ -209,20 +215,6 @@ class LayersGraph(Graph):
             return torch.ones(weight_OI.shape[1])
         return inverse(self._sizes[layer], weight_OI)
 
-    def _inverse_by_group(self, out: nn.Linear) -> Tensor:
-        """That of inputs of which the heads of a group are given the same, as values are theirs."""
-        if out not in self._sizes:
-            return torch.ones(out.in_features)
-        groups, width = self.shapes.groups, self.shapes.width
-        by_group = (groups, -1, width)
-        sizes_GPW = self._sizes[out].view(by_group)
-        columns_GPW = out.weight.detach().float().abs().amax(0).view(by_group)
-        sizes_I, columns_1I = (
-            each.amax(1, keepdim=True).expand_as(each).flatten()
-            for each in (sizes_GPW, columns_GPW)
-        )
-        return inverse(sizes_I, columns_1I[None])
-
 
 def stacked(module: Any, *names: str) -> tuple[Tensor, Tensor | None]:
     """Weights (O, I) and biases (O,) of layers that read the same states, one after another."""
@@ -264,11 +256,6 @@ class Shapes:
         rotated = int(width * parameters.get("partial_rotary_factor", 1.0))
         parts = next(n for n in range(1, width + 1) if width % n == 0 and width // n <= WIDEST)
         return cls(heads, config.num_key_value_heads, width, rotated, parts)
-
-    @property
-    def attention(self) -> tuple[int, int, int, int]:
-        """Query heads, key heads, their width, and parts of a head's keys."""
-        return self.heads, self.groups, self.width, self.parts
 
     def empty(self, batch: int, slots: int) -> tuple[Tensor, Tensor]:
         """Room for keys and values, not initialised."""
