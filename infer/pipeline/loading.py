@@ -124,7 +124,9 @@ def load_fast_target(
         next_step = f"measuring which dtype is faster here; then {name} is loaded"
         with said_if_long(next_step, place.report):
             place = replace(place, dtype=faster_dtype(name, revision, place))
-    target = load_target(name, replace(place, bits=None), revision, heads, template_args)
+    target = load_target(
+        name, replace(place, bits=None, engine=None), revision, heads, template_args
+    )
     target.pack(bits, place.engine)
     choose_threads(place.threads, target)
     return target
