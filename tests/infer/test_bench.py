@@ -300,20 +300,6 @@ def test_prompts_get_the_room_that_the_context_leaves(target):
     assert any("2 prompts fill the context" in note for note in cautions(report))
 
 
-@pytest.mark.parametrize(
-    ("heads", "lengths", "choices", "message"),
-    [
-        ({}, (CONTEXT,), {}, "shorter than the context"),
-        ({}, (), {}, "shorter than the context"),
-        ({"plain": lambda: None}, (3,), {}, "reserved for a baseline; rename"),
-        ({}, (3,), {"sampling": Processed(LogitsProcessorList(), False)}, "as_generate"),
-    ],
-)
-def test_mistakes_are_explained(target, heads, lengths, choices, message):
-    with pytest.raises(ValueError, match=message):
-        quick(target, some_prompts(*lengths), heads, **choices)
-
-
 def test_the_interval_holds_the_estimate_and_repeats():
     torch.manual_seed(3)
     tokens_P = torch.full((40,), 100.0, dtype=torch.float64)

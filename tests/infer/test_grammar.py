@@ -41,7 +41,6 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import SPACING, Grammar
 from draftheads.infer.pipeline.generator import TextGenerator
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.reading import Session
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
 
@@ -188,19 +187,6 @@ def test_sampled_answers_have_the_law_of_plain_constrained_decoding(kind, rule):
     assert statistic < surely_below(freedom)
 
 
-def test_a_seed_draws_the_same_with_any_drafts(demo):
-    """The n-th number is for the n-th token, and rows do not depend on those beside them."""
-    prompts = [question(demo, f"Question {number}") for number in range(3)]
-    grammar = Grammar(demo, "json_schema", PERSON)
-    choices = {"max_new_tokens": NEW, "constraint": grammar, "seeds": ["a", "b", "c"]}
-    rule = checked(1.0, 1.0, 0)
-    rows, _ = decode(demo, None, prompts, sampling=rule, **choices)
-    for drafts in (head(demo), NGram()):
-        assert decode(demo, drafts, prompts, sampling=rule, **choices)[0] == rows
-    alone, _ = decode(demo, NGram(), prompts[1:2], sampling=rule, **{**choices, "seeds": ["b"]})
-    assert alone == rows[1:2]
-
-
 def test_forced_tokens_are_drafted_without_other_drafts(demo):
     [row], [counts] = decode(
         demo, None, [question(demo)], max_new_tokens=NEW,
@@ -232,32 +218,6 @@ def test_a_limit_cuts_and_an_end_token_ends(demo):
     grammar = Grammar(demo, "regex", "(abc )+")
     steps = engine.generate(question(demo), max_new_tokens=20, stop=["c a"], constraint=grammar)
     assert [*steps][-1].finish == "stop"
-
-
-def test_a_session_continues_with_another_grammar(demo):
-    session, engine = Session(), Speculator(demo, head(demo))
-    text = question(demo)
-    for pattern in ("(red|green)", "[0-9]{3}", "yes|no"):
-        grammar = Grammar(demo, "regex", pattern)
-        options = {"max_new_tokens": 9, "constraint": grammar}
-        steps = engine.generate(text, session=session, **options)
-        answer = [token for step in steps for token in step.tokens]
-        assert answer == plain(demo, "regex", pattern, text, new=9)
-        text = [*text, *answer, *question(demo, "And then?")]
-    assert session.reused > 0
-
-
-@pytest.mark.parametrize("steps", ["eager", "recorded"], indirect=True)
-def test_constrained_steps_are_neither_compiled_nor_recorded(demo, steps):
-    engine = Speculator(demo, head(demo))
-    grammar = Grammar(demo, "json_schema", PERSON)
-    answers = [
-        [token for step in engine.generate(question(demo), max_new_tokens=NEW, **choice)
-         for token in step.tokens]
-        for choice in ({"constraint": grammar}, {}, {"constraint": grammar})
-    ]  # fmt: skip
-    assert answers[0] == answers[2] == plain(demo, "json_schema", PERSON, question(demo))
-    assert answers[1] != answers[0]
 
 
 def test_the_pipeline_takes_a_schema(demo):

@@ -192,21 +192,6 @@ def test_every_command_that_decodes_takes_template_args(command, trained, monkey
     assert given == [{"mood": "calm"}], answer.output
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "expected a JSON object, got ''"),
-        ("[1]", "expected a JSON object"),
-        ('{"messages": []}', "got messages, which is always set"),
-        ('{"return_tensors": "pt", "padding": true}', "got padding, return_tensors, which is"),
-        ('{"continue_final_message": true}', "continue_final_message"),
-    ],
-)
-def test_other_template_args_are_refused(text, message):
-    with pytest.raises(ValueError, match=f"^--template-args: .*{message}"):
-        parsed_template_args(text)
-
-
 def test_variables_that_the_template_itself_has_are_taken():
     assert parsed_template_args('{"tools": [], "mood": "calm"}')
 
@@ -287,19 +272,6 @@ def test_without_template_messages_are_joined_and_text_is_taken_as_it_is():
     side = Side(byte_tokenizer(template=None))
     assert side.tokenizer.decode(encode_prompt(side, MESSAGES)) == "Be brief.\nHi"
     assert side.tokenizer.decode(encode_prompt(side, "a  b")) == "a  b"
-
-
-@pytest.mark.parametrize(
-    ("tokenizer", "prompt", "message"),
-    [
-        (None, "Hi", "expected a tokenizer next to the model, .* or pass token ids"),
-        (byte_tokenizer(), "", "prompt is empty"),
-        (byte_tokenizer(template=None), [{"role": "user", "content": ""}], "prompt is empty"),
-    ],
-)
-def test_prompts_that_cannot_be_encoded(tokenizer, prompt, message):
-    with pytest.raises(ValueError, match=message):
-        encode_prompt(Side(tokenizer), prompt)
 
 
 KNOWN_ROLES = (

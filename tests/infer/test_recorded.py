@@ -20,14 +20,11 @@ from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.continuous import Request, answer_all, checked
-from draftheads.infer.drafters.lookahead import Lookahead
-from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import recorded as recording
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.reading import Session
 from draftheads.infer.rules import RowRules
 from draftheads.infer.tree_sizes import TreeSizes
@@ -54,20 +51,6 @@ def written(
     return rows
 
 
-def drafts_of(name: str, target: Target) -> Any:
-    parts = [
-        {"ngram": NGram(shortest=1), "lookahead": Lookahead(shortest=1)}.get(each)
-        or random_head(each, target)
-        for each in name.split("+")
-    ]
-    return parts[0] if len(parts) == 1 else Merged(parts)
-
-
-def repeating(*lengths: int) -> list[list[int]]:
-    """Prompts of few tokens, so that each place has been there before."""
-    return [[token % 4 + 10 for token in prompt] for prompt in some_prompts(*lengths)]
-
-
 @pytest.fixture
 def recordings(monkeypatch) -> list[int]:
     """Lets steps be recorded and replayed as on CUDA; how many replays each recording has had."""
@@ -88,35 +71,6 @@ def recordings(monkeypatch) -> list[int]:
     monkeypatch.setitem(RECORDERS, "cpu", note)
     monkeypatch.setattr(compiled, "BUCKET", 8)
     return replays
-
-
-RULES = [Sampled(0.9), Typical(delta=0.9, temperature=2.0), Lenient(top=4), Lenient(gap=1.0)]
-
-
-@pytest.mark.mend(
-    "lossy rules and merged drafters wrote other texts beside other rows, and when recorded"
-)
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("name", ["sequential", "ngram", "lookahead", "ngram+eagle3"])
-def test_a_row_is_what_it_is_alone_by_any_rule_recorded_or_not(recordings, name, rule, monkeypatch):
-    """Lossy rules, too, keep nothing that was not drafted: padding is no draft. What is drawn does
-    not depend on other rows.
-    """
-    target, prompts = endless_target(), repeating(9, 5, 12)
-    outputs = []
-    for graphs in "01":
-        monkeypatch.setenv("DRAFTHEADS_GRAPHS", graphs)
-        engine = Speculator(target, drafts_of(name, target))
-        options = {"sampling": rule, "max_new_tokens": 2 * NEW}
-        outputs.append(written(engine, prompts, seeds=["a", "b", "c"], **options))
-        for seed, prompt in zip("abc", prompts, strict=True):
-            alone = Speculator(target, drafts_of(name, target))
-            outputs.append(outputs[0][:])
-            outputs[-1]["abc".index(seed)] = written(alone, [prompt], seeds=[seed], **options)[0]
-        assert bool(recordings) == bool(int(graphs))
-    assert all(rows == outputs[0] for rows in outputs)
-    assert max(recordings) >= 2
-    assert rule.lossless or outputs[0] != [greedy(target, each, 2 * NEW) for each in prompts]
 
 
 @pytest.mark.parametrize("compile", [False, True])

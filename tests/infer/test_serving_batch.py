@@ -16,13 +16,12 @@ from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from draftheads.heads.cache import SlotCache, SlotLayer
+from draftheads.heads.cache import SlotCache
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.constraint import Constraint
 from draftheads.infer.continuous import ContinuousBatch
 from draftheads.infer.drafters.lookahead import Lookahead
-from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed
@@ -165,6 +164,7 @@ def test_log_probabilities_of_a_row_are_its_own(schedulers, length):
         assert abs(one.logprob - other.logprob) < 1e-3
 
 
+@pytest.mark.mend("a long prompt holds up nobody")
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_long_prompt_delays_others_by_at_most_two_steps(schedulers, monkeypatch, plain):
     """Between two steps of a row: a part of one prompt, and a step of those that decode without
@@ -340,45 +340,6 @@ def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(sched
     assert again.job.reused >= len(prompt), "what was computed for it is kept"
 
 
-@pytest.fixture(params=["verify", "join"])
-def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device on which no more than three rows find room."""
-    rows: list[int] = []
-    verify, join = Target.verify, SlotLayer.join
-
-    def bounded(self: Target, tree: Any, cache: Any, layers: Any) -> Any:
-        rows.append(len(tree.tokens_BN))
-        if rows[-1] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return verify(self, tree, cache, layers)
-
-    def bounded_join(self: SlotLayer, *more: Any) -> None:
-        rows.append(len(self.table.lengths))
-        if rows[-1] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        join(self, *more)
-
-    if request.param == "verify":
-        monkeypatch.setattr(Target, "verify", bounded)
-    else:
-        monkeypatch.setattr(SlotLayer, "join", bounded_join)
-    return rows
-
-
-@pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("name", ["eagle3", None])
-def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(schedulers, name, small_memory):
-    target = tiny_target()
-    expected = [greedy(target, each.job.prompt, each.job.max_new_tokens) for each in several()]
-    small_memory.clear()
-    engine = Speculator(target, name and random_head(name, target))
-    scheduler = schedulers(engine, slots=8)
-    asked = several()
-    scheduler.submit(*(each.job for each in asked))
-    assert [each.answer() for each in asked] == expected
-    assert 1 <= sum(rows > 3 for rows in small_memory) <= 2, "and then it is known"
-
-
 @pytest.mark.mend("a request that ran out of memory alone left a server with one row at a time")
 def test_a_row_that_needs_too_much_memory_alone_makes_no_batch_smaller():
     batch = ContinuousBatch(Speculator(tiny_target()), 4)
@@ -471,14 +432,6 @@ def test_caches_that_find_no_room_when_a_row_leaves_are_given_up(schedulers, mon
         scheduler.submit(*(each.job for each in asked))
         check_greedy(target, asked)
     assert next(calls) > 4
-
-
-def test_drafts_that_cannot_be_batched_take_turns_beside_the_plain_models_batch(schedulers):
-    target = tiny_target()
-    scheduler = schedulers(Speculator(target, NGram()), slots=4)
-    asked = [*several(), *several(draft=False)]
-    scheduler.submit(*(each.job for each in asked))
-    check_greedy(target, asked)
 
 
 @pytest.mark.slow
