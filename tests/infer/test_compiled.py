@@ -6,9 +6,11 @@ all the same.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import decoding_modes
 import pytest
 import torch
 from recorder import tensors
@@ -51,6 +53,7 @@ from draftheads.infer.measure.bench import BenchOptions, bench
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
 DYNAMIC = DynamicTree(9, 3, 3)
+written = partial(decoding_modes.written, max_new_tokens=NEW)
 APART = "gemma4"
 """The architecture whose attention differs most from Llama's: windows, shared keys, more inputs."""
 
@@ -67,15 +70,6 @@ def traced(monkeypatch) -> list[torch.fx.GraphModule]:
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", note)
     return graphs
-
-
-def written(speculator, prompts, **options) -> list[list[int]]:
-    """The new tokens of each row."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for steps in speculator.generate_batch(prompts, max_new_tokens=NEW, **options):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    return rows
 
 
 ALIKE = ("eagle", "mtp")

@@ -185,20 +185,6 @@ def test_a_request_that_fails_alone_ends_with_its_error(monkeypatch):
     ]
 
 
-def test_a_request_may_follow_from_an_answer():
-    """As the next turn of a conversation does."""
-    target = tiny_target()
-    waiting = [Request(some_prompts(5)[0], 4, "first")]
-    answers = []
-    for request, ids, _ in answer_all(
-        Speculator(target), rule(), 4, lambda: waiting.pop() if waiting else None
-    ):
-        answers.append(ids)
-        if len(answers) < 3:
-            waiting.append(Request([*request.prompt, *ids], 4, f"{len(answers)}"))
-    assert len(answers) == 3 and all(answers)
-
-
 PLACES = {
     "prompts": (Target, "prefill_chunks", lambda prompts, *_: len(prompts)),
     "steps": (Target, "verify", lambda tree, *_: len(tree.tokens_BN)),
@@ -208,8 +194,13 @@ PLACES = {
 
 
 @pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("mode", ["continuous", "served"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("mode", "place"),
+    [
+        *(("continuous", place) for place in ("prompts", "steps")),
+        *(("served", place) for place in ("steps", "joins")),
+    ],
+)
 @pytest.mark.parametrize("name", [None, "eagle3"])
 def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, place, mode, monkeypatch):
     """On a device on which no more than three rows find room."""

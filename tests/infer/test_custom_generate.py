@@ -233,8 +233,6 @@ def test_processors_that_read_the_text_are_followed_along_each_path(name, drafts
 
 RUNS, TEXT = 2000, 3
 SAMPLINGS = {
-    "plain": {"temperature": 4.0, "top_k": 0},
-    "top": {"temperature": 3.0, "top_k": 4, "top_p": 0.9},
     "min-p": {"temperature": 4.0, "top_k": 0, "min_p": 0.2},
     "penalty": {"temperature": 2.0, "top_k": 4, "repetition_penalty": 1.5},
     "prefix": {

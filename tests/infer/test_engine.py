@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from decoding_modes import written
 from tiny_heads import Made, Oracle, random_head
 from tiny_targets import VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
@@ -153,9 +154,5 @@ def test_rows_that_have_ended_are_not_computed(kind, monkeypatch):
     monkeypatch.setattr(
         target, "verify", lambda tree, *a: sizes.append(len(tree.tokens_BN)) or verify(tree, *a)
     )
-    rows: list[list[int]] = [[] for _ in prompts]
-    for steps in Speculator(target, head).generate_batch(prompts, max_new_tokens=40):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    assert rows == expected
+    assert written(Speculator(target, head), prompts, max_new_tokens=40) == expected
     assert sizes[0] == 3 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)

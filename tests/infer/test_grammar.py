@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -19,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 from calling import HERMES, TOOLS
-from exact_laws import chi_square, surely_below
 from grammars import drawn
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from rich.console import Console
 from starlette.testclient import TestClient
-from tiny_chat import END, llama
+from tiny_chat import llama
 from tiny_heads import Oracle, decode, random_head
 from typed_commands import failed
 
@@ -145,46 +143,6 @@ def test_many_grammars(demo, first):
     results = [followed(demo, seed) for seed in range(first, first + 50)]
     assert sum(saved > 0 for saved, _ in results) > 25
     assert sum(has_ended for _, has_ended in results) > 25
-
-
-def law(target: Target, prompt: list[int], pattern: str, rule: Sampled) -> dict:
-    """The probability of each text of an expression: the rule filters what the masks leave."""
-    texts: dict[tuple[int, ...], float] = {}
-    open_ = {(): 1.0}
-    while open_:
-        path, before = open_.popitem()
-        ids = torch.tensor([[*prompt, *path]])
-        with torch.no_grad():
-            logits_V = target.model(ids).logits[0, -1]
-        may = allowed(target, "regex", pattern, list(path))
-        masked_V = torch.full_like(logits_V, -torch.inf)
-        masked_V[may] = logits_V[may]
-        p_V = torch.softmax(rule.scores(masked_V), -1)
-        for token in may:
-            whole = (*path, token)
-            (texts if token == END else open_)[whole] = before * float(p_V[token])
-    return {text: p for text, p in texts.items() if p > 0}
-
-
-@pytest.mark.parametrize("kind", ["plain", "medusa", "eagle3", "ngram"])
-@pytest.mark.parametrize("rule", [Sampled(6.0), Sampled(8.0, 0.95, 3)], ids=["all", "top"])
-def test_sampled_answers_have_the_law_of_plain_constrained_decoding(kind, rule):
-    """All texts of an expression, in a batch of rows that end at different times."""
-    target = llama(eos=(END,))
-    pattern = "[ab]{1,2}c?|bb(a|c)b"
-    drafts: Any = NGram() if kind == "ngram" else None
-    if kind in ("medusa", "eagle3"):
-        drafts = random_head(kind, target, depth=3, nodes=6, top_k=2)
-    prompt = [ord(each) for each in "abcbbabc"]
-    rule.seed(4)
-    rows, counts = decode(
-        target, drafts, [prompt] * 1200, sampling=rule, max_new_tokens=8,
-        constraint=Grammar(target, "regex", pattern),
-    )  # fmt: skip
-    expected = law(target, prompt, pattern, rule)
-    assert len(expected) > 8
-    statistic, freedom = chi_square(Counter(map(tuple, rows)), expected)
-    assert statistic < surely_below(freedom)
 
 
 def test_forced_tokens_are_drafted_without_other_drafts(demo):
@@ -407,29 +365,6 @@ def test_a_constrained_answer_is_streamed_and_scored(client):
     assert [part["finish_reason"] for part in parts][-1] == "stop"
     cut = ask(client, response_format=AS_SCHEMA, max_tokens=5).json()["choices"][0]
     assert cut["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
-        {"response_format": {"type": "text", "schema": PERSON}},
-        {"response_format": {**AS_SCHEMA, "schema": PERSON}},
-        {"structured_outputs": {"json": {}, "choice": ["a"]}},
-        {"structured_outputs": {"regex": "("}},
-        {"structured_outputs": {"grammar": "start: nothing"}},
-        {"structured_outputs": {"json": "{"}},
-        {"structured_outputs": {"json": {"enum": []}}},
-        {"response_format": AS_SCHEMA, "structured_outputs": {"regex": "a"}},
-    ],
-)
-def test_the_server_refuses_what_cannot_be_compiled(client, body):
-    response = ask(client, **body)
-    message = response.json()["error"]["message"]
-    assert response.status_code == 400
-    assert "expected" in message and "\n" not in message
 
 
 def test_chat_takes_a_schema(demo, tmp_path, run, monkeypatch):

@@ -4,10 +4,12 @@ write, alone and in batches that rows join and leave; the host does next to noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 from typing import Any
 
+import decoding_modes
 import pytest
 import torch
 from asked import Asked
@@ -32,23 +34,13 @@ from draftheads.infer.tree_sizes import TreeSizes
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
 DYNAMIC = DynamicTree(9, 3, 3)
+written = partial(decoding_modes.written, max_new_tokens=NEW)
 
 
 def endless_target() -> Target:
     target = Target(random_model("llama"))
     target.eos_ids = ()
     return target
-
-
-def written(
-    speculator: Speculator, prompts: Sequence[list[int]], **options: Any
-) -> list[list[int]]:
-    """The new tokens of each row."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for steps in speculator.generate_batch(prompts, **{"max_new_tokens": NEW} | options):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    return rows
 
 
 @pytest.fixture
@@ -272,7 +264,9 @@ def test_each_rule_has_recordings_of_its_own(recordings):
     rules = {"greedy": Greedy(), "hot": hot, "hotter": hotter}
     texts: dict[str, list[list[int]]] = {name: [] for name in rules}
     for name in ("greedy", "hot", "hotter", "hot", "greedy", "hotter"):
-        texts[name] += written(engine, [prompt], sampling=rules[name], seeds=["a"])
+        texts[name] += written(
+            engine, [prompt], max_new_tokens=NEW, sampling=rules[name], seeds=["a"]
+        )
     assert texts["greedy"] == [greedy(target, prompt, NEW)] * 2
     for name, (first, second) in texts.items():
         alone = Speculator(target, random_head("medusa", target), tree=TREE)

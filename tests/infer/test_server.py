@@ -298,6 +298,21 @@ def test_parts_of_text_are_one_text(client):
     assert parts["choices"][0]["message"] == ask(client).json()["choices"][0]["message"]
 
 
+AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}
+BAD_FORMATS = (
+    {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}},
+    {"type": "json_schema"},
+    {"type": "json_schema", "json_schema": {"name": "person"}},
+    {"type": "text", "schema": {}},
+    {**AS_SCHEMA, "schema": {}},
+)
+BAD_OUTPUTS = (
+    {"json": {}, "choice": ["a"]},
+    {"regex": "("},
+    {"grammar": "start: nothing"},
+    {"json": "{"},
+    {"json": {"enum": []}},
+)
 AS_IT_IS = {"type": "json_schema", "json_schema": {"properties": {}}}
 """A schema that nothing names."""
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
@@ -331,6 +346,14 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         "the chat template is the server's own; leave chat_template out",
     ),
     ({"chat_template_kwargs": {"mood": 1, "tools": [1]}}, None, "tokenizer accept"),
+    *(
+        (body, None, "expected")
+        for body in (
+            *({"response_format": form} for form in BAD_FORMATS),
+            *({"structured_outputs": form} for form in BAD_OUTPUTS),
+            {"response_format": AS_SCHEMA, "structured_outputs": {"regex": "a"}},
+        )
+    ),
     *(
         ({"prompt": prompt, "path": COMPLETE}, None, message)
         for prompt, message in (
