@@ -42,6 +42,7 @@ from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.continuous import checked
 from draftheads.infer.drafters.draft_model import DraftModel
+from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
@@ -210,10 +211,11 @@ def test_packed_weights_are_multiplied_in_compiled_steps(traced, bits, monkeypat
     assert operators.count("draftheads.packed_product") > 20
 
 
-def test_compiled_steps_count_what_was_drafted_on_the_host(traced):
-    """Also where nothing was, and in trees that are padded."""
+@pytest.mark.parametrize("drafts", [NGram(), Lookahead(shortest=1)], ids=["ngram", "lookahead"])
+def test_compiled_steps_count_what_was_drafted_on_the_host(traced, drafts):
+    """Also where nothing was, and in trees that are padded; and tell it the same answers."""
     target, (prompt,) = tiny_target(), some_prompts(9)
-    plain, fixed = (Speculator(target, NGram(), compile=compile) for compile in (False, True))
+    plain, fixed = (Speculator(target, drafts, compile=compile) for compile in (False, True))
     seen = [
         [(step.tokens, step.drafted) for step in engine.generate(prompt, max_new_tokens=60)]
         for engine in (plain, fixed)
