@@ -659,7 +659,8 @@ def test_the_models_entry_says_whether_it_drafts(client):
 def test_a_key_is_asked_for(engine, sent, status):
     with TestClient(create_app(engine, replace(OPTIONS, key="s3cret"))) as client:
         client.headers |= {"Authorization": sent} if sent else {}
-        for response in (ask(client), client.get("/v1/models")):
+        paths = ("/v1/models", "/v1/learning")
+        for response in (ask(client), *map(client.get, paths)):
             assert response.status_code == status
             assert "s3cret" not in response.text
         assert client.get("/health").status_code == 200
