@@ -106,11 +106,6 @@ TRACED = [
         for kind in VARIANTS
         if kind not in HEADS
     ),
-    *(
-        pytest.param(kind, (9,), id=f"{kind}-one", marks=pytest.mark.thorough)
-        for kind in HEADS
-        if kind != "sequential"
-    ),
 ]
 """A trace takes seconds, and each layer of the target more: several layers for one kind."""
 

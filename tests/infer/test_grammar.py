@@ -271,14 +271,6 @@ def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypa
     assert response.status_code == 400 and "pip install" in response.json()["error"]["message"]
 
 
-def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
-    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0, [])
-    [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
-    with pytest.raises(ValueError) as fault:
-        grammar.after([letter], (), torch.zeros(demo.vocab_size))
-    assert re.fullmatch(".+", str(fault.value))
-
-
 @pytest.fixture(scope="module")
 def client(demo) -> Iterator[TestClient]:
     """Of a server whose drafts are a head's, so that requests are decoded together."""

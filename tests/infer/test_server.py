@@ -205,27 +205,23 @@ def test_an_echo_is_the_prompt_and_its_log_probabilities(engine, stream, prompts
         assert scored["text_offset"] == [0, *accumulate(lengths)][:-1]
 
 
-def test_sampling_follows_its_options_and_seed(client, engine):
+@pytest.mark.parametrize("of", ["request", "server"])
+def test_sampling_follows_its_options_and_seed(engine, of):
+    """Those of the request, or of the server where it says nothing."""
     rule = Sampled(0.9, 0.8, 7)
     rule.seed(5)
     expected = tokens(engine, hello(engine), sampling=rule)
-    asked = {"temperature": 0.9, "top_p": 0.8, "top_k": 7, "return_token_ids": True}
-    for _ in range(2):
-        body = ask(client, **asked, seed=5).json()
-        assert body["choices"][0]["token_ids"] == expected
-    drawn = {tuple(ask(client, **asked).json()["choices"][0]["token_ids"]) for _ in range(4)}
-    assert len(drawn) > 1
-
-
-def test_what_a_request_does_not_say_is_the_servers(engine):
-    rule = Sampled(0.9, 0.8, 7)
-    rule.seed(5)
-    options = replace(OPTIONS, temperature=0.9, top_p=0.8, top_k=7)
+    sampling = {"temperature": 0.9, "top_p": 0.8, "top_k": 7}
+    options, asked = (OPTIONS, sampling) if of == "request" else (replace(OPTIONS, **sampling), {})
     with TestClient(create_app(engine, options)) as client:
-        body = ask(client, seed=5, return_token_ids=True).json()
-        assert body["choices"][0]["token_ids"] == tokens(engine, hello(engine), sampling=rule)
-        body = ask(client, temperature=0, return_token_ids=True).json()
-        assert body["choices"][0]["token_ids"] == tokens(engine, hello(engine))
+
+        def ids(**more: Any) -> list[int]:
+            body = ask(client, return_token_ids=True, **{**asked, **more}).json()
+            return body["choices"][0]["token_ids"]
+
+        assert ids(seed=5) == ids(seed=5) == expected
+        assert len({tuple(ids()) for _ in range(4)}) > 1
+        assert ids(temperature=0) == tokens(engine, hello(engine))
 
 
 def test_the_plain_model_can_be_asked(client, engine):
@@ -355,6 +351,10 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
         )
     ),
     *(
+        ({"prompt": prompt, "path": COMPLETE}, "prompt", "expected a valid ")
+        for prompt in (["1", 2], [1.0, 2.0], [True], [[1], "a"], [[True]])
+    ),
+    *(
         ({"prompt": prompt, "path": COMPLETE}, None, message)
         for prompt, message in (
             ([], "at least 1"),
@@ -406,6 +406,7 @@ NOT_KNOWN: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.mend("options that are not supported")
+@pytest.mark.mend("token ids given as text, numbers, booleans")
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [*REFUSED, *((body, param, param) for body, param in NOT_KNOWN)],
@@ -609,19 +610,6 @@ def test_options_of_no_consequence_are_taken(client):
     assert ask(client, **asked).status_code == 200
 
 
-@pytest.mark.mend("token ids given as text, numbers, booleans")
-@pytest.mark.parametrize("prompt", [["1", 2], ["1", "2"], [1.0, 2.0], [True], [[1], "a"], [[True]]])
-def test_only_whole_numbers_are_token_ids(client, engine, prompt):
-    response = ask(client, COMPLETE, prompt=prompt, return_token_ids=True)
-    if prompt == ["1", "2"]:  # two texts
-        ids = [choice["prompt_token_ids"] for choice in response.json()["choices"]]
-        assert ids == [engine.target.tokenizer(text)["input_ids"] for text in prompt]
-    else:
-        assert response.status_code == 400
-        error = response.json()["error"]
-        assert error["param"].startswith("prompt") and "expected a valid " in error["message"]
-
-
 @pytest.mark.mend("long texts")
 def test_a_text_much_longer_than_the_context_is_not_tokenized(client, engine, monkeypatch):
     lengths: list[int] = []
@@ -640,12 +628,6 @@ def test_a_text_much_longer_than_the_context_is_not_tokenized(client, engine, mo
         response = ask(client, COMPLETE if "prompt" in asked else CHAT, **asked)
         assert response.json()["error"]["code"] == "context_length_exceeded"
     assert max(lengths) <= 16 * engine.target.context
-
-
-def test_the_models_entry_says_whether_it_drafts(client):
-    assert client.get("/v1/models/tiny").json()["drafts"].endswith(" draft nodes")
-    with TestClient(create_app(Speculator(llama()), OPTIONS)) as plain:
-        assert plain.get("/v1/models/tiny").json()["drafts"] == ""
 
 
 @pytest.mark.mend("bearer")
