@@ -7,7 +7,6 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
@@ -104,16 +103,6 @@ def test_an_answer_is_cut_by_its_own_prompt_alone(options):
     assert both[0].token_ids == alone.token_ids
 
 
-def test_numbers_of_numpy_are_ids_and_truth_values_and_bytes_are_not(model):
-    ids, options = [65, 66, 67], {"temperature": 1.0, "seed": 3, "max_new_tokens": 5}
-    answer = model.generate([*np.array(ids)], **options)
-    assert answer.token_ids == model.generate(ids, **options).token_ids
-    assert all(type(token) is int for token in answer.prompt_ids)
-    for prompt in ([True, False], b"abc", bytearray(b"abc")):
-        with pytest.raises(ValueError, match="expected a text, messages, token ids, or a list"):
-            model.generate(prompt)
-
-
 def test_a_seed_decides_whatever_drafts_and_torchs_seed_does_without_one(model, target):
     options = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_k": 50}
     engines = (Speculator(target), Speculator(target, NGram()), model.engine)
@@ -142,14 +131,6 @@ def test_statistics_add_up(model):
     assert answer.draft_share == pytest.approx(drafted / answer.tokens)
     assert 1 <= answer.tokens_per_step == answer.statistics.tokens_per_step
     assert answer.tokens_per_second == pytest.approx(answer.tokens / answer.seconds)
-
-
-def test_a_stop_string_ends_the_text_before_it(model):
-    whole = model.generate("Why?", max_new_tokens=NEW_TOKENS).text
-    stop = whole[6:9]
-    answer = model.generate("Why?", max_new_tokens=NEW_TOKENS, stop=stop)
-    assert answer.text == whole[: whole.index(stop)]
-    assert "".join(model.stream("Why?", max_new_tokens=NEW_TOKENS, stop=[stop])) == answer.text
 
 
 def test_a_rule_of_ones_own(model, target):

@@ -40,32 +40,9 @@ def several(**options: Any) -> list[Asked]:
     return [Asked(ids, new=3 + n * 7 % 20, **options) for n, ids in enumerate(prompts)]
 
 
-def rows_of_passes(monkeypatch: Any, name: str = "verify") -> list[int]:
-    """The rows of each pass over nodes, or over a prompt, as they come."""
-    rows: list[int] = []
-    original = getattr(Target, name)
-
-    def note(self: Target, tree: Any, *more: Any) -> Any:
-        rows.append(len(tree.tokens_BN))
-        return original(self, tree, *more)
-
-    monkeypatch.setattr(Target, name, note)
-    return rows
-
-
 def check_greedy(target: Target, asked: list[Asked]) -> None:
     for each in asked:
         assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
-
-
-def test_as_many_rows_as_there_are_slots_are_decoded_in_one_pass(schedulers, monkeypatch):
-    target = tiny_target()
-    rows = rows_of_passes(monkeypatch)
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=5)
-    asked = several()
-    scheduler.submit(*(each.job for each in asked))
-    check_greedy(target, asked)
-    assert max(rows) == 5
 
 
 def rule(number: int) -> Acceptance:
