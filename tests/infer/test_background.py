@@ -450,3 +450,5 @@ def test_a_memory_reaches_the_ngrams_of_what_drafts():
     assert with_memory(ngram, memory) == NGram(ngram.tree, 2, 1, memory)
     merged = with_memory(Merged([head, ngram]), memory)
     assert merged.parts[0].memory is memory and merged.parts[1] is head
+    named = NGram(memory=NGramIndex())  # texts that a user named
+    assert with_memory(named, memory).memory is named.memory

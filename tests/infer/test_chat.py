@@ -170,7 +170,6 @@ def test_a_rate_is_that_of_the_steps_after_the_prompt():
 
 
 def test_answers_are_compared_with_the_plain_rate_of_the_start(monkeypatch):
-    """It was 1.1x, 1.7x and 1.58x for one text."""
     target = llama(eos=())
 
     class Paced(Speculator):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from calling import HISTORY, QUESTION, TOOLS, Calls, use
 from served import Says, running
-from tiny_chat import EOS, llama, options, prompts
+from tiny_chat import EOS, llama, options, prompts, saved
 from tiny_heads import random_head
 
 from draftheads.infer.engine import Speculator
@@ -143,8 +143,7 @@ def test_curl_streams(client, says):
 
 def test_distill_gets_the_token_ids_that_the_target_writes(tmp_path):
     target = llama(EOS)
-    target.model.save_pretrained(tmp_path / "model")
-    target.tokenizer.save_pretrained(tmp_path / "model")
+    saved(target, tmp_path / "model")
     asked = prompts(9, turns=2)
     greedy = {"temperature": 0.0, "max_new_tokens": 24}
     distill(target, asked, options(tmp_path / "here", **greedy))

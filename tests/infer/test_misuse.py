@@ -13,7 +13,7 @@ import pytest
 import torch
 from exact_laws import six_words
 from reciting import reciting_model
-from tiny_chat import byte_tokenizer, llama
+from tiny_chat import byte_tokenizer, llama, saved
 from tiny_heads import random_head
 from tiny_targets import CONTEXT, VOCABULARY, random_model, some_prompts, tiny_target
 from transformers import LogitsProcessorList
@@ -307,8 +307,7 @@ def test_a_mistake_is_one_line_before_anything_runs(journey):
 def folder(tmp_path_factory) -> Path:
     """A target and a head for it."""
     folder, target = tmp_path_factory.mktemp("named"), llama()
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    saved(target, folder / "target")
     reciting_model(40).save_pretrained(folder / "either")
     save_head(random_head("medusa", target), folder / "head", target=target)
     return folder

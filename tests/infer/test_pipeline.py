@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
+from reciting import CHARACTERS, saved_target
 from tiny_chat import llama
 from tiny_heads import new_head, random_head
 
@@ -145,10 +145,7 @@ def test_a_rule_of_ones_own(model, target):
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A head and its target, whose tokens are not pieces of text, on disk."""
-    tokenizer = sentencepiece_tokenizer()
-    reciting_model(len(tokenizer)).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    target = Target.load(tmp_path / "target")
+    target = saved_target(tmp_path / "target")
     save_head(random_head("medusa", target, depth=2), tmp_path / "head", target=target)
     return tmp_path
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
-from tiny_chat import CONTEXT, TEMPLATE, byte_tokenizer, llama
+from tiny_chat import CONTEXT, TEMPLATE, byte_tokenizer, llama, saved
 from tiny_heads import random_head
 from tokenizers import processors
 from typer.testing import CliRunner
@@ -131,8 +131,7 @@ def trained(tmp_path_factory) -> Path:
     """A head folder, with its target beside it, whose data was distilled with QUIET."""
     folder = tmp_path_factory.mktemp("trained")
     target = llama(template=SWITCHED)
-    target.model.save_pretrained(folder / "target")
-    target.tokenizer.save_pretrained(folder / "target")
+    saved(target, folder / "target")
     target.name = str(folder / "target")
     for name, variables in {"head": QUIET, "other": {}, "damaged": {"tokenize": True}}.items():
         training = {"data": {"sampling": {"template_args": variables}}}

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import httpx
 from served import Says, running
-from tiny_chat import llama
+from tiny_chat import llama, saved
 
 from draftheads.infer.serve import app, gate, protocol, reader, reply, service
 from draftheads.infer.serve.service import ServeOptions, Service
@@ -358,8 +358,7 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     target = llama(eos=())
     target.model.config.max_position_embeddings = 4096
-    target.model.save_pretrained(folder)
-    target.tokenizer.save_pretrained(folder)
+    saved(target, folder)
     return folder
 
 

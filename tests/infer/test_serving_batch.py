@@ -350,45 +350,33 @@ def test_logits_that_are_not_finite_end_their_row_alone(schedulers, monkeypatch)
         asked[0].answer()
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_row_that_fails_ends_alone(schedulers, place, monkeypatch):
+@pytest.mark.parametrize(("fault", "place"), [("step", 0), ("step", 2), ("prompt", 2)])
+def test_a_row_that_fails_ends_alone(schedulers, fault, place, monkeypatch):
     """The others are read again, and go on where they were."""
     target = tiny_target()
     target.eos_ids = ()
     scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
     asked = [Asked(ids, new=30) for ids in some_prompts(4, 9, 6, 12)]
-    broken = Broken()
-    object.__setattr__(broken, "calls", count())
-    asked[place].job.sampling = broken
-    scheduler.submit(*(each.job for each in asked))
-    for number, each in enumerate(asked):
-        if number == place:
-            with pytest.raises(RuntimeError, match="broken"):
-                each.answer()
-        else:
-            check_greedy(target, [each])
-    last = Asked(some_prompts(7)[0])
-    scheduler.submit(last.job)
-    check_greedy(target, [last])
-
-
-def test_a_prompt_that_cannot_be_read_fails_alone(schedulers, monkeypatch):
-    target = tiny_target()
+    bad = asked.pop(place)
     prefill = Target.prefill_chunks
-    asked = several()
-    bad = asked[3]
 
     def failing(self: Target, prompts: Any, *more: Any) -> Any:
         if list(prompts[0]) == bad.job.prompt:
-            raise RuntimeError("too long")
+            raise RuntimeError("broken")
         return prefill(self, prompts, *more)
 
-    monkeypatch.setattr(Target, "prefill_chunks", failing)
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
-    scheduler.submit(*(each.job for each in asked))
-    with pytest.raises(RuntimeError, match="too long"):
+    if fault == "prompt":
+        monkeypatch.setattr(Target, "prefill_chunks", failing)
+    else:
+        bad.job.sampling = Broken()
+        object.__setattr__(bad.job.sampling, "calls", count())
+    jobs = [each.job for each in asked]
+    scheduler.submit(*jobs[:place], bad.job, *jobs[place:])
+    with pytest.raises(RuntimeError, match="broken"):
         bad.answer()
-    check_greedy(target, [each for each in asked if each is not bad])
+    last = Asked(some_prompts(7)[0])
+    scheduler.submit(last.job)
+    check_greedy(target, [*asked, last])
 
 
 @pytest.mark.slow
