@@ -149,7 +149,6 @@ def test_a_long_prompt_delays_others_by_at_most_two_steps(schedulers, monkeypatc
     """
     monkeypatch.setattr(f"{SCHEDULER}.TURN", 4)
     target, passes = tiny_target(), list[None]()
-    target.eos_ids = ()
     forward = target._decode
 
     def note(*given: Any, **options: Any) -> Any:
@@ -199,7 +198,6 @@ def test_rows_that_leave_give_back_memory_and_keep_their_text(schedulers, monkey
 
     monkeypatch.setattr(Target, "verify", note)
     target = tiny_target()
-    target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target))
     scheduler = schedulers(engine, slots=4)
     long, *short = [Asked(ids) for ids in some_prompts(90, 3, 4, 5)]
@@ -242,7 +240,6 @@ def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedu
 def test_the_others_do_not_attend_over_the_slots_of_a_row_that_left():
     """Its place may stay, as to remove it copies the caches."""
     target = tiny_target()
-    target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target))
     rows = [Row(target, prompt, 40) for prompt in some_prompts(40, 7, 5)]
     reading = engine.read(rows, Greedy(), reserved=64)
@@ -263,7 +260,6 @@ def reused_in_conversations(schedulers: Any, target: Target, head: Any) -> list[
     """Three turns of four conversations side by side, each answered as alone; returns the prompt
     tokens that were not computed again, by turn.
     """
-    target.eos_ids = ()
     scheduler = schedulers(Speculator(target, head), slots=4)
     texts = some_prompts(20, 21, 17, 30)
     turns = []
@@ -301,7 +297,6 @@ def test_a_conversation_with_a_hybrid_goes_on_from_its_prompt_or_later(scheduler
 @pytest.mark.usefixtures("steps")
 def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(schedulers):
     target = tiny_target()
-    target.eos_ids = ()
     scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
     [prompt] = some_prompts(33)
     leaving = Asked(prompt, new=90)
@@ -354,7 +349,6 @@ def test_logits_that_are_not_finite_end_their_row_alone(schedulers, monkeypatch)
 def test_a_row_that_fails_ends_alone(schedulers, fault, place, monkeypatch):
     """The others are read again, and go on where they were."""
     target = tiny_target()
-    target.eos_ids = ()
     scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
     asked = [Asked(ids, new=30) for ids in some_prompts(4, 9, 6, 12)]
     bad = asked.pop(place)
@@ -403,7 +397,6 @@ def test_caches_that_find_no_room_when_a_row_leaves_are_given_up(schedulers, mon
 def test_a_row_alone_is_compiled_and_goes_on_when_others_join_it(schedulers, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     target = tiny_target()
-    target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target), compile=True)
     fixed: list[int] = []
     call = compiled.FixedSteps.__call__

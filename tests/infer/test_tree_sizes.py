@@ -159,7 +159,6 @@ def test_another_tree_ends_steps_that_were_recorded(monkeypatch):
     """Their replays would go on drafting the old one."""
     monkeypatch.setitem(RECORDERS, "cpu", recorded)
     target = tiny_target()
-    target.eos_ids = ()
     reading = Speculator(target, random_head("eagle3", target)).read(
         [Row(target, some_prompts(9)[0], 60)], Greedy(), reserved=60
     )
