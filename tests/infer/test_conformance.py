@@ -68,14 +68,17 @@ LAST = 13
 """The token at the end of each prompt: stop strings of transformers may begin there, and ours do
 not begin with it.
 """
-LIMITS = (NEW, 9, 17, NEW)
+LIMITS = (NEW, 9, 17, 1, NEW, 1)
 
 
 @cache
 def questions(target: str) -> list[Question]:
-    """Rows of several lengths and limits, the last of which goes on where the first has ended."""
-    prompts = [(*prompt[:-1], LAST) for prompt in some_prompts(19, 11, 1)]
-    prompts.append((*prompts[0], *plain_text(target, "greedy", prompts[0], "")[:5], LAST))
+    """Rows of several lengths and limits, two of one token; one goes on where the first has
+    ended.
+    """
+    prompts = [(*prompt[:-1], LAST) for prompt in some_prompts(19, 11, 1, 4, 7)]
+    first = plain_text(target, "greedy", prompts[0], "")
+    prompts.insert(4, (*prompts[0], *first[:5], LAST))
     return [
         Question(prompt, new, number)
         for number, (prompt, new) in enumerate(zip(prompts, LIMITS, strict=True), start=5)
@@ -199,7 +202,7 @@ def retrieved(target: Target) -> Any:
     """What the target writes stands in a file, among other things."""
     texts = [
         plain_text(target.name, "greedy", each.prompt, "")[3:]
-        for each in questions(target.name)[::2]
+        for each in questions(target.name)[:3:2]
     ]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text").write_text(target.tokenizer.decode([5, *texts[0], 6, *texts[1]]))
@@ -278,7 +281,7 @@ def manner_of(rule: str, target: str) -> Manner:
     constraint = Turning() if rule.startswith("constrained") else None
     stop: list[str] = []
     if rule == "stopped":
-        for each, least in zip(questions(target)[::2], (4, 8), strict=True):
+        for each, least in zip(questions(target)[:3:2], (4, 8), strict=True):
             text = plain_text(target, "greedy", each.prompt, "")
             place = next(n for n in range(least, NEW) if text[n] != LAST)
             stop.append(target_of(target).tokenizer.decode([*text[place : place + 2]]))
@@ -473,6 +476,10 @@ def is_inside(case: Case) -> bool:
     return case.mode == "transformers" or case.target in HYBRIDS
 
 
+@pytest.mark.mend("merged drafters answered a seed differently once a session was reused")
+@pytest.mark.mend(
+    "lossy rules and merged drafters wrote other texts beside other rows, and when recorded"
+)
 @pytest.mark.parametrize(
     "case",
     [

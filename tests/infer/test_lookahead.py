@@ -5,21 +5,15 @@ to it, alike in steps that are run, compiled and recorded, and changes no law.
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
-from exact_laws import RUNS, chi_square, six_words, surely_below, whole_law
-from recorder import recorded
-from tiny_heads import committed, decode
+from tiny_heads import committed
 from tiny_targets import greedy, some_prompts, tiny_target
 
 from draftheads.heads.tree import DynamicTree
-from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.lookahead import Lookahead
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
-from draftheads.infer.fixed import steps as fixed
-from draftheads.infer.fixed.recorded import RECORDERS
 from draftheads.infer.paths import row_paths
 
 NEW = 40
@@ -81,29 +75,6 @@ def test_it_has_the_ngrams_of_the_text_too():
     assert set(row_paths(plain)[0]) <= set(row_paths(drafter.propose(committed(text)))[0])
 
 
-@pytest.mark.parametrize("way", ["compiled", "recorded"])
-def test_it_reads_the_same_answers_in_all_steps(way, monkeypatch):
-    target, prompts = tiny_target(), some_prompts(13, 6)
-    source = Lookahead(DynamicTree(20, 8, 4), shortest=1)
-    plain = Speculator(target, source)
-    if way == "recorded":
-        monkeypatch.setitem(RECORDERS, "cpu", recorded)
-        monkeypatch.setattr(fixed, "BUCKET", 64)
-    monkeypatch.setattr(fixed, "BACKEND", "eager")
-    engine = Speculator(target, source, compile=way == "compiled")
-    seen = []
-    for each in (plain, engine):
-        rows = [[], []]
-        for steps in each.generate_batch(prompts, max_new_tokens=NEW):
-            for row, step in zip(rows, steps, strict=True):
-                row += [step.tokens] if step else []
-        seen.append(rows)
-    assert seen[0] == seen[1]
-    tokens = [[token for step in row for token in step] for row in seen[1]]
-    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
-    assert min(map(len, seen[0])) < NEW, "something was kept"
-
-
 def test_a_text_taken_back_guesses_anew():
     target, [prompt] = tiny_target(), some_prompts(9)
     drafter = Lookahead(LIMITS).drafter(target)
@@ -114,17 +85,3 @@ def test_a_text_taken_back_guesses_anew():
     drafter.propose(committed([prompt[-1:]]))
     assert drafter.texts[0].tokens == prompt
     assert not drafter.texts[0].grams[prompt[-1]]
-
-
-@pytest.mark.slow
-def test_it_leaves_the_law_of_the_whole_engine():
-    target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
-    rule = Sampled(temperature=4.0, top_k=4)
-    rule.seed(2)
-    source = Lookahead(DynamicTree(12, 4, 4))
-    choices = {"sampling": rule, "max_new_tokens": 4}
-    rows, statistics = decode(target, source, [prompt] * (RUNS // 2), **choices)
-    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are kept and refused"
-    law = whole_law(target, prompt, 4, rule)
-    statistic, freedom = chi_square(Counter(map(tuple, rows)), law)
-    assert statistic < surely_below(freedom)
