@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftheads.heads.cpu.linear import PackedBits, can_pack, input_sizes, pack_layers
-from draftheads.heads.target import onnx
+from draftheads.heads.target import onnx_decoder
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.placement import (
     Loading,
@@ -166,7 +166,7 @@ def _try_onnx(
     """Run the layers in ONNX Runtime if that is possible; if not, say why, or, if it was chosen,
     raise ValueError.
     """
-    fault = onnx.why_not(model) or onnx.run_layers(model, tokens_1T, sizes)
+    fault = onnx_decoder.why_not(model) or onnx_decoder.run_layers(model, tokens_1T, sizes)
     if fault and is_chosen:
         raise ValueError(f"engine=onnx: {fault}; leave the engine out, or use torch")
     if fault:

@@ -24,7 +24,7 @@ from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu.attention import use_grouped_attention
 from draftheads.heads.cpu.linear import PackedBits
 from draftheads.heads.hybrid.states import Mixing, States, install
-from draftheads.heads.target import onnx
+from draftheads.heads.target import onnx_decoder
 from draftheads.heads.target.adapter import Adapter
 from draftheads.heads.target.load import Engine, can_pack_model, load, pack_model
 from draftheads.heads.target.longrope import LongRope
@@ -157,7 +157,7 @@ class Target:
         mixing = mixing or self.ways.mixing
         states = States(batch, self._mixers, mixing) if self.is_hybrid else None
         if self.engine == "onnx":
-            return SlotCache(self.layers, batch, 1, self.device, growth=onnx.GROWTH)
+            return SlotCache(self.layers, batch, 1, self.device, growth=onnx_decoder.GROWTH)
         return SlotCache(self.layers, batch, capacity, self.device, states)
 
     def prefill(
@@ -183,7 +183,7 @@ class Target:
         how many tokens are read, and the features of its own. The last logits are those of
         `prefill`.
         """
-        chunk = chunk or (onnx.CHUNK if self.engine == "onnx" else PREFILL_CHUNK)
+        chunk = chunk or (onnx_decoder.CHUNK if self.engine == "onnx" else PREFILL_CHUNK)
         lengths = [len(prompt) for prompt in prompts]
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens_BT = pad_sequence(rows, batch_first=True).to(self.device)
@@ -338,7 +338,7 @@ class Target:
     @property
     def engine(self) -> Engine:
         """What runs its layers."""
-        return "torch" if onnx.layers_of(self.model) is None else "onnx"
+        return "torch" if onnx_decoder.decoder_of(self.model) is None else "onnx"
 
     @property
     def title(self) -> str:
@@ -404,8 +404,8 @@ class Target:
 
     def settle_threads(self) -> None:
         """Free what another number of CPU threads than torch's present one would need."""
-        if layers := onnx.layers_of(self.model):
-            layers.settle()
+        if decoder := onnx_decoder.decoder_of(self.model):
+            decoder.settle()
 
     def fingerprint(self) -> str:
         """Hex digits that identify these weights; see `pretrained.fingerprint`."""

@@ -16,7 +16,7 @@ from tiny_heads import decode, random_head, written_by
 from tiny_targets import generated, random_model, some_prompts
 
 from draftheads.heads.cpu.linear import has_int8
-from draftheads.heads.target import onnx
+from draftheads.heads.target import onnx_decoder
 from draftheads.heads.target.model import Target
 from draftheads.infer.pipeline.loading import Place
 
@@ -99,17 +99,17 @@ def test_what_cannot_run_there_says_why(monkeypatch, caplog):
     assert "run in torch, not in ONNX Runtime: expected one of" in caplog.text
     relu = random_model("llama")
     relu.config.hidden_act = "relu"
-    assert "expected the activation silu or" in str(onnx.why_not(relu))
+    assert "expected the activation silu or" in str(onnx_decoder.why_not(relu))
 
 
 def test_layers_that_compute_something_else_are_not_used(monkeypatch, caplog):
     """A trial with a text compares their states with those of torch."""
-    own = onnx.OnnxLayers._spread
+    own = onnx_decoder.OnnxDecoder._spread
 
     def without_a_mask(*arguments):
         return torch.zeros_like(own(*arguments))
 
-    monkeypatch.setattr(onnx.OnnxLayers, "_spread", without_a_mask)
+    monkeypatch.setattr(onnx_decoder.OnnxDecoder, "_spread", without_a_mask)
     with caplog.at_level(logging.WARNING, "draftheads"):
         target = Target(random_model("llama"), name="all-seeing").pack(8)
     assert target.engine == "torch"

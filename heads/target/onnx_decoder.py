@@ -54,7 +54,7 @@ def run_layers(model: PreTrainedModel, tokens_1T: Tensor, sizes: Sizes) -> str |
     of these tokens stay the same but for rounding; returns the fault if not. sizes: of the inputs
     of linear layers.
     """
-    layers = OnnxLayers(model, sizes)
+    layers = OnnxDecoder(model, sizes)
     own: Any = decoder(model)
     before_TD, after_TD = (each(tokens_1T).last_hidden_state[0] for each in (own, layers))
     spread = (before_TD - before_TD.mean(0)).norm(dim=-1).mean()
@@ -66,13 +66,13 @@ def run_layers(model: PreTrainedModel, tokens_1T: Tensor, sizes: Sizes) -> str |
     return None
 
 
-def layers_of(model: PreTrainedModel) -> OnnxLayers | None:
+def decoder_of(model: PreTrainedModel) -> OnnxDecoder | None:
     """The layers of a model that run in ONNX Runtime; None if they do not."""
     forward: Any = getattr(decoder(model), "forward", None)
-    return forward if isinstance(forward, OnnxLayers) else None
+    return forward if isinstance(forward, OnnxDecoder) else None
 
 
-class OnnxLayers:
+class OnnxDecoder:
     """The forward of a model's decoder, whose layers and final norm are a program."""
 
     def __init__(self, model: PreTrainedModel, sizes: Sizes) -> None:
@@ -92,7 +92,7 @@ class OnnxLayers:
         self._shapes = graph.shapes
         self._program = Program(graph)
 
-    def __deepcopy__(self, memo: Any) -> OnnxLayers:
+    def __deepcopy__(self, memo: Any) -> OnnxDecoder:
         """The same, as it is frozen."""
         return self
 
