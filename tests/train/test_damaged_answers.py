@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -266,12 +265,6 @@ def test_damaged_manifest_is_one_line(target, tmp_path, text):
             ValueError, match=r"manifest\.json: .*, got a damaged file \(.*\); copy"
         ):
             read(tmp_path)
-
-
-def test_missing_answer_file_is_noticed(folder, tmp_path):
-    shutil.copy(folder / "manifest.json", tmp_path)
-    with pytest.raises(ValueError, match=r"arrow: expected \d+ bytes, got no file; copy it again"):
-        list(read_answers(tmp_path))
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -250,6 +250,7 @@ def test_a_hub_data_set_that_fails_or_breaks_midway_is_one_line(
 RECORDS = b"".join(b'{"text": "%d"}\n' % number for number in range(2000))
 PACKED = gzip.compress(RECORDS, mtime=0)
 NESTED = b"[" * 100_000
+TALK = b'{"prompt": "a", "completion": "b"}\n'
 
 
 def table() -> bytes:
@@ -286,7 +287,7 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     "utf16.txt": (lambda: "a\nb\n".encode("utf-16"), ANY),
     "latin.txt": (lambda: b"caf\xe9", r"expected a complete \.txt file.*'utf-8' codec.*conv"),
     "broken.jsonl": (
-        lambda: b'{"text": "a"}\n' * 16 + b'{"text": "a\n', "line 17: expected JSON .*fix or"
+        lambda: TALK * 16 + b'{"text": "a\n', "line 17: expected JSON .*fix or remove it"
     ),
     "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
     "keys.json": (lambda: b'{"rows": []}', 'expected a list .*"data".* got keys rows'),
