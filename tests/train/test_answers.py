@@ -376,6 +376,7 @@ def test_training_sees_what_the_plain_algorithm_makes(small, tmp_path, length, p
     for part, expected in zip(parts, plain.split(0.07), strict=True):
         rows = Rows(documents, part, length, pack=pack, seed=5)
         made = plain.rows(expected, length, pack, 5)
+        assert rows.cut == sum((stop - start - 1) // length for start, stop in expected)
         assert [rows.pieces(row) for row in range(len(rows))] == made
         assert list(rows.sizes) == [sum(b - a for a, b in row) for row in made]
         assert list(rows.learned) == [sum(sum(plain.learn[a + 1 : b]) for a, b in r) for r in made]
