@@ -826,6 +826,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_documents_named(
     optimizer_state = checkpoint.load_optimizer_state(output / "step-000006")
     assert {int(value) for key, value in optimizer_state.items() if key.startswith("step.")} == {5}
     assert [x["step"] for x in read_metrics(output) if "skipped" in x] == [3]
+    assert checkpoint.read_state(output / "step-000006").skipped == 0, "in a row"
 
 
 def test_a_run_whose_steps_stay_not_finite_ends(made, tmp_path, monkeypatch, capsys, poisoned):

@@ -80,6 +80,7 @@ def test_a_finished_run_says_so_and_may_be_lengthened(made, tmp_path, capsys):
     assert run(made, tmp_path / "run") == 0
     assert run(made, tmp_path / "run") == 0
     assert "this run is finished; raise run.steps" in capsys.readouterr().out
+    assert run(made, tmp_path / "run", f"data.path={tmp_path / 'gone'}") == 0
     assert run(made, tmp_path / "run", "run.steps=8") == 0
     assert (tmp_path / "run" / "step-000008").is_dir()
 
