@@ -81,6 +81,18 @@ def test_a_text_grows_over_the_limit_as_in_generate(monkeypatch, kind, length, c
     assert statistics.steps <= -(-(NEW - 1) // 5) + 1, "one step may be cut at the limit, no more"
 
 
+@pytest.mark.inside
+@pytest.mark.parametrize("chunk", [1024, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_cross_at_times_of_their_own(monkeypatch, kind, chunk):
+    monkeypatch.setattr("draftheads.heads.target.model.PREFILL_CHUNK", chunk)
+    target, prompts = long_target(kind), some_prompts(20, 40, 31, 32, 5, 33)
+    truth = [greedy(target, prompt, NEW) for prompt in prompts]
+    assert decode(target, oracle(truth), prompts, max_new_tokens=NEW)[0] == truth
+    head = random_head("eagle3", target)
+    assert decode(target, head, prompts, max_new_tokens=NEW)[0] == truth
+
+
 def test_a_row_that_has_ended_at_the_limit_stays_as_it_is(monkeypatch):
     target, prompts = long_target("phi3"), some_prompts(LIMIT - 4, 9)
     truth = [greedy(target, prompt, NEW) for prompt in prompts]
