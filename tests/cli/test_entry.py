@@ -15,7 +15,6 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from draftheads.scripts import training
 from draftheads.scripts.cli import app
 from draftheads.train import eagle, medusa
 from draftheads.train.entry import mistakes_in_one_line, one_line
@@ -55,13 +54,6 @@ def test_a_script_decides_the_kind_that_a_recipe_leaves_open(path, fitted, scrip
     assert script.main([str(path)]) == 0
     assert script.main([str(path), "head.kind=eagle"]) == 0
     assert [recipe.head.kind for recipe in fitted] == [kind, "eagle"]
-
-
-def test_the_command_trains_every_kind(path, fitted, monkeypatch):
-    monkeypatch.setattr(training, "check_paths", lambda *_: None)  # of a recipe without files
-    for arguments in ([], ["head.kind=eagle3"], ["head.kind=eagle"]):
-        assert CliRunner().invoke(app, ["train", str(path), *arguments]).exit_code == 0
-    assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
 
 
 @pytest.mark.mend("--local_rank=0 was read as the recipe")
@@ -114,13 +106,6 @@ def test_a_warning_is_said_once_for_all_processes(path, fitted, monkeypatch, cap
     monkeypatch.setenv("RANK", "0")
     assert eagle.main([str(path), "head.steps=3", "head.kind=medusa"]) == 0
     assert len(caplog.messages) == 2 * said + 1
-
-
-def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
-    stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
-    monkeypatch.setattr(medusa, "fit", lambda recipe: stopped)
-    assert eagle.main([str(path)]) == 130
-    assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("hang_ups_are_heeded")

@@ -229,17 +229,6 @@ def test_an_int8_head_keeps_its_acceptance_length(all_sizes):
     assert sum(each.steps for each in after) <= 1.1 * sum(each.steps for each in before)
 
 
-@needs_int8
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_an_int8_target_decodes_a_tree_as_plain_text(kind):
-    target, prompts = packed(bits=8), some_prompts(17, 9)
-    assert target.precision == target.quantisation == "int8" and target.dtype == torch.float32
-    plain = decode(target, None, prompts, max_new_tokens=NEW)[0]
-    assert plain == [generated(target, prompt, NEW) for prompt in prompts]
-    head = random_head(kind, target)
-    assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == plain
-
-
 def after(target: Target, text: list[int], length: int, *beside: list[int]) -> list[torch.Tensor]:
     """Logits after each token of a text from `length` on, read in one tree of several branches if
     there are other texts beside it, else one by one.
