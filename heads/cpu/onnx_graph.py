@@ -130,6 +130,8 @@ class Program:
         if threads not in self._opened:
             options = SessionOptions()
             options.intra_op_num_threads = threads
+            # between two calls, cores are torch's
+            options.add_session_config_entry("session.force_spinning_stop", "1")
             options.log_severity_level = 3
             options.add_external_initializers([*self._weights], [*self._weights.values()])
             self._opened[threads] = BoundSession(InferenceSession(self._graph, options))

@@ -47,7 +47,10 @@ class Place:
         if self.engine not in (None, "onnx", "torch"):
             raise ValueError(f"engine: expected onnx or torch, got {self.engine!r}")
         if self.engine and self.bits != 8:
-            raise ValueError(f"engine={self.engine}: expected bits=8, got {self.bits}; add it")
+            raise ValueError(
+                f"engine={self.engine}: expected bits=8, got {self.bits}; add it, or leave the "
+                "engine out"
+            )
 
     def recorded(self, head: HeadFolder) -> Self:
         """The same, with the target's LoRA that the head records, unless another one is given."""

@@ -69,8 +69,15 @@ def test_threads_are_settled_after_a_choice():
     target = in_onnx()
     prompt = some_prompts(9)[0]
     text = generated(target, prompt, 12)
-    target.settle_threads()
-    assert generated(target, prompt, 12) == text
+    threads = torch.get_num_threads()
+    try:
+        for count in (2, 3):
+            torch.set_num_threads(count)
+            assert generated(target, prompt, 12) == text
+            target.settle_threads()
+            assert generated(target, prompt, 12) == text
+    finally:
+        torch.set_num_threads(threads)
     other = Target(copy.deepcopy(target.model))
     assert other.engine == "onnx" and not other.is_skeleton
     assert decode(other, None, [prompt], max_new_tokens=12)[0] == [text]
@@ -118,7 +125,7 @@ def test_layers_that_compute_something_else_are_not_used(monkeypatch, caplog):
 
 def test_an_engine_is_for_int8_on_a_cpu():
     for options, fault in (
-        ({"engine": "onnx"}, "engine=onnx: expected bits=8, got None; add it"),
+        ({"engine": "onnx"}, "engine=onnx: expected bits=8, got None; add it, or leave"),
         ({"engine": "tensorrt", "bits": 8}, "engine: expected onnx or torch, got 'tensorrt'"),
     ):
         with pytest.raises(ValueError, match=fault):
