@@ -37,14 +37,9 @@ def choose_threads(threads: int | None, target: Target, rows: int = 1) -> None:
     a single one, if more speed up forwards of `rows` tokens by less than 15 %: they would only take
     cores from other processes. Targets whose forward takes 0.2 s or longer keep all threads.
     """
-    set_threads(threads)
-    _measure_threads(threads, target, rows)
-    target.settle_threads()
-
-
-def _measure_threads(threads: int | None, target: Target, rows: int) -> None:
     import torch
 
+    set_threads(threads)
     available = torch.get_num_threads()
     is_chosen = threads or available == 1 or "OMP_NUM_THREADS" in os.environ
     if is_chosen or target.is_skeleton or target.device.type != "cpu":

@@ -132,6 +132,7 @@ def load_fast_target(
     )
     target.pack(bits, place.engine)
     choose_threads(place.threads, target)
+    target.settle_threads()
     return target
 
 

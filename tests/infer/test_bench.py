@@ -127,7 +127,7 @@ def test_json_has_every_field_with_its_type(report, tmp_path):
         low, high = row["speedup_ci95"]
         assert 0 < low <= high
     assert set(written["machine"]) == {
-        *("cpu", "cores", "torch_threads", "gpu", "dtype", "date"),
+        *("cpu", "cores", "torch_threads", "gpu", "dtype", "engine", "date"),
         *("python", "torch", "transformers", "draftheads"),
     }
     assert written["machine"]["gpu"] is None

@@ -197,7 +197,8 @@ def test_packed_weights_are_multiplied_in_compiled_steps(traced, bits, monkeypat
     if not (has_int8() if bits else can_pack(torch.device("cpu"), torch.float32)):
         pytest.skip("torch has no such products for this CPU")
     monkeypatch.setattr(cpu_linear, "LEAST", 0)
-    target, prompts = Target(random_model("llama")).pack(bits), some_prompts(9, 5)
+    target, prompts = Target(random_model("llama")), some_prompts(9, 5)
+    target.pack(bits, "torch" if bits else None)
     head = random_head("eagle3", target).pack(target)
     expected = [generated(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=TREE, compile=True), prompts) == expected
