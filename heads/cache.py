@@ -49,8 +49,11 @@ class SlotTable:
     length, and read lengths from the device alone.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device | str) -> None:
+    def __init__(
+        self, batch: int, capacity: int, device: torch.device | str, growth: float = GROWTH
+    ) -> None:
         self.capacity = capacity
+        self._growth = growth
         self.lengths = [0] * batch
         self.longest = 0
         self.uniform = True
@@ -195,7 +198,7 @@ class SlotTable:
     def _grow(self, span: int) -> None:
         """Have so many slots at least."""
         if span > self.capacity:
-            self._resize(max(span, int(self.capacity * GROWTH)))
+            self._resize(max(span, int(self.capacity * self._growth)))
 
     def _shrink(self) -> None:
         """Give back the slots of texts that were much longer."""
@@ -306,8 +309,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 class SlotCache(Cache):  # type: ignore[misc]
     """The preallocated cache of a target or of a head's own layers.
 
-    layers: attention layers. batch: rows. capacity: slots per row at first; the cache grows by half
-    when prompt, new tokens and one tree need more. states: of a hybrid target's other layers.
+    layers: attention layers. batch: rows. capacity: slots per row at first; the cache grows by
+    `growth` when prompt, new tokens and one tree need more. states: of a hybrid target's other
+    layers.
     """
 
     def __init__(
@@ -317,8 +321,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         capacity: int,
         device: torch.device | str,
         states: States | None = None,
+        growth: float = GROWTH,
     ) -> None:
-        self.table = SlotTable(batch, capacity, device)
+        self.table = SlotTable(batch, capacity, device, growth)
         self.states = states
         super().__init__(layers=[SlotLayer(self.table) for _ in range(layers)])
 

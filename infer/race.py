@@ -243,6 +243,7 @@ def describe_machine(target: Target) -> dict[str, Any]:
         "transformers": version("transformers"),
         "draftheads": version("draftheads"),
         "dtype": target.precision,
+        "engine": target.engine,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -250,8 +251,9 @@ def describe_machine(target: Target) -> dict[str, Any]:
 def machine_line(machine: dict[str, Any]) -> str:
     """The output of `describe_machine` in one line."""
     cpu = f"{machine['cpu']}, {machine['cores']} cores, {machine['torch_threads']} torch threads"
+    engine = " in ONNX Runtime" if machine.get("engine") == "onnx" else ""
     return (
-        f"{machine['gpu'] or cpu}, {machine['dtype']}, torch {machine['torch']}, "
+        f"{machine['gpu'] or cpu}, {machine['dtype']}{engine}, torch {machine['torch']}, "
         f"transformers {machine['transformers']}, draftheads {machine['draftheads']}, "
         f"{machine['date'][:10]}"
     )

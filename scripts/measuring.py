@@ -18,6 +18,7 @@ from draftheads.infer.pipeline.loading import load_fast_target, load_target
 from draftheads.scripts.options import (
     HEAD_CHECK,
     Bits,
+    Engine,
     Json,
     Lossy,
     MaybeTarget,
@@ -132,7 +133,7 @@ def bench(
     options = bench_options(runs, sampling, lossy, contestants, speed)
     drafts = open_drafts(contestants.head)
     folders = [folder for each in drafts.values() for folder in each.folders]
-    place = placement.place(speed.bits)
+    place = placement.place(speed.bits, speed.engine)
     variables = parsed_template_args(texts.template_args)
     model = load_fast_target(target, place, revision, folders, variables)
     loaded = {name: each.load(model) for name, each in drafts.items()}
@@ -149,7 +150,7 @@ def bench(
         report = benches.bench(model, entries, ids, options, turns=turns)
         if model.bits:
             whole = load_target(
-                target, replace(place, dtype="float32", bits=None), revision, folders
+                target, replace(place, dtype="float32", bits=None, engine=None), revision, folders
             )
             report = replace(report, int8=benches.int8_cost(model, whole, ids))
         print_report(report)
@@ -268,6 +269,7 @@ def tune(
     sampling: Sampling,
     placement: Placement,
     bits: Bits = None,
+    engine: Engine = None,
     target: MaybeTarget = None,
     revision: Revision = None,
     dry_run: Annotated[bool, Option("--dry-run", help="print only; keep the head's tree")] = False,
@@ -284,7 +286,7 @@ def tune(
         check_writable_head(head)
     folder = open_head(head)
     name, commit = (target, revision) if target else folder.target
-    place = placement.place(bits)
+    place = placement.place(bits, engine)
     if target is None:
         place = place.recorded(folder)
     variables = parsed_template_args(texts.template_args)

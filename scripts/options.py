@@ -186,13 +186,16 @@ class Placement:
     device: Device = None
     threads: Threads = None
 
-    def place(self, bits: Literal[8, 4] | None = None) -> Place:
+    def place(
+        self, bits: Literal[8, 4] | None = None, engine: Literal["onnx", "torch"] | None = None
+    ) -> Place:
         """Where and how the target is loaded."""
         return Place(
             dtype=self.dtype,
             device=self.device,
             threads=self.threads,
             bits=bits,
+            engine=engine,
             lora=self.lora,
             report=say_beside,
         )
@@ -202,6 +205,10 @@ BITS = """quantise the target: 8 (int8) on a CPU, 8 or 4 on a GPU (bitsandbytes)
 
 
 Bits = Annotated[Literal[8, 4] | None, Option(help=BITS)]
+Engine = Annotated[
+    Literal["onnx", "torch"] | None,
+    Option(help="what runs int8 layers on a CPU; default: onnx (ONNX Runtime) where it can"),
+]
 
 
 @dataclass(frozen=True)
@@ -209,6 +216,7 @@ class Speed:
     """Speed."""
 
     bits: Bits = None
+    engine: Engine = None
     compile: Annotated[
         bool, Option("--compile", help="compile steps (takes a minute at first)")
     ] = False

@@ -215,7 +215,7 @@ def load_engine(
     from draftheads.infer.engine import Speculator
 
     variables = parsed_template_args(template_args)
-    place = placement.place(speed.bits)
+    place = placement.place(speed.bits, speed.engine)
     model, drafter = load_parts(drafts.head, target, place, variables)
     tree = chosen_tree(drafter, drafts.tree, drafts.nodes)
     engine = Speculator(model, drafter, tree=tree, compile=speed.compile)

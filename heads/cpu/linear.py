@@ -257,7 +257,24 @@ def multiply_int8(x_RI: Tensor, int8: torch.ScriptObject) -> Tensor:
 
 
 def pack_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> torch.ScriptObject:
-    """A weight in 8 bits, symmetric, with a scale for each output. in_pairs: two neighbours have at
+    """A weight in 8 bits, as torch multiplies it; see `to_int8`."""
+    int8_OI, scales_O = to_int8(weight_OI, in_pairs=in_pairs)
+    zeros_O = torch.zeros_like(scales_O, dtype=torch.long)
+    with warnings.catch_warnings(action="ignore"):  # of a future torch without it
+        quantised_OI = torch._make_per_channel_quantized_tensor(
+            int8_OI, scales_O.double(), zeros_O, 0
+        )
+    engine = torch.backends.quantized.engine
+    torch.backends.quantized.engine = "fbgemm"  # oneDNN's product takes 1.4 times as long per step
+    try:
+        packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantised_OI, None)
+    finally:
+        torch.backends.quantized.engine = engine
+    return packed
+
+
+def to_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> tuple[Tensor, Tensor]:
+    """A weight in 8 bits, symmetric, and a scale for each output. in_pairs: two neighbours have at
     most 128 steps together: 255 * 128 < 2^15.
     """
     weight_OI = weight_OI.detach().float()
@@ -265,17 +282,8 @@ def pack_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> torch.ScriptObjec
     if in_pairs:
         odd = sizes_OI.shape[1] % 2
         sizes_OI = F.pad(sizes_OI, (0, odd)).reshape(len(sizes_OI), -1, 2).sum(2)
-    scales_O = (sizes_OI.amax(1) / STEPS).clamp(min=TINY).double()
-    zeros_O = torch.zeros_like(scales_O, dtype=torch.long)
-    with warnings.catch_warnings(action="ignore"):  # of a future torch without it
-        int8_OI = torch.quantize_per_channel(weight_OI, scales_O, zeros_O, 0, torch.qint8)
-    engine = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"  # oneDNN's product takes 1.4 times as long per step
-    try:
-        packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(int8_OI, None)
-    finally:
-        torch.backends.quantized.engine = engine
-    return packed
+    scales_O = (sizes_OI.amax(1) / STEPS).clamp(min=TINY)
+    return (weight_OI / scales_O[:, None]).round().to(torch.int8), scales_O
 
 
 def inverse(sizes_I: Tensor, weight_OI: Tensor) -> Tensor:

@@ -6,15 +6,15 @@ import inspect
 import logging
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftheads.heads.cpu.linear import PackedBits, can_pack, input_sizes, pack_layers
+from draftheads.heads.target import onnx_decoder
 from draftheads.heads.target.lora import Lora
 from draftheads.heads.target.placement import (
     Loading,
@@ -33,6 +33,8 @@ from draftheads.heads.terminal import said_if_long
 
 logger = logging.getLogger("draftheads")
 
+Engine = Literal["onnx", "torch"]
+"""What runs the layers of a target in int8."""
 TEMPLATE_OPTIONS = {"tools", "documents", "chat_template"}
 """Parameters of `apply_chat_template` that may be given as variables of the template."""
 
@@ -136,17 +138,36 @@ Wash the rice. 2. Boil the water. 3. Wait. {"name": "Ann", "age": 42}"""
 """A text of many kinds, about a hundred tokens: how large inputs are differs little by text."""
 
 
-def pack_model(model: PreTrainedModel, tokenizer: Any, bits: PackedBits | None) -> None:
+def pack_model(
+    model: PreTrainedModel, tokenizer: Any, bits: PackedBits | None, engine: Engine | None
+) -> None:
     """Pack the linear layers of a model; with bits=8 all of them, after it has read SAMPLE, and the
-    rest becomes float32.
+    rest becomes float32. Raises ValueError for layers that cannot run in `engine`.
     """
     head = model.get_output_embeddings()
-    ids = tokenizer(SAMPLE)["input_ids"] if tokenizer else range(len(head.weight))
-    run = partial(model, torch.tensor([[*ids[:128]]]), use_cache=False)
-    with torch.no_grad():
-        sizes = input_sizes(run, model) if bits else None
-    pack_layers(model, bits, small=bits is not None, keep={head}, sizes=sizes)
+    if bits:
+        ids = tokenizer(SAMPLE)["input_ids"] if tokenizer else range(len(head.weight))
+        tokens_1T = torch.tensor([[*ids[:128]]])
+        nn.Module.float(model)  # not transformers' own, which refuses what was a GGUF file
+        with torch.no_grad():
+            sizes = input_sizes(lambda: model(tokens_1T, use_cache=False), model)
+            if engine != "torch":
+                _try_onnx(model, tokens_1T, sizes, is_chosen=engine is not None)
+        pack_layers(model, bits, small=True, keep={head}, sizes=sizes)
+    else:
+        pack_layers(model, None, keep={head})
     for parameter in model.parameters():  # views of a file would keep all of it in memory
         parameter.data = parameter.data.clone()
-    if bits:
-        nn.Module.float(model)  # not transformers' own, which refuses what was a GGUF file
+
+
+def _try_onnx(
+    model: PreTrainedModel, tokens_1T: Tensor, sizes: Mapping[nn.Module, Tensor], is_chosen: bool
+) -> None:
+    """Run the layers in ONNX Runtime if that is possible; if not, say why, or, if it was chosen,
+    raise ValueError.
+    """
+    fault = onnx_decoder.why_not(model) or onnx_decoder.run_layers(model, tokens_1T, sizes)
+    if fault and is_chosen:
+        raise ValueError(f"engine=onnx: {fault}; leave the engine out, or use torch")
+    if fault:
+        logger.warning("int8 layers run in torch, not in ONNX Runtime: %s", fault)

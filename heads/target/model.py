@@ -24,8 +24,9 @@ from draftheads.heads.cache import SlotCache
 from draftheads.heads.cpu.attention import use_grouped_attention
 from draftheads.heads.cpu.linear import PackedBits
 from draftheads.heads.hybrid.states import Mixing, States, install
+from draftheads.heads.target import onnx_decoder
 from draftheads.heads.target.adapter import Adapter
-from draftheads.heads.target.load import can_pack_model, load, pack_model
+from draftheads.heads.target.load import Engine, can_pack_model, load, pack_model
 from draftheads.heads.target.longrope import LongRope
 from draftheads.heads.target.lora import titled
 from draftheads.heads.target.masks import Masks
@@ -155,6 +156,8 @@ class Target:
         """
         mixing = mixing or self.ways.mixing
         states = States(batch, self._mixers, mixing) if self.is_hybrid else None
+        if self.engine == "onnx":
+            return SlotCache(self.layers, batch, 1, self.device, growth=onnx_decoder.GROWTH)
         return SlotCache(self.layers, batch, capacity, self.device, states)
 
     def prefill(
@@ -180,7 +183,7 @@ class Target:
         how many tokens are read, and the features of its own. The last logits are those of
         `prefill`.
         """
-        chunk = chunk or PREFILL_CHUNK
+        chunk = chunk or (onnx_decoder.CHUNK if self.engine == "onnx" else PREFILL_CHUNK)
         lengths = [len(prompt) for prompt in prompts]
         rows = [torch.tensor(prompt) for prompt in prompts]
         tokens_BT = pad_sequence(rows, batch_first=True).to(self.device)
@@ -333,6 +336,11 @@ class Target:
         return self.precision if self.bits else quantisation(self.model.config, self.name)
 
     @property
+    def engine(self) -> Engine:
+        """What runs its layers."""
+        return "torch" if onnx_decoder.decoder_of(self.model) is None else "onnx"
+
+    @property
     def title(self) -> str:
         """Its name and its LoRA's, for people."""
         return titled(self.name, self.lora)
@@ -376,22 +384,28 @@ class Target:
         """A context in which the target works without its adapter."""
         return self.adapter.disabled() if self.adapter else nullcontext()
 
-    def pack(self, bits: PackedBits | None = None) -> Target:
+    def pack(self, bits: PackedBits | None = None, engine: Engine | None = None) -> Target:
         """Lay out its matrices as this CPU multiplies the few tokens of a step fastest, for
         decoding alone; returns the target. Does nothing where torch has no such layout.
 
         bits=8: quantise them to int8, lm_head included; the rest becomes float32, in which sums of
-        int8 products come out. Raises ValueError for a target that is quantised already or has few
-        linear layers, and on CPUs for which torch has no int8 products.
+        int8 products come out. engine: what runs layers in int8; default: ONNX Runtime, where it is
+        installed and knows the architecture. Raises ValueError for a target that is quantised
+        already or has few linear layers, and on CPUs for which torch has no int8 products.
         """
         can_pack = can_pack_model(self.model, self.name, bits)
         use_grouped_attention(self.model, bits)
         if can_pack:
             self.fingerprint()
-            pack_model(self.model, self.tokenizer, bits)
+            pack_model(self.model, self.tokenizer, bits, engine)
             self.bits = bits or self.bits
             self.ways = working_ways(self)
         return self
+
+    def settle_threads(self) -> None:
+        """Free what another number of CPU threads than torch's present one would need."""
+        if decoder := onnx_decoder.decoder_of(self.model):
+            decoder.settle()
 
     def fingerprint(self) -> str:
         """Hex digits that identify these weights; see `pretrained.fingerprint`."""

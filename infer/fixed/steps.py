@@ -52,6 +52,8 @@ def compiled() -> Advance:
 
 def why_not(target: Target) -> str | None:
     """Why steps of this target can be neither compiled nor recorded, as far as is known before."""
+    if target.engine == "onnx":
+        return "its layers run in ONNX Runtime; --engine torch compiles them"
     if target.has_long_rope:
         return "its RoPE factors change with the length of the text"
     if target.mixes_by_level:

@@ -20,6 +20,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, overload
 
+from draftheads.heads.target.load import Engine
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.placement import Bits
 from draftheads.heads.tree import Tree, parse_tree
@@ -61,6 +62,7 @@ class PlaceOptions(TypedDict, total=False):
     device: str | None  # default: CUDA if available
     threads: int | None  # of the CPU; default: the fastest number
     bits: Bits | None  # quantise the target: 8 to int8 on a CPU; 8 or 4 with bitsandbytes on a GPU
+    engine: Engine | None  # what runs int8 layers on a CPU; default: ONNX Runtime where it can
     lora: str | Path | None  # a LoRA of the target in PEFT's format, to be merged into it
 
 

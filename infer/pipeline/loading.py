@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from draftheads.heads.formats.hub import HeadFolder
+    from draftheads.heads.target.load import Engine
     from draftheads.heads.target.model import Target
     from draftheads.heads.target.placement import Bits
     from draftheads.infer.sources import DrafterSource
@@ -25,7 +26,8 @@ logger = logging.getLogger("draftheads")
 @dataclass(frozen=True)
 class Place:
     """Where and how a target is loaded. dtype, device: as of `Target.load`. threads: of the CPU;
-    None: the fastest number. bits: quantise it, on a CPU to int8. lora: as of `Target.load`.
+    None: the fastest number. bits: quantise it, on a CPU to int8. engine: as of `Target.pack`.
+    lora: as of `Target.load`.
     report: called with a choice that was made, to be shown.
     """
 
@@ -33,6 +35,7 @@ class Place:
     device: str | None = None
     threads: int | None = None
     bits: Bits | None = None
+    engine: Engine | None = None
     lora: str | Path | None = None
     report: Callable[[object], None] = logger.info
 
@@ -41,6 +44,13 @@ class Place:
             raise ValueError(f"threads: expected 1 or more, got {self.threads!r}; or leave it out")
         if self.bits not in (None, 4, 8):
             raise ValueError(f"bits: expected 4 or 8, got {self.bits!r}; or leave it out")
+        if self.engine not in (None, "onnx", "torch"):
+            raise ValueError(f"engine: expected onnx or torch, got {self.engine!r}")
+        if self.engine and self.bits != 8:
+            raise ValueError(
+                f"engine={self.engine}: expected bits=8, got {self.bits}; add it, or leave the "
+                "engine out"
+            )
 
     def recorded(self, head: HeadFolder) -> Self:
         """The same, with the target's LoRA that the head records, unless another one is given."""
@@ -104,6 +114,8 @@ def load_fast_target(
 
     set_threads(place.threads)
     if (place.device or default_device()) != "cpu":
+        if place.engine:
+            raise ValueError(f"engine={place.engine}: expected a CPU, got a GPU; leave it out")
         return load_target(name, place, revision, heads, template_args)
     bits = place.bits
     if bits == 4:  # saves memory, but no time
@@ -115,9 +127,12 @@ def load_fast_target(
         next_step = f"measuring which dtype is faster here; then {name} is loaded"
         with said_if_long(next_step, place.report):
             place = replace(place, dtype=faster_dtype(name, revision, place))
-    target = load_target(name, replace(place, bits=None), revision, heads, template_args)
-    target.pack(bits)
+    target = load_target(
+        name, replace(place, bits=None, engine=None), revision, heads, template_args
+    )
+    target.pack(bits, place.engine)
     choose_threads(place.threads, target)
+    target.settle_threads()
     return target
 
 

@@ -16,7 +16,7 @@ import torch
 import typer
 import yaml
 from tiny_chat import llama
-from typed_commands import failed, prompt_file, questions
+from typed_commands import failed, questions
 
 from draftheads.heads.formats.hub import HEADS as KINDS
 from draftheads.heads.formats.hub import load_head, save_head
@@ -89,15 +89,6 @@ def test_trees_of_the_command_line(run, target, tmp_path):
         ("eagle3@nodes=3,depth=2,top_k=2", 3),
         ("eagle3@2,1", 4),
     ]
-
-
-def test_tool_calls_that_a_template_cannot_show_are_left_out(run, target, tmp_path):
-    calls = [{"function": {"name": "add", "arguments": "{}"}}]
-    talk = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "tool_calls": calls},
-            {"role": "tool", "content": "3"}]  # fmt: skip
-    source = prompt_file(tmp_path, json.dumps({"messages": talk}))
-    distill = ["distill", "--target", target, "--prompts", source, "--max-new-tokens", 4]
-    assert run(*distill, "--out", tmp_path / "data", "--tools", "drop")[0] == 0
 
 
 def test_data_without_a_learned_token(run, target, tmp_path, monkeypatch):

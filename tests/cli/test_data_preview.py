@@ -124,11 +124,6 @@ def test_colours_on_a_terminal(side: str, talks: str, tmp_path: Path) -> None:
     assert "[[" not in shown
 
 
-def test_only_a_distillation_folder_can_be_shown(talks: str) -> None:
-    with pytest.raises(ValueError, match="expected a distillation folder with manifest.json"):
-        data_preview(Path(talks))
-
-
 def test_control_characters_do_not_reach_the_terminal(side: str) -> None:
     tokens = TextSide.load(side).tokenizer("a\x1b[2Jb")["input_ids"]
     pen = Pen(TextSide.load(side), is_plain=True)

@@ -57,12 +57,6 @@ def test_a_script_decides_the_kind_that_a_recipe_leaves_open(path, fitted, scrip
     assert [recipe.head.kind for recipe in fitted] == [kind, "eagle"]
 
 
-def test_the_command_trains_every_kind(path, fitted):
-    for arguments in ([], ["head.kind=eagle3"], ["head.kind=eagle"]):
-        assert CliRunner().invoke(app, ["train", str(path), *arguments]).exit_code == 0
-    assert [recipe.head.kind for recipe in fitted] == ["medusa", "eagle3", "eagle"]
-
-
 @pytest.mark.mend("--local_rank=0 was read as the recipe")
 @pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=1"])
 def test_the_word_that_launchers_add_is_none_of_the_recipes(path, fitted, word):
@@ -113,13 +107,6 @@ def test_a_warning_is_said_once_for_all_processes(path, fitted, monkeypatch, cap
     monkeypatch.setenv("RANK", "0")
     assert eagle.main([str(path), "head.steps=3", "head.kind=medusa"]) == 0
     assert len(caplog.messages) == 2 * said + 1
-
-
-def test_an_interrupted_run_says_how_to_go_on(path, monkeypatch, tmp_path, capsys):
-    stopped = Outcome(tmp_path / "step-000003", 3, 10, trained=True, stopped_by="SIGTERM")
-    monkeypatch.setattr(medusa, "fit", lambda recipe: stopped)
-    assert eagle.main([str(path)]) == 130
-    assert "interrupted by SIGTERM at step 3 of 10" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("hang_ups_are_heeded")

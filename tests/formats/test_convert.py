@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import features_of, our_chain
+from chains import assert_drafts_our_chain
 from converted_heads import CHOICES, POSSIBLE, forget, same, saved
 from emulators import EngineError, Served, vllm_medusa
 from emulators_block import PlainBlock, mlx_block, openvino_block, sglang_block, vllm_block
@@ -72,6 +72,7 @@ def believed(name: str, folder: Path, head: Served) -> None:
     if kind == "block":
         assert head.facts["anchored"] == ours.design.sample_from_anchor
         assert not head.facts["causal"] and head.facts["mask"] == ours.design.mask_token
+        assert head.facts.get("slots", ours.design.block_size) == ours.design.block_size
     if kind == "eagle3":
         assert head.facts["switches"] == {
             switch: getattr(ours.design, switch) for switch in head.facts["switches"]
@@ -298,18 +299,6 @@ def test_nothing_is_replaced(tmp_path):
         converted(ours, tmp_path / "theirs", "vllm")
 
 
-def test_nothing_half_written_is_left(tmp_path, monkeypatch):
-    ours = saved("medusa-own", tmp_path / "ours")
-
-    def full_disk(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("draftheads.heads.formats.stored.save_file", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        converted(ours, tmp_path / "theirs", "vllm")
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-
-
 def test_the_command_prints_the_folder_and_mistakes_in_one_line(tmp_path, monkeypatch, capsys):
     ours = saved("medusa-own", tmp_path / "ours")
     command = ["draftheads", "convert", str(ours), str(tmp_path / "theirs"), "--to"]
@@ -382,14 +371,7 @@ def test_an_engine_drafts_our_chain_from_what_it_reads(tmp_path, name, to):
         target.model.get_input_embeddings().weight,
         target.unembed_weight(),
     )
-    for prompt in some_prompts(3, 9):
-        tokens = torch.tensor(prompt)
-        drafts, logits = our_chain(head, target, tokens)
-        # the engine's states are those after the tokens, ours those before them
-        states_TX = features_of(target, tokens, plain.facts["aux"])[0, 1:]
-        expected, scores = plain.chain(states_TX, prompt[-1])
-        assert drafts == expected
-        torch.testing.assert_close(logits.double(), scores, rtol=1e-4, atol=1e-4)
+    assert_drafts_our_chain(plain, head, target)
 
 
 def test_vllm_makes_whole_blocks_for_a_tree_that_is_less_deep(tmp_path):

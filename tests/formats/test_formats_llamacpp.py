@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from chains import features_of, our_chain
+from chains import assert_drafts_our_chain
 from converted_heads import CHOICES, forget, saved
 from emulators import Served
 from emulators_llamacpp import LlamacppBlock, llamacpp
@@ -18,7 +18,7 @@ from gguf import GGUFReader, GGUFWriter, TokenType
 from plain_hydra import awake
 from tiny_chat import llama
 from tiny_heads import random_head
-from tiny_targets import some_prompts, tiny_target
+from tiny_targets import tiny_target
 from trained_heads import trained
 
 from draftheads.heads.formats.hub import load_head, save_head
@@ -107,13 +107,7 @@ def test_it_drafts_our_chain(tmp_path, name):
     found = llamacpp(exported(save_head(head, tmp_path / "ours", target=target), tmp_path))
     embed_VD = target.model.get_input_embeddings().weight
     plain = LlamacppBlock(found, embed_VD, target.unembed_weight())
-    for prompt in some_prompts(3, 9):
-        tokens = torch.tensor(prompt)
-        drafts, logits = our_chain(head, target, tokens)
-        states_TX = features_of(target, tokens, plain.facts["aux"])[0, 1:]
-        expected, scores = plain.chain(states_TX, prompt[-1])
-        assert drafts == expected
-        torch.testing.assert_close(logits.double(), scores, rtol=1e-4, atol=1e-4)
+    assert_drafts_our_chain(plain, head, target)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("eagle3")])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import refusal
 from layouts_hydra import CONFIG, LAYERS, PREFIX, WIDTH, last_matrix, places, published
 from plain_drafting import DEPTH, drafts_of, plain_drafts, two_texts
 from plain_eagle import PlainHead
@@ -107,14 +108,6 @@ def test_a_published_hydra_is_loaded_by_its_id(hub, tmp_path, target):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
 
-def refusal(folder: Path, target: Target | None = None) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is the test
-        load_head(folder, target=target)
-    message = str(caught.value)
-    assert "\n" not in message and str(folder) in message
-    return message
-
-
 LEFT_OVER = [f"{PREFIX}.embed_tokens.weight", f"{PREFIX}.layers.0.self_attn.rotary_emb.inv_freq"]
 UNKNOWN = ["hydra_mlp.0.0.scale", "hydra_lm_head.weight", f"{PREFIX}.layers.0.bias", "fc.weight"]
 
@@ -189,14 +182,6 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
     folder = folder_of(tmp_path / "head", {})
     (folder / "hydra_lm_head.pt").write_text("no pickle at all")
     assert "bytes that are damaged" in refusal(folder)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_file_that_was_cut_short_is_named(tmp_path, share):
-    folder = folder_of(tmp_path / "head", published("mlp"))
-    content = (folder / "hydra_lm_head.pt").read_bytes()
-    (folder / "hydra_lm_head.pt").write_bytes(content[: int(share * len(content))])
-    assert "hydra_lm_head.pt: expected complete weights" in refusal(folder)
 
 
 def test_a_folder_without_weights_says_which_are_missing(tmp_path):

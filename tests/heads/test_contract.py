@@ -19,7 +19,7 @@ from tiny_heads import (
     overfitted,
     written_by,
 )
-from tiny_targets import greedy, some_prompts, tiny_target
+from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.hub import load_head, save_head
@@ -67,13 +67,6 @@ def test_the_target_is_no_part_of_the_head(head):
     assert held == sum(t.numel() for t in [*head.parameters(), *head.buffers()])
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_greedy_output_is_the_targets_own(head, rows):
-    target, prompts = tiny_target(), some_prompts(17, 9, 4)[:rows]
-    written, _ = decode(target, head, prompts, max_new_tokens=NEW)
-    assert written == [greedy(target, prompt, NEW) for prompt in prompts]
-
-
 def test_sampling_has_the_plain_engines_first_tokens(head):
     """Same seed, same first draw: drafts must not touch what the target draws for the prompt."""
     target, (prompt,) = tiny_target(), some_prompts(9)
@@ -103,16 +96,6 @@ def test_overfitted_saved_and_loaded_every_draft_is_accepted(kind, learned, batc
     written, (statistics,) = decode(target, loaded, [prompt], max_new_tokens=new)
     assert written == [batch.tokens_BT[0, 6 : 6 + new].tolist()]
     assert statistics.tokens_per_step == head.tree.depth + 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_different_lengths_draft_as_well_as_one_alone(kind, learned, batch):
-    """Wrong features would not change the output, only accept less: here everything is accepted."""
-    head, lengths = learned(kind), (6, 9)
-    prompts = [batch.tokens_BT[row, :n].tolist() for row, n in enumerate(lengths)]
-    new = 1 + 2 * (head.tree.depth + 1)
-    _, statistics = decode(tiny_target(), head, prompts, max_new_tokens=new)
-    assert [row.tokens_per_step for row in statistics] == [head.tree.depth + 1] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

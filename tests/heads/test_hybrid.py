@@ -186,14 +186,6 @@ def test_what_runs_level_by_level_is_not_compiled(name):
         Speculator(hybrid(name), compile=True)
 
 
-def test_drafting_nothing_can_be_compiled(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    decode = Speculator(hybrid("qwen3.5"), compile=True)
-    for number, prompt in enumerate(PROMPTS):
-        assert written(decode.generate(prompt, max_new_tokens=NEW)) == expected("qwen3.5", number)
-    assert decode.compile
-
-
 def test_what_is_kept_is_tried_too(monkeypatch):
     """A new target whose layers go on from another node than was kept runs them level by level."""
     right = Branches.after

@@ -18,7 +18,6 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.engine import Speculator
-from draftheads.infer.generate import speculative
 from draftheads.infer.reading import Session
 
 LIMIT, NEW = 32, 25
@@ -101,16 +100,6 @@ def test_a_row_that_has_ended_at_the_limit_stays_as_it_is(monkeypatch):
     ends = [row.index(truth[0][4]) + 1 if truth[0][4] in row else NEW for row in truth]
     expected = [row[:end] for row, end in zip(truth, ends, strict=True)]
     assert decode(target, oracle(truth), prompts, max_new_tokens=NEW)[0] == expected
-
-
-@pytest.mark.inside
-@pytest.mark.parametrize("kind", KINDS)
-def test_custom_generate_crosses_as_well(kind):
-    target, (prompt,) = long_target(kind), some_prompts(28)
-    head, ids = random_head("medusa", target), torch.tensor([prompt])
-    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False}
-    got = target.model.generate(ids, **asked, custom_generate=speculative(head))
-    assert got[0, len(prompt) :].tolist() == greedy(target, prompt, NEW)
 
 
 @pytest.mark.inside

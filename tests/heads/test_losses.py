@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from plain_losses import plain_row_loss
 from tiny_heads import make_head
 from tiny_training import VOCABULARY, random_answers, tiny_target
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads import losses
 from draftheads.heads.batch import Batch
@@ -232,21 +231,6 @@ def test_pieces_and_slabs_of_any_size_change_nothing(objective, plus, dtype, mon
             torch.testing.assert_close(left, right, rtol=rounding, atol=1e-5)
 
 
-def test_gradients_of_added_logits_are_those_of_the_formula():
-    hidden, weight, _, _, _, labels, weights_R = rows_to_judge(23, 9, 8)
-    more = torch.randn(23, 5, requires_grad=True), torch.randn(len(weight), 5, requires_grad=True)
-    leaves = [hidden, weight, *more]
-    loss, *_ = linear_cross_entropy(hidden, weight, labels, more, weights_R=weights_R)
-    logits_Rv = hidden.double() @ weight.double().T
-    logits_Rv = logits_Rv + more[0].double() @ more[1].double().T
-    rows_R = F.cross_entropy(logits_Rv, labels, ignore_index=-1, reduction="none")
-    expected = (rows_R * weights_R).sum()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad(expected, leaves)
-    for left, right in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize("objective", [None, "ce", "kl"])
 def test_gradients_in_bfloat16_are_those_in_float32_but_for_rounding(objective, plus, monkeypatch):
@@ -403,35 +387,3 @@ def test_a_frozen_matrix_still_passes_gradients_on():
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(expected, hidden)
     torch.testing.assert_close(torch.autograd.grad(loss, hidden), wanted)
-
-
-def test_five_heads_on_a_large_vocabulary_learn_as_from_all_logits_at_once(monkeypatch):
-    """Chunks of 256 of these 600 rows, in pieces of the real size, 29 rows."""
-    monkeypatch.setattr(losses, "CHUNK_ROWS", 256)
-    vocabulary, depth, length = 9000, 5, 605
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=length,
-    )  # fmt: skip
-    torch.manual_seed(5)
-    target = Target(LlamaForCausalLM(config), name="wide")
-    head = make_head(MedusaHead, target, depth=depth)
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    documents = Documents.read([Answer(torch.randint(vocabulary, (length,)).tolist(), [(0, 605)])])
-    batch = Rows(documents, documents.spans, length, pack=True, seed=0).batch([0])
-    features_BTD = target.features(batch, head.feature_layers)
-
-    def asked(loss):
-        return loss.detach(), *torch.autograd.grad(loss, list(head.parameters()))
-
-    got = asked(head(batch, features_BTD, target).loss)
-    loss = torch.zeros(())
-    for k, (block, lm_head) in enumerate(zip(head.blocks, head.lm_heads, strict=True), start=1):
-        learned = batch.loss_mask_BT[0, :-k] & batch.loss_mask_BT[0, k:]
-        assert int(learned.sum()) > 2 * losses.CHUNK_ROWS
-        logits_MV = F.linear(block(features_BTD[0, :-k][learned]), lm_head.weight)
-        labels_M = batch.tokens_BT[0, k:][learned]
-        loss = loss + head.choices.decay**k * F.cross_entropy(logits_MV, labels_M, reduction="sum")
-    for left, right in zip(got, asked(loss), strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5 * float(right.abs().max()))

@@ -65,13 +65,6 @@ def test_oracle_commits_depth_plus_one_per_step(name, shape):
     assert statistics.acceptance_by_depth == [1.0] * 4
 
 
-def test_without_drafts_one_token_per_step():
-    target, prompts = tiny_target(), some_prompts(*LENGTHS)
-    tokens, statistics = decode(target, None, prompts, max_new_tokens=NEW)
-    assert tokens == [greedy(target, prompt, NEW) for prompt in prompts]
-    assert {row.tokens_per_step for row in statistics} == {1.0}
-
-
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
 def test_output_is_right_up_to_the_last_position_of_the_context(name):
     target, (prompt,) = tiny_target(name), some_prompts(CONTEXT - 13)

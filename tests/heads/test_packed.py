@@ -9,11 +9,13 @@ import copy
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hybrid_targets import hybrid_model
+from onnx_models import ONNX_MODELS
 from tiny_heads import KINDS, decode, drafts_of, overfitted, random_head, written_by
 from tiny_targets import UNEVEN, generated, is_packed, random_model, some_prompts, tiny_target
 from torch import nn
@@ -46,7 +48,8 @@ needs_packing = pytest.mark.skipif(
 
 
 def packed(name: str = "llama", bits: int | None = None) -> Target:
-    return Target(random_model(name), name=f"packed-{name}").pack(bits)  # type: ignore[arg-type]
+    engine = "torch" if bits else None
+    return Target(random_model(name), name=f"packed-{name}").pack(bits, engine)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -226,17 +229,6 @@ def test_an_int8_head_keeps_its_acceptance_length(all_sizes):
     assert sum(each.steps for each in after) <= 1.1 * sum(each.steps for each in before)
 
 
-@needs_int8
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_an_int8_target_decodes_a_tree_as_plain_text(kind):
-    target, prompts = packed(bits=8), some_prompts(17, 9)
-    assert target.precision == target.quantisation == "int8" and target.dtype == torch.float32
-    plain = decode(target, None, prompts, max_new_tokens=NEW)[0]
-    assert plain == [generated(target, prompt, NEW) for prompt in prompts]
-    head = random_head(kind, target)
-    assert decode(target, head, prompts, tree=TREE, max_new_tokens=NEW)[0] == plain
-
-
 def after(target: Target, text: list[int], length: int, *beside: list[int]) -> list[torch.Tensor]:
     """Logits after each token of a text from `length` on, read in one tree of several branches if
     there are other texts beside it, else one by one.
@@ -265,23 +257,23 @@ MANY = {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
 @pytest.mark.mend("in int8, text with drafts differed from text without")
 @needs_int8
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "make", "engine"),
     [
-        ("llama", None),
-        ("qwen3", None),
-        ("gemma3-window", None),
-        ("qwen3.5", MANY),
-        ("olmo-hybrid", MANY),
-        ("lfm2", {}),
+        ("llama", partial(random_model, "llama"), "torch"),
+        ("gemma3-window", partial(random_model, "gemma3-window"), "torch"),
+        ("qwen3.5", partial(hybrid_model, "qwen3.5", **MANY), "torch"),
+        ("olmo-hybrid", partial(hybrid_model, "olmo-hybrid", **MANY), "torch"),
+        ("lfm2", partial(hybrid_model, "lfm2"), "torch"),
+        *((name, make, "onnx") for name, make in ONNX_MODELS.items()),
     ],
 )
 @torch.inference_mode()
-def test_an_int8_row_is_computed_alike_whatever_is_beside_it(name, changes):
+def test_an_int8_row_is_computed_alike_whatever_is_beside_it(name, make, engine):
     """Bit for bit: one token alone, as a node of a tree, in a batch, after a prompt in parts. One
     other last bit, and int8 products round to another step.
     """
-    model = random_model(name) if changes is None else hybrid_model(name, **changes)
-    target = Target(model, name=name).pack(8)
+    target = Target(make(), name=name).pack(8, engine)
+    assert target.engine == engine
     torch.manual_seed(0)
     for text in some_prompts(*[45] * 6):
         alone = torch.stack(after(target, text, 40))

@@ -1,14 +1,26 @@
-"""The promise: trees are what they say, masks show ancestors only, and builders find the best
-nodes.
+"""The promise: trees are what they say or refused, masks show ancestors only, builders find the
+best nodes, and every tree survives being written down.
 """
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 
 from draftheads.heads.cache import SlotTable
-from draftheads.heads.tree import StaticTree, Topology, check_fits, parse_tree
+from draftheads.heads.formats.facts import HeadFacts
+from draftheads.heads.tree import (
+    NODES,
+    ORDERED,
+    DynamicTree,
+    StaticTree,
+    Topology,
+    check_fits,
+    parse_tree,
+    tree_from_json,
+)
 
 #       0
 #      / \
@@ -135,3 +147,123 @@ def test_a_tree_deeper_than_the_head_is_refused():
 def test_trees_from_the_command_line():
     assert parse_tree("2,1") == StaticTree.from_widths((2, 1))
     assert parse_tree("[[0],[0,0],[1]]") == StaticTree(((0,), (0, 0), (1,)))
+
+
+TREES = [
+    StaticTree.from_widths((4, 2, 1)),
+    StaticTree(((1,), (0,), (1, 3))),
+    StaticTree(()),
+    DynamicTree(),
+    DynamicTree(16, 5, 4),
+]
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+def test_trees_survive_json(tree):
+    assert tree_from_json(json.loads(json.dumps(tree.to_json()))) == tree
+
+
+def test_dynamic_trees_from_the_command_line():
+    assert parse_tree("nodes=16,depth=5,top_k=4") == DynamicTree(16, 5, 4)
+    assert parse_tree("nodes=16") == DynamicTree(16) == DynamicTree(16, 8, 4)
+    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 8, 4)
+    assert parse_tree(str(DynamicTree(16, 5, 4))) == DynamicTree(16, 5, 4)
+
+
+@pytest.mark.parametrize("text", ["nodes=", "nodes=x", "width=3", "nodes=16,4", "nodes=-1"])
+def test_what_is_no_dynamic_tree_is_refused(text):
+    with pytest.raises(ValueError, match="nodes=16,depth=5,top_k=4|1 or more of each"):
+        parse_tree(text)
+
+
+NO_TREES = [
+    "[]", "", "null", "[null]", "1.5", "true", "[[1.5]]", "[[true]]", '[["0"]]', "[[0],1]", "[{}]",
+    "NaN", "1e400", "[[1e400]]", "[" * 20000, "9" * 5000, "4;2",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_TREES, ids=lambda text: text[:9])
+def test_what_is_no_tree_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match=r"^tree .*expected widths like 4,2,1, paths") as refusal:
+        parse_tree(text)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "value", [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
+)
+def test_what_no_tree_was_written_as_is_refused(value):
+    with pytest.raises(ValueError, match="expected widths like 4,2,1, paths"):
+        tree_from_json(value)
+
+
+@pytest.mark.parametrize("text", ["1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400"])
+def test_trees_that_no_machine_would_verify_are_refused_at_once(text):
+    with pytest.raises(ValueError, match="at most 1024 draft nodes, got"):
+        parse_tree(text)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ([[0] * depth for depth in range(1, 200)], "at most 128 levels, got 199"),
+        ([[rank] for rank in range(4095)], "at most 1024 draft nodes, got 4095"),
+        ({"draft_nodes": 4095, "depth": 8, "top_k": 60}, "at most 1024 draft nodes, got 4095"),
+        ({"draft_nodes": 8, "depth": 1000, "top_k": 8}, "at most 128 levels, got 1000"),
+        (
+            {"draft_nodes": 8, "depth": 100, "top_k": 1000},
+            "at most 65536 candidates, got 99001000; lower depth or top_k",
+        ),
+    ],
+)
+def test_trees_that_no_machine_would_draft_are_refused_where_heads_are_read(tree, message):
+    """A published head may ask for one: it loaded, and drafted for minutes."""
+    with pytest.raises(ValueError, match=message):
+        tree_from_json(tree)
+
+
+@pytest.mark.parametrize("limits", [(0, 5, 4), (16, 0, 4), (16, 5, 0)])
+def test_empty_searches_are_refused(limits):
+    with pytest.raises(ValueError, match="expected 1 or more of each"):
+        DynamicTree(*limits)
+
+
+def test_a_search_has_as_many_candidates_as_it_verifies():
+    assert DynamicTree(4 + 2 * 16, 3, 4).nodes == 37
+    with pytest.raises(ValueError, match="has 36 candidates, got 37 draft nodes; use fewer"):
+        DynamicTree(37, 3, 4)
+
+
+def test_every_smaller_tree_of_a_search_exists():
+    for tree in (DynamicTree(), DynamicTree(16, 2, 4), DynamicTree(6, 6, 1), DynamicTree(5, 1, 5)):
+        sizes = [tree.resized(nodes).draft_nodes for nodes in range(1, tree.draft_nodes + 1)]
+        assert sizes == [*range(1, tree.draft_nodes + 1)]
+    assert DynamicTree(59, 8, 10).resized(3) == DynamicTree(3, 3, 3)
+
+
+def test_every_size_is_cut_from_the_paths_that_are_known():
+    """A new head drafts few nodes; `resized` finds the larger trees, too, in order of use."""
+    for order in (StaticTree.unfitted(5), StaticTree.most_frequent(torch.randint(6, (500, 4)), 8)):
+        assert (order.draft_nodes, len(order.order)) == (NODES, ORDERED) == (8, 64)
+        for nodes in (1, 8, 9, 64):
+            tree = order.resized(nodes)
+            assert tree == StaticTree(order.order[:nodes]) and tree.order == order.order
+        assert order.resized(99) == order.resized(64)
+    recorded = {"tree": [[1], [0]], "tree_order": [[0], [0, 0], [1], [0, 1]]}
+    assert HeadFacts(recorded).tree.order == ((1,), (0,), (0, 0), (0, 1))
+
+
+def test_a_search_grows_up_to_its_candidates():
+    assert DynamicTree(8, 5, 4).resized(60) == DynamicTree(60, 5, 4)
+    assert DynamicTree(8, 5, 4).resized(99) == DynamicTree(68, 5, 4)
+    assert DynamicTree(60, 5, 4).resized(3) == DynamicTree(3, 3, 3)
+    assert DynamicTree(4, 4, 1).resized(60) == DynamicTree(4, 4, 1), "a chain"
+
+
+def test_the_tree_of_the_root_alone():
+    nothing = StaticTree(())
+    assert (nothing.depth, nothing.width, nothing.draft_nodes, nothing.nodes) == (0, 0, 0, 1)
+    assert nothing.topology().parents_BN.tolist() == [[-1]]
+    assert nothing.topology().ancestors_BNN.tolist() == [[[True]]]
+    assert nothing.topology().depths_BN.tolist() == [[0]]
+    assert StaticTree.from_widths((4, 2)).resized(0) == nothing

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tiny_targets import some_prompts
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.drafting import Committed
@@ -29,6 +30,19 @@ def our_chain(head: Any, target: Any, prompt: torch.Tensor) -> tuple[list[int], 
     count_B = torch.tensor([len(prompt)])
     tokens = drafter.propose(Committed(prompt[None], features_1TD, count_B, [len(prompt)]))
     return tokens.tokens_BN[0, 1:].tolist(), torch.stack(builder.logits)
+
+
+def assert_drafts_our_chain(plain: Any, head: Any, target: Any) -> None:
+    """Of a restatement of an engine, behind prompts of two lengths. The engine's states are those
+    after the tokens, ours those before them.
+    """
+    for prompt in some_prompts(3, 9):
+        tokens = torch.tensor(prompt)
+        drafts, logits = our_chain(head, target, tokens)
+        states_TX = features_of(target, tokens, plain.facts["aux"])[0, 1:]
+        expected, scores = plain.chain(states_TX, prompt[-1])
+        assert drafts == expected
+        torch.testing.assert_close(logits.double(), scores, rtol=1e-4, atol=1e-4)
 
 
 def features_of(target: Any, prompt: torch.Tensor, layers: Any) -> torch.Tensor:

@@ -61,6 +61,17 @@ class Manner:
 
 
 Answers = list[list[int]]
+
+
+def written(engine: Speculator, prompts: Sequence[Sequence[int]], **options: Any) -> Answers:
+    """The new tokens of each row of a batch. options: of `generate_batch`."""
+    answers: Answers = [[] for _ in prompts]
+    for steps in engine.generate_batch(prompts, **options):
+        for answer, step in zip(answers, steps, strict=True):
+            answer += step.tokens if step else []
+    return answers
+
+
 Mode = Callable[[Speculator, Sequence[Question], Manner], Answers]
 
 
@@ -86,17 +97,14 @@ def generate(
 
 def generate_batch(engine: Speculator, questions: Sequence[Question], manner: Manner) -> Answers:
     """All rows together."""
-    answers: Answers = [[] for _ in questions]
-    for row_steps in engine.generate_batch(
+    return written(
+        engine,
         [question.prompt for question in questions],
         max_new_tokens=[question.new for question in questions],
         sampling=manner.make(),
         seeds=[row_seed(question.number) for question in questions],
         **manner.options(),
-    ):
-        for answer, step in zip(answers, row_steps, strict=True):
-            answer += step.tokens if step else []
-    return answers
+    )
 
 
 def kept_session(engine: Speculator, questions: Sequence[Question], manner: Manner) -> Answers:

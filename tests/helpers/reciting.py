@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftheads.heads.target.model import Target
 
 WORDS = ["▁Once", "▁upon", "▁a", "▁time", "▁there", "▁was", "▁", ",", "Lily"]
 CHARACTERS = "é世😀"
@@ -53,3 +57,11 @@ def reciting_model(vocabulary: int, layers: int = 1) -> LlamaForCausalLM:
         model.lm_head.weight.copy_(20.0 * torch.eye(vocabulary, 32).roll(1, dims=0))
     model.generation_config = GenerationConfig()
     return model.eval()
+
+
+def saved_target(folder: Path, layers: int = 1) -> Target:
+    """A target that recites, whose tokens are not pieces of text, written to a folder."""
+    tokenizer = sentencepiece_tokenizer()
+    reciting_model(len(tokenizer), layers=layers).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Target.load(folder)

@@ -18,6 +18,7 @@ from draftheads.train.checkpoint import SEAL, write_state
 from draftheads.train.data.answers import Answer, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of, to_batch
 from draftheads.train.medusa import main
+from draftheads.train.metrics import Progress
 from draftheads.train.recipe import Recipe, load_recipe
 
 VOCABULARY, HIDDEN, CONTEXT = 97, 32, 128
@@ -152,6 +153,18 @@ def run(made: Path, output: Path, *overrides: str, kind: str = "medusa") -> int:
     recipe = output.parent / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_recipe(made, kind, output=str(output))))
     return main([str(recipe), *overrides])
+
+
+def in_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
+    """Call `act` while a step is counted."""
+    original = Progress.step
+
+    def step_and_act(self: Progress, number: int, *rest: Any) -> None:
+        if number == step:
+            act()
+        original(self, number, *rest)
+
+    monkeypatch.setattr(Progress, "step", step_and_act)
 
 
 def weights(output: Path, step: int) -> dict[str, torch.Tensor]:

@@ -18,8 +18,6 @@ from exact_laws import (
     two_tokens,
     whole_engine_statistic,
 )
-from tiny_heads import BLOCKS
-from tiny_targets import some_prompts, tiny_target
 from transformers import (
     LogitsProcessorList,
     TemperatureLogitsWarper,
@@ -27,11 +25,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree, Topology
+from draftheads.heads.tree import StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Greedy, Sampled, filtered_logits
 from draftheads.infer.draws import Draws
-from draftheads.infer.engine import Speculator
 from draftheads.infer.lossy import Typical
 from draftheads.infer.paths import stacked
 
@@ -67,12 +63,10 @@ def test_the_chi_square_test_notices_a_bias():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [*HEADS, *(pytest.param(name, marks=pytest.mark.thorough) for name in BLOCKS)]
-)
-def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target, kind):
-    head, fixed = small_head(kind, small_target, [0, 2, 3, 5]), StaticTree.from_widths((3, 2))
-    for tree in [fixed, head.tree] if isinstance(head.tree, DynamicTree) else [fixed]:
+def test_sampled_output_of_the_whole_engine_has_the_targets_law(small_target):
+    """With one head: by the same draws, test_conformance.py has every text of all drafters."""
+    head = small_head("eagle3", small_target, [0, 2, 3, 5])
+    for tree in (StaticTree.from_widths((3, 2)), head.tree):
         statistic, freedom = whole_engine_statistic(small_target, head, tree)
         assert statistic < surely_below(freedom)
 
@@ -170,42 +164,3 @@ def test_no_rule_keeps_a_node_that_pads_a_tree(rule, word):
 def test_rules_that_change_the_output_are_labelled_lossy():
     assert (Greedy().lossless, Sampled().lossless) == (True, True)
     assert not Typical().lossless
-
-
-def test_a_seed_repeats_the_output():
-    target, (prompt,) = tiny_target(), some_prompts(7)
-
-    def run(seed: int) -> list[int]:
-        rule = Sampled(temperature=2.0)
-        rule.seed(seed)
-        steps = Speculator(target).generate(prompt, sampling=rule, max_new_tokens=20)
-        return [token for step in steps for token in step.tokens]
-
-    assert run(1) == run(1) != run(2)
-
-
-@pytest.mark.parametrize("rule", [Sampled, Typical])
-def test_temperature_zero_points_to_greedy(rule):
-    with pytest.raises(ValueError, match="the rule Greedy in Python"):
-        rule(temperature=0.0)
-
-
-NAN, INFINITE = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("rule", "choices"),
-    [
-        (rule, {"temperature": value})
-        for rule in (Sampled, Typical)
-        for value in (-1.0, 1e-44, NAN, INFINITE)
-    ]
-    + [(Sampled, {"top_p": value}) for value in (7, -0.1, NAN, INFINITE)]
-    + [(Sampled, {"top_k": value}) for value in (-5, 2.5, NAN)]
-    + [(Typical, {"epsilon": value}) for value in (-0.1, 2.0, NAN)]
-    + [(Typical, {"delta": value}) for value in (-0.1, NAN, INFINITE)],
-)
-def test_numbers_that_make_no_distribution_are_refused(rule, choices):
-    ((name, value),) = choices.items()
-    with pytest.raises(ValueError, match=f"{name} {value}.*expected"):
-        rule(**choices)

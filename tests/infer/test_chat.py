@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny_chat import END, llama
+from tiny_chat import END, TEMPLATE, llama
 from tiny_heads import random_head
 
-from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
-from draftheads.heads.terminal import printable
 from draftheads.heads.tree import StaticTree
 from draftheads.infer import threads
 from draftheads.infer.chat import conversation, repl
@@ -118,22 +116,23 @@ def test_answers_are_printed_and_remembered(target):
     )
 
 
-def test_a_real_answer_is_the_decoded_output(target):
-    prompt = encode_prompt(target, [{"role": "user", "content": "Hi"}])
-    steps = Speculator(target).generate(prompt, max_new_tokens=30)
-    tokens = [token for step in steps for token in step.tokens]
-    text = printable(target.tokenizer.decode(tokens, skip_special_tokens=True))
-    engine = Speculator(target, MedusaHead.create(target))
-    printed = talk(engine, "Hi", options=ChatOptions(max_new_tokens=30))
-    assert text in printed.replace("\r\n", "\n")
-
-
-def test_every_answer_is_followed_by_its_numbers(target):
-    steps = [says(target, "ab"), says(target, "cdef", 3), says(target, "gh", 1, "length")]
-    printed = talk(Scripted(target, steps), "Hi")
-    assert "8 tokens" in printed
-    assert "3.00 tokens/step" in printed
-    assert "cut at the length limit" in printed
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (
+            [("ab",), ("cdef", 3), ("gh", 1, "length")],
+            ["8 tokens", "3.00 tokens/step", "cut at the length limit"],
+        ),
+        ([("a\x1b[2Jb\x07c\x9bd", 0, "stop")], ["a[2Jbcd"]),
+        ([("[red]x[/red] :smile:", 0, "stop")], ["[red]x[/red] :smile:"]),
+    ],
+)
+def test_an_answer_is_shown_as_it_is_with_its_numbers_and_commands_no_terminal(
+    target, texts, shown
+):
+    printed = talk(Scripted(target, [says(target, *each) for each in texts]), "Hi")
+    assert all(text in printed for text in shown)
+    assert "\x1b" not in printed
 
 
 def test_accepted_drafts_are_green(target):
@@ -171,7 +170,6 @@ def test_a_rate_is_that_of_the_steps_after_the_prompt():
 
 
 def test_answers_are_compared_with_the_plain_rate_of_the_start(monkeypatch):
-    """It was 1.1x, 1.7x and 1.58x for one text."""
     target = llama(eos=())
 
     class Paced(Speculator):
@@ -233,6 +231,8 @@ def test_commands_and_lines_that_are_none(target):
         "   ",
         "/help",
         "/etc",
+        "/sttas",
+        "/regen",
         "/usr/bin is what?",
         " /tmp",
         " /help me",
@@ -242,24 +242,11 @@ def test_commands_and_lines_that_are_none(target):
     )
     printed = talk(speculator, *lines)
     assert all(name in printed for name in COMMANDS)
-    assert "/etc is not a command; /help lists them" in printed
+    for said in ("/etc is not a command; /help lists them", "/sttas is not a command; /help"):
+        assert said in printed
+    assert "expected a question before this" in printed
     asked = [prompt.split("user\n")[-1].partition("<")[0] for prompt in speculator.prompts]
     assert asked == ["/usr/bin is what?", "/tmp", "/help me", "/quit"]
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("/sttas", "/sttas is not a command; /help lists them"),
-        ("/regen", "expected a question before this"),
-    ],
-)
-def test_a_mistake_in_a_command_is_one_line_and_asks_nothing(target, line, said):
-    speculator = Scripted(target)
-    printed = talk(speculator, line)
-    assert said in printed
-    assert len(printed.splitlines()) == 2, "the greeting and the mistake"
-    assert speculator.prompts == []
 
 
 def test_regen_answers_the_last_question_anew(target):
@@ -377,13 +364,6 @@ def test_short_answers_leave_more_room_for_old_turns(target):
         assert ("turns dropped" in printed) is is_dropped
 
 
-@pytest.mark.mend("a long system prompt was taken, and each message then called too long")
-def test_a_system_prompt_that_leaves_no_room_is_refused_at_once(target):
-    """Not with each message, which would be called too long."""
-    with pytest.raises(ValueError, match="expected a message shorter than the context"):
-        History(target, "x" * 1000, None)
-
-
 def test_a_message_that_cannot_fit_is_refused_and_nothing_is_forgotten(target):
     speculator = Scripted(target, done(target, "Yes."), done(target, "Still here."))
     printed = talk(speculator, "Hi", "z" * 300, "And?")
@@ -405,8 +385,6 @@ def test_without_a_template_each_line_is_continued_on_its_own():
     printed = talk(speculator, "Once", "a")
     assert "nothing is remembered" in printed
     assert speculator.prompts == ["Once", "a"]
-    with pytest.raises(ValueError, match="no chat template, so it takes no system prompt"):
-        talk(speculator, options=ChatOptions(system="Be brief."))
 
 
 def test_a_continuation_keeps_its_first_space(stories):
@@ -415,10 +393,22 @@ def test_a_continuation_keeps_its_first_space(stories):
     assert "\n time" in text
 
 
-def test_a_template_that_refuses_the_system_role_is_named_at_the_start():
-    target = llama(eos=(END,), template=REFUSES_SYSTEM)
-    with pytest.raises(ValueError, match="tokenizer accept.*System role not supported"):
-        talk(Speculator(target), options=ChatOptions(system="Be brief."))
+@pytest.mark.mend("a long system prompt was taken, and each message then called too long")
+@pytest.mark.parametrize(
+    ("template", "system", "message"),
+    [
+        (REFUSES_SYSTEM, "Be brief.", "tokenizer accept.*System role not supported"),
+        (TEMPLATE, "x" * 1000, "expected a message shorter than the context"),
+        (None, "Be brief.", "no chat template, so it takes no system prompt"),
+        ("no tokenizer", "", "has no tokenizer"),
+    ],
+)
+def test_a_chat_that_cannot_begin_is_refused_at_once(template, system, message):
+    target = llama(eos=(END,), template=template)
+    if template == "no tokenizer":
+        target = Target(target.model, name="bare")
+    with pytest.raises(ValueError, match=message):
+        talk(Speculator(target), options=ChatOptions(system=system or None))
 
 
 REFUSES_SHOUTING = (
@@ -437,26 +427,9 @@ def test_what_template_and_tokenizer_do_not_take_ends_no_chat():
     assert speculator.prompts[1] == "HiHello.2 + 4?", "only what was answered is remembered"
 
 
-def test_a_target_without_tokenizer_is_refused(target):
-    with pytest.raises(ValueError, match="has no tokenizer"):
-        talk(Speculator(Target(target.model, name="bare")))
-
-
 def test_a_lossy_rule_is_labelled(target):
     assert "lossy" in talk(Speculator(target), options=ChatOptions(sampling=Typical()))
     assert "lossy" not in talk(Speculator(target))
-
-
-def test_output_cannot_command_the_terminal(target):
-    speculator = Scripted(target, done(target, "a\x1b[2Jb\x07c\x9bd"))
-    printed = talk(speculator, "Hi")
-    assert "a[2Jbcd" in printed
-    assert "\x1b" not in printed
-
-
-def test_markup_and_emoji_codes_are_printed_as_they_are(target):
-    speculator = Scripted(target, done(target, "[red]x[/red] :smile:"))
-    assert "[red]x[/red] :smile:" in talk(speculator, "Hi")
 
 
 def test_history_counts_what_it_drops(target):

@@ -5,10 +5,12 @@ all the same.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
+from typing import Any
 
+import decoding_modes
 import pytest
 import torch
 from recorder import tensors
@@ -51,6 +53,7 @@ from draftheads.infer.measure.bench import BenchOptions, bench
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
 DYNAMIC = DynamicTree(9, 3, 3)
+written = partial(decoding_modes.written, max_new_tokens=NEW)
 APART = "gemma4"
 """The architecture whose attention differs most from Llama's: windows, shared keys, more inputs."""
 
@@ -69,18 +72,24 @@ def traced(monkeypatch) -> list[torch.fx.GraphModule]:
     return graphs
 
 
-def written(speculator, prompts, **options) -> list[list[int]]:
-    """The new tokens of each row."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for steps in speculator.generate_batch(prompts, max_new_tokens=NEW, **options):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    return rows
-
-
 ALIKE = ("eagle", "mtp")
 """Kinds whose drafts are searched for as EAGLE-3's."""
+
+
+def drafts_of(name: str, target: Target) -> Any:
+    """A head, another drafter or none."""
+    others = {
+        "none": lambda: None,
+        "ngram": lambda: NGram(shortest=1),
+        "model": lambda: DraftModel(target),
+        "merged": lambda: Merged([random_head("sequential", target), NGram(shortest=1)]),
+    }
+    return others[name]() if name in others else random_head(name, target)
+
+
 TRACED = [
+    *(pytest.param(name, (9, 5), id=name) for name in ("none", "ngram", "merged")),
+    pytest.param("model", (9, 5), id="model", marks=pytest.mark.thorough),
     *(
         pytest.param(
             *(kind, (13, 4, 8)),
@@ -96,11 +105,6 @@ TRACED = [
         for kind in VARIANTS
         if kind not in HEADS
     ),
-    *(
-        pytest.param(kind, (9,), id=f"{kind}-one", marks=pytest.mark.thorough)
-        for kind in HEADS
-        if kind != "sequential"
-    ),
 ]
 """A trace takes seconds, and each layer of the target more: several layers for one kind."""
 
@@ -108,27 +112,27 @@ TRACED = [
 @pytest.mark.parametrize(("kind", "lengths"), TRACED)
 def test_compiled_steps_write_the_same_and_are_traced_once(traced, kind, lengths):
     target = tiny_target() if kind == "medusa" else one_layer_target()
-    head = random_head(kind, target)
-    tree = TREE if kind == "medusa" else DYNAMIC
-    speculator = Speculator(target, head, tree=tree, compile=True)
+    tree = TREE if kind == "medusa" else DYNAMIC if kind in VARIANTS else None
+    speculator = Speculator(target, drafts_of(kind, target), tree=tree, compile=True)
     for seed in (0, 1):  # another text, other lengths, the same graph
         prompts = some_prompts(*(length + 7 * seed for length in lengths), seed=seed)
         expected = [greedy(target, prompt, NEW) for prompt in prompts]
         assert written(speculator, prompts) == expected
-    assert len(traced) == 1
+    on_host = kind in ("ngram", "model", "merged")  # these have steps without drafts, too
+    assert 1 <= len(traced) <= 1 + on_host
 
 
-@pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical()], ids=repr)
+@pytest.mark.mend("one random number for ever in compiled steps")
+@pytest.mark.parametrize("rule", [Sampled(0.8, top_k=5), Typical(), checked(1.5, 1.0, 0)], ids=repr)
 def test_rules_draw_as_they_do_without_compilation(traced, rule):
-    target = one_layer_target()
-    head, prompts = random_head("medusa", target), some_prompts(9)
-    outputs = []
+    target, prompts = one_layer_target(), some_prompts(9, 6)
+    head, outputs = random_head("medusa", target), []
     for compile in (False, True):
         rule.seed(3)
         speculator = Speculator(target, head, tree=TREE, compile=compile)
         outputs.append(written(speculator, prompts, sampling=rule))
     assert outputs[0] == outputs[1]
-    assert len(traced) == 1
+    assert len(traced) == 1 and len({*outputs[0][0]}) > 4
 
 
 @dataclass(frozen=True)
@@ -170,19 +174,6 @@ def test_processors_have_steps_of_their_own_by_value():
     assert len({steps(3), steps(5), steps(3, InfNanRemoveLogitsProcessor())}) == 3
 
 
-@pytest.mark.mend("one random number for ever in compiled steps")
-def test_numbers_of_rows_are_drawn_as_they_are_without_compilation(traced):
-    """Steps that were compiled drew one number for ever."""
-    target, prompts = one_layer_target(), some_prompts(9, 6)
-    head, rule = random_head("medusa", target), checked(1.5, 1.0, 0)
-    rows = [
-        written(Speculator(target, head, compile=each), prompts, sampling=rule, seeds=["a", "b"])
-        for each in (False, True)
-    ]
-    assert rows[0] == rows[1]
-    assert len(traced) == 1 and len({*rows[0][0]}) > 4
-
-
 ARCHITECTURES = [
     pytest.param(name, marks=pytest.mark.slow if name == APART else pytest.mark.thorough)
     for name in [*CONFIGS, *UNEVEN]
@@ -205,41 +196,14 @@ def test_packed_weights_are_multiplied_in_compiled_steps(traced, bits, monkeypat
     if not (has_int8() if bits else can_pack(torch.device("cpu"), torch.float32)):
         pytest.skip("torch has no such products for this CPU")
     monkeypatch.setattr(cpu_linear, "LEAST", 0)
-    target, prompts = Target(random_model("llama")).pack(bits), some_prompts(9, 5)
+    target, prompts = Target(random_model("llama")), some_prompts(9, 5)
+    target.pack(bits, "torch" if bits else None)
     head = random_head("eagle3", target).pack(target)
     expected = [generated(target, prompt, NEW) for prompt in prompts]
     assert written(Speculator(target, head, tree=TREE, compile=True), prompts) == expected
     [graph] = traced
     operators = [str(node.target) for node in graph.graph.nodes]
     assert operators.count("draftheads.packed_product") > 20
-
-
-def test_drafting_nothing_can_be_compiled(traced):
-    target, prompts = tiny_target(), some_prompts(9, 5)
-    expected = [greedy(target, prompt, NEW) for prompt in prompts]
-    assert written(Speculator(target, compile=True), prompts) == expected
-    assert len(traced) == 1
-
-
-@pytest.mark.parametrize(
-    "drafts",
-    [
-        "ngram",
-        pytest.param("model", marks=pytest.mark.thorough),
-        "merged",
-    ],
-)
-def test_what_drafters_on_the_host_propose_is_verified_in_compiled_steps(traced, drafts):
-    target, prompts = tiny_target(), some_prompts(9, 5)
-    sources = {
-        "ngram": NGram(shortest=1),
-        "model": DraftModel(target),
-        "merged": Merged([random_head("sequential", target), NGram(shortest=1)]),
-    }
-    speculator = Speculator(target, sources[drafts], compile=True)
-    for _ in range(2):
-        assert written(speculator, prompts) == [greedy(target, prompt, NEW) for prompt in prompts]
-    assert 1 <= len(traced) <= 2  # one for steps without drafts
 
 
 def test_compiled_steps_count_what_was_drafted_on_the_host(traced):
@@ -267,36 +231,26 @@ def test_trees_of_the_host_are_compiled_in_few_sizes(traced):
     assert len(traced) == len(padded) < len(sizes)
 
 
-def test_what_was_drafted_before_a_compilation_that_fails_is_verified(monkeypatch):
-    """The drafter has read the tokens of that step: it must not read them twice."""
+@pytest.mark.parametrize("kind", ["medusa", "merged"])
+def test_what_torch_cannot_compile_decodes_without_compilation(kind, monkeypatch):
+    """A drafter on the host has read the tokens of that step: it must not read them twice."""
 
-    def broken(graph, inputs):
-        raise RuntimeError("no compiler here")
-
-    target, prompts = tiny_target(), some_prompts(9)
-    rows = []
-    for compile in (False, True):
-        monkeypatch.setattr(compiled, "BACKEND", broken)
-        torch._dynamo.reset()
-        drafts = Merged([random_head("eagle3", target), NGram(shortest=1)])
-        engine = Speculator(target, drafts, compile=compile)
-        with nullcontext() if not compile else pytest.warns(UserWarning, match="without compil"):
-            steps = engine.generate(prompts[0], max_new_tokens=NEW)
-            rows.append([(step.tokens, step.drafted) for step in steps])
-    assert rows[0] == rows[1]
-
-
-def test_what_torch_cannot_compile_decodes_without_compilation(monkeypatch):
     def broken(graph, inputs):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(compiled, "BACKEND", broken)
     torch._dynamo.reset()
     target, prompts = tiny_target(), some_prompts(9, 5)
-    speculator = Speculator(target, random_head("medusa", target), compile=True)
+    plain, engine = (
+        Speculator(target, drafts_of(kind, target), compile=compile) for compile in (False, True)
+    )
     with pytest.warns(UserWarning, match="^decoding without compilation: .*"):
-        rows = written(speculator, prompts)
-    assert rows == [greedy(target, prompt, NEW) for prompt in prompts]
+        steps = [*engine.generate_batch(prompts, max_new_tokens=NEW)]
+    for row, expected in zip(steps, plain.generate_batch(prompts, max_new_tokens=NEW), strict=True):
+        shown = [
+            [each and (each.tokens, each.drafted) for each in both] for both in (row, expected)
+        ]
+        assert shown[0] == shown[1]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

@@ -67,14 +67,17 @@ LAST = 13
 """The token at the end of each prompt: stop strings of transformers may begin there, and ours do
 not begin with it.
 """
-LIMITS = (NEW, 9, 17, NEW)
+LIMITS = (NEW, 9, 17, 1, NEW, 1)
 
 
 @cache
 def questions(target: str) -> list[Question]:
-    """Rows of several lengths and limits, the last of which goes on where the first has ended."""
-    prompts = [(*prompt[:-1], LAST) for prompt in some_prompts(19, 11, 1)]
-    prompts.append((*prompts[0], *plain_text(target, "greedy", prompts[0], "")[:5], LAST))
+    """Rows of several lengths and limits, two of one token; one goes on where the first has
+    ended.
+    """
+    prompts = [(*prompt[:-1], LAST) for prompt in some_prompts(19, 11, 1, 4, 7)]
+    first = plain_text(target, "greedy", prompts[0], "")
+    prompts.insert(4, (*prompts[0], *first[:5], LAST))
     return [
         Question(prompt, new, number)
         for number, (prompt, new) in enumerate(zip(prompts, LIMITS, strict=True), start=5)
@@ -136,6 +139,8 @@ MODELS: dict[str, Callable[[], Any]] = {
         drawn, "phi3", 11, rope_parameters=LONG_ROPE, original_max_position_embeddings=LIMIT
     ),
     "int8": lambda: random_model("llama"),
+    "int8-window": lambda: random_model("gemma3-window"),
+    "int8-in-torch": lambda: random_model("llama"),
     "zeros": lambda: zeros_model(),
     "eager-attention": lambda: with_eager_attention(drawn("mistral-window", 13)),
 }
@@ -154,16 +159,18 @@ def target_of(name: str) -> Target:
     model = {**OTHER_MODELS, **MODELS}[name]()
     model.generation_config.eos_token_id = END
     target = Target(model, letters(), name=name)
-    if name == "int8":
+    if name.startswith("int8"):
         with mock.patch.object(linear, "LEAST", 0):
-            target.pack(8)
+            target.pack(8, "torch" if name == "int8-in-torch" else "onnx")
     return target
 
 
 @cache
 def plain_model(name: str) -> Any:
     """The model of a target, as it is without ours; int8 products are ours."""
-    return target_of(name).model if name == "int8" else {**OTHER_MODELS, **MODELS}[name]().eval()
+    if name.startswith("int8"):
+        return target_of(name).model
+    return {**OTHER_MODELS, **MODELS}[name]().eval()
 
 
 # drafters
@@ -194,7 +201,7 @@ def retrieved(target: Target) -> Any:
     """What the target writes stands in a file, among other things."""
     texts = [
         plain_text(target.name, "greedy", each.prompt, "")[3:]
-        for each in questions(target.name)[::2]
+        for each in questions(target.name)[:3:2]
     ]
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "text").write_text(target.tokenizer.decode([5, *texts[0], 6, *texts[1]]))
@@ -270,7 +277,7 @@ def manner_of(rule: str, target: str) -> Manner:
     constraint = Turning() if rule.startswith("constrained") else None
     stop: list[str] = []
     if rule == "stopped":
-        for each, least in zip(questions(target)[::2], (4, 8), strict=True):
+        for each, least in zip(questions(target)[:3:2], (4, 8), strict=True):
             text = plain_text(target, "greedy", each.prompt, "")
             place = next(n for n in range(least, NEW) if text[n] != LAST)
             stop.append(target_of(target).tokenizer.decode([*text[place : place + 2]]))
@@ -380,8 +387,11 @@ IMPOSSIBLE: dict[str, Callable[[Case], bool]] = {
     "neither are recurrent layers that run over a tree level by level": (
         lambda case: case.target in BY_LEVEL and case.steps != "eager"
     ),
+    "nor layers in ONNX Runtime": (
+        lambda case: case.target in ("int8", "int8-window") and case.steps != "eager"
+    ),
     "torch has no int8 products for this CPU": (
-        lambda case: case.target == "int8" and not has_int8()
+        lambda case: case.target.startswith("int8") and not has_int8()
     ),
 }
 
@@ -459,6 +469,10 @@ def is_inside(case: Case) -> bool:
     return case.mode == "transformers" or case.target in HYBRIDS
 
 
+@pytest.mark.mend("merged drafters answered a seed differently once a session was reused")
+@pytest.mark.mend(
+    "lossy rules and merged drafters wrote other texts beside other rows, and when recorded"
+)
 @pytest.mark.parametrize(
     "case",
     [

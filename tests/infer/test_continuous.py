@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import decoding_modes
 import pytest
 import torch
-from tiny_heads import KINDS, VARIANTS, random_head
-from tiny_targets import random_model, some_prompts, tiny_target
+from decoding_modes import MODES, Manner, Question
+from tiny_heads import VARIANTS, random_head
+from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.cache import SlotCache, SlotLayer
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.continuous import Request, answer_all, checked
-from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.rows import Row
 from draftheads.infer.slots import Slots
@@ -106,30 +107,6 @@ def test_heads_accept_as_alone(name, temperature, monkeypatch):
     assert taken == sum(steps for _, steps in each)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("places", [(2, 0, 1, 3), (0, 2, 1, 3, 4), (0, 1, 2)])
-def test_rows_that_end_at_their_first_token_leave_before_anything_is_drafted(name, places):
-    """`distill --head` died of it, at every launch again: two such rows were enough."""
-    target = Target(random_model("llama"))
-    asked = [Request(ids, 9) for ids in some_prompts(4, 7, 5, 1, 6)]
-    plain = [alone(Speculator(target), rule(0.0), request)[0] for request in asked]
-    target.eos_ids = (plain[0][0], plain[1][0])
-    running = [place for place in places if place not in (0, 1)]
-    assert not {plain[place][0] for place in running} & set(target.eos_ids)
-    asked = [asked[place] for place in places]
-    expected = [alone(Speculator(target), rule(0.0), request)[0] for request in asked]
-    engine = Speculator(target, random_head(name, target))
-    assert run(engine, rule(0.0), len(asked), asked) == expected
-
-
-def test_compiled_rows_are_left_alone():
-    """Rows join between steps; nothing is compiled for a batch that changes."""
-    target, asked = tiny_target(), requests()
-    engine = Speculator(target, random_head("eagle3", target), compile=True)
-    plain = run(Speculator(target), rule(), 1, asked)
-    assert run(engine, rule(), 4, asked) == plain
-
-
 def noted(monkeypatch: Any, rows: list[int]) -> None:
     """Note how many rows are decoded in each step."""
     step = Slots.step
@@ -163,33 +140,6 @@ def test_places_are_kept_for_the_prompts_that_wait(monkeypatch):
     answered = list(answer_all(engine, rule(), 8, lambda: waiting.pop() if waiting else None))
     assert len(answered) == len(requests(copies=12))
     assert left and not any(left), "rows are dropped at the end alone"
-
-
-@pytest.fixture(params=["prompts", "steps"])
-def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """A device on which no more than three rows find room, at first or later."""
-    name = "prefill_chunks" if request.param == "prompts" else "verify"
-    original, rows = getattr(Target, name), list[int]()
-
-    def bounded(self: Target, given: Any, *more: Any) -> Any:
-        rows.append(len(given if name == "prefill_chunks" else given.tokens_BN))
-        if rows[-1] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, given, *more)
-
-    monkeypatch.setattr(Target, name, bounded)
-    yield rows
-
-
-@pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("name", [None, "eagle3"])
-def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, small_memory):
-    target, asked = tiny_target(), requests()
-    plain = run(Speculator(target), rule(), 1, asked)
-    small_memory.clear()
-    drafts = random_head(name, target) if name else None
-    assert run(Speculator(target, drafts), rule(), 12, asked) == plain
-    assert sum(rows > 3 for rows in small_memory) <= 2  # 12, 6, and then it is known
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -235,20 +185,40 @@ def test_a_request_that_fails_alone_ends_with_its_error(monkeypatch):
     ]
 
 
-def test_a_request_may_follow_from_an_answer():
-    """As the next turn of a conversation does."""
-    target = tiny_target()
-    waiting = [Request(some_prompts(5)[0], 4, "first")]
-    answers = []
-    for request, ids, _ in answer_all(
-        Speculator(target), rule(), 4, lambda: waiting.pop() if waiting else None
-    ):
-        answers.append(ids)
-        if len(answers) < 3:
-            waiting.append(Request([*request.prompt, *ids], 4, f"{len(answers)}"))
-    assert len(answers) == 3 and all(answers)
+PLACES = {
+    "prompts": (Target, "prefill_chunks", lambda prompts, *_: len(prompts)),
+    "steps": (Target, "verify", lambda tree, *_: len(tree.tokens_BN)),
+    "joins": (SlotLayer, "join", lambda *_: None),
+}
+"""Where memory may end, and for how many rows it is asked there."""
 
 
-def test_drafts_that_are_no_heads_are_refused():
-    with pytest.raises(ValueError, match="expected draft heads or none, got other drafts"):
-        run(Speculator(tiny_target(), NGram()), rule(), 4, requests())
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize(
+    ("mode", "place"),
+    [
+        *(("continuous", place) for place in ("prompts", "steps")),
+        *(("served", place) for place in ("steps", "joins")),
+    ],
+)
+@pytest.mark.parametrize("name", [None, "eagle3"])
+def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(name, place, mode, monkeypatch):
+    """On a device on which no more than three rows find room."""
+    monkeypatch.setattr(decoding_modes, "SLOTS", 12)
+    target, rows = tiny_target(), list[int]()
+    asked = [Question(each.prompt, each.max_new_tokens, n) for n, each in enumerate(requests())]
+    manner = Manner(rule)
+    plain = MODES["generate"](Speculator(target), asked, manner)
+    owner, method, rows_of = PLACES[place]
+    original = getattr(owner, method)
+
+    def bounded(self: Any, *given: Any) -> Any:
+        rows.append(rows_of(*given) or len(self.table.lengths))
+        if rows[-1] > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(self, *given)
+
+    monkeypatch.setattr(owner, method, bounded)
+    drafts = random_head(name, target) if name else None
+    assert MODES[mode](Speculator(target, drafts), asked, manner) == plain
+    assert 1 <= sum(count > 3 for count in rows) <= 2, "12, 6, and then it is known"

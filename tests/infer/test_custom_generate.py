@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_laws import WORDS, FreshDraws, chi_square, surely_below
+from exact_laws import WORDS, chi_square, surely_below
 from peft import (
     LoraConfig,
     PrefixTuningConfig,
@@ -31,7 +31,6 @@ from tiny_targets import (
     random_model,
     random_multimodal,
     some_prompts,
-    tiny_target,
 )
 from transformers import (
     GenerationConfig,
@@ -40,8 +39,6 @@ from transformers import (
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
     WatermarkingConfig,
     pipeline,
 )
@@ -53,10 +50,7 @@ from draftheads.heads.formats.hub import save_head
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.accept import Sampled
-from draftheads.infer.engine import Speculator
-from draftheads.infer.generate import Processed, speculative
-from draftheads.infer.lossy import Typical
+from draftheads.infer.generate import speculative
 from draftheads.scripts.publish import prepare, publish
 
 NEW, PAD = 31, 0
@@ -85,18 +79,6 @@ def inputs(rows: int = 3) -> dict[str, torch.Tensor]:
 
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
-
-
-@pytest.mark.parametrize(("kind", "rows", "eos"), [("eagle3", 3, ENDS), ("medusa", 1, None)])
-def test_greedy_output_equals_generate_with_padding_of_finished_rows(kind, rows, eos):
-    model, head = random_model("llama"), taught(kind, "llama")
-    expected = model.generate(**inputs(rows), **GREEDY, eos_token_id=eos)
-    got = model.generate(
-        **inputs(rows), **GREEDY, eos_token_id=eos, custom_generate=speculative(head)
-    )
-    assert torch.equal(got, expected)
-    if eos and rows == 3:
-        assert PAD in expected[:, LENGTHS[0] :], "a row must end before the others"
 
 
 class Listener(BaseStreamer):
@@ -168,34 +150,6 @@ def test_other_drafters_have_the_names_of_chat_and_bench(name, named):
     assert max(got.tokens_per_step) > 1
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("mtp:two", "expected a number of tokens, .* got 'two'"),
-        ("model:{}", "expected the vocabulary of .*, got another; "),
-        ("nothing+ngram", "head nothing: expected a head, got nothing"),
-        ("ngrams", "head ngrams: expected a head, got nothing"),
-    ],
-)
-def test_bad_names_are_refused_in_one_line(name, message, named):
-    model = random_model("llama")
-    if name == "model:{}":
-        model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
-    with pytest.raises((ValueError, FileNotFoundError), match=message) as refusal:
-        model.generate(**inputs(1), **GREEDY, custom_generate=speculative(name.format(named)))
-    assert "\n" not in str(refusal.value)
-
-
-def test_ngrams_of_a_real_model_that_repeats_its_prompt(stories):
-    target = Target.load(stories)
-    asked = target.tokenizer("One day, Tim saw a big red ball. One day, Tim", return_tensors="pt")
-    asked |= {"max_new_tokens": 40, "do_sample": False}
-    decoding = speculative("ngram")
-    got = target.model.generate(**asked, custom_generate=decoding, return_dict_in_generate=True)
-    assert torch.equal(got.sequences, target.model.generate(**asked))
-    assert got.tokens_per_step[0] > 1
-
-
 def test_max_time_ends_it():
     model, head = random_model("llama"), taught("medusa", "llama")
     asked = {**inputs(1), **GREEDY, "custom_generate": speculative(head)}
@@ -214,15 +168,6 @@ def stopped_by_a_string() -> tuple[Target, dict[str, Any], torch.Tensor]:
     expected = target.model.generate(**asked, tokenizer=tokenizer)
     assert expected.shape[1] < whole.shape[1]
     return target, asked, expected
-
-
-def test_stop_strings_end_it_where_generate_ends():
-    target, asked, expected = stopped_by_a_string()
-    model, head, tokenizer = target.model, random_head("medusa", target), target.tokenizer
-    decoding = speculative(head, tokenizer=tokenizer)
-    assert torch.equal(model.generate(**asked, custom_generate=decoding), expected)
-    with pytest.raises(ValueError, match=r"speculative\(head, tokenizer=tokenizer\)"):
-        model.generate(**asked, tokenizer=tokenizer, custom_generate=speculative(head))
 
 
 def test_max_length_and_defaults_of_the_models_generation_config_are_followed():
@@ -288,8 +233,6 @@ def test_processors_that_read_the_text_are_followed_along_each_path(name, drafts
 
 RUNS, TEXT = 2000, 3
 SAMPLINGS = {
-    "plain": {"temperature": 4.0, "top_k": 0},
-    "top": {"temperature": 3.0, "top_k": 4, "top_p": 0.9},
     "min-p": {"temperature": 4.0, "top_k": 0, "min_p": 0.2},
     "penalty": {"temperature": 2.0, "top_k": 4, "repetition_penalty": 1.5},
     "prefix": {
@@ -328,52 +271,18 @@ def test_sampled_output_has_the_law_of_generate(six_words, name):
     assert statistic < surely_below(freedom)
 
 
-def test_the_global_seed_decides_what_is_sampled(six_words):
-    decoding = speculative(random_head("medusa", Target(six_words)))
-    asked = {"do_sample": True, "max_new_tokens": 12, "pad_token_id": PAD, "top_k": 0}
-    prompt = torch.tensor([[3, 1, 4]])
-    rows = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        rows += [model_rows(six_words, prompt, asked, decoding) for _ in range(2)]
-    assert rows[:2] == rows[2:4]
-    assert rows[0] != rows[1] and rows[:2] != rows[4:]
-
-
-def model_rows(model: Any, prompt: torch.Tensor, asked: dict, decoding: Any) -> list[list[int]]:
-    return model.generate(prompt, **asked, custom_generate=decoding).tolist()
-
-
-def test_processed_draws_as_sampled_does():
-    logits = torch.randn(50, 9)
-    list_of = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(4)])
-    rules = [
-        Processed(list_of, sample=True, draws=FreshDraws(50, 3)),
-        Sampled(0.7, top_k=4, draws=FreshDraws(50, 3)),
-    ]
-    assert torch.equal(*(rule.choose(logits) for rule in rules))
-
-
-def test_another_acceptance_and_tree():
-    model, head = random_model("llama"), taught("medusa", "llama")
-    rule = Typical(temperature=0.5)
-    asked = {**inputs(1), "max_new_tokens": NEW, "pad_token_id": PAD}
-    rule.seed(0)
-    got = model.generate(
-        **asked, return_dict_in_generate=True,
-        custom_generate=speculative(head, tree=StaticTree.from_widths((1,)), acceptance=rule),
-    )  # fmt: skip
-    assert got.sequences.shape == (1, LENGTHS[0] + NEW)
-    assert 1 <= got.tokens_per_step[0] <= 2, "one draft node"
-
-
 @pytest.mark.inside
 def test_return_dict_says_how_many_drafts_were_kept():
     model, head = random_model("llama"), taught("medusa", "llama")
     asked = {**inputs(), **GREEDY, "eos_token_id": ENDS}
     got = model.generate(**asked, return_dict_in_generate=True, custom_generate=speculative(head))
-    assert torch.equal(got.sequences, model.generate(**asked))
-    assert len(got.tokens_per_step) == 3 and 1 < got.tokens_per_step[0] <= 5
+    expected = model.generate(**asked)
+    assert torch.equal(got.sequences, expected)
+    assert PAD in expected[:, LENGTHS[0] :], "a row ends before the others"
+    assert len(got.tokens_per_step) == 3 and 2 < got.tokens_per_step[0] <= 5
+    narrow = speculative(head, tree=StaticTree.from_widths((1,)))
+    got = model.generate(**asked, return_dict_in_generate=True, custom_generate=narrow)
+    assert torch.equal(got.sequences, expected) and 1 < got.tokens_per_step[0] <= 2
     assert getattr(got, cache_argument(type(model))) is None and got.scores is None
 
 
@@ -391,6 +300,8 @@ REFUSED = {
     "beams": ({"num_beams": 2}, "beam_search"),
     "watermark": ({"watermarking_config": WatermarkingConfig()}, "WatermarkLogitsProcessor"),
     "own": ({"logits_processor": LogitsProcessorList([Counting()])}, "Counting"),
+    "assistant": ({"assistant_model": random_model("llama")}, "assisted_generation"),
+    "strings": ({"stop_strings": ["a"], "tokenizer": byte_tokenizer()}, r"speculative\(head, tok"),
     "lookup": ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
     "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
     "positions": ({"position_ids": torch.arange(4, 9)[None]}, "position_ids"),
@@ -507,57 +418,6 @@ def test_prompts_that_are_not_whole_rows_of_tokens_are_refused():
     read = {name: getattr(model(tokens[:, :3]), name)}
     with pytest.raises(ValueError, match=f"got {name}"):
         model.generate(tokens, **read, **asked)
-
-
-@pytest.mark.inside
-def test_an_assistant_is_refused_though_transformers_hides_it():
-    model, head = random_model("llama"), random_head("medusa", Target(random_model("llama")))
-    with pytest.raises(ValueError, match="assisted_generation"):
-        model.generate(
-            torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False,
-            assistant_model=random_model("llama"), custom_generate=speculative(head),
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("head", [3, None, "", [], b"out/heads"])
-def test_what_is_no_head_is_refused_in_one_line_before_it_is_used(head):
-    with pytest.raises(TypeError, match="expected draft heads, .* got .*; give a head folder"):
-        speculative(head)
-
-
-@pytest.mark.parametrize("drafts", [3, "out/heads", []])
-def test_an_engine_refuses_what_drafts_nothing_before_it_is_used(drafts):
-    with pytest.raises(TypeError, match="expected draft heads, .*; load_head and load_pair"):
-        Speculator(tiny_target(), drafts)
-
-
-def test_a_head_of_another_size_is_refused():
-    head = random_head("medusa", Target(random_model("llama")))
-    model = random_model("llama")
-    model.resize_token_embeddings(VOCABULARY + 4, mean_resizing=False)
-    with pytest.raises(ValueError, match="vocabulary 19"):
-        model.generate(torch.tensor([[3]]), max_new_tokens=5, custom_generate=speculative(head))
-
-
-@pytest.mark.mend("a head on the CPU and its target on a GPU failed somewhere inside torch")
-@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
-def test_a_head_on_another_device_is_refused(kind):
-    target = tiny_target()
-    engine = Speculator(target, random_head(kind, target).to("meta"))
-    with pytest.raises(ValueError, match="expected heads on cpu, .*, got meta; use"):
-        next(engine.generate([3], max_new_tokens=5))
-
-
-@pytest.mark.mend("wrong texts of a user's own model that was moved to another dtype")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_may_be_moved_between_calls(dtype):
-    """Its masks were those of the dtype of the first call, so that every text was wrong."""
-    model, decoding = random_model("llama"), speculative(taught("medusa", "llama"))
-    model.generate(**inputs(1), **GREEDY, custom_generate=decoding)
-    model.to(dtype)
-    expected = model.generate(**inputs(1), **GREEDY)
-    got = model.generate(**inputs(1), **GREEDY, custom_generate=decoding)
-    assert torch.equal(got, expected)
 
 
 def test_the_callers_model_is_used_without_dropout_and_given_back_as_it_was():

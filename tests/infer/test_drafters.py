@@ -8,21 +8,10 @@ from itertools import accumulate
 
 import pytest
 import torch
-from exact_laws import (
-    RUNS,
-    FreshDraws,
-    MarkovTarget,
-    chi_square,
-    six_words,
-    surely_below,
-    two_tokens,
-    whole_law,
-)
 from tiny_chat import byte_tokenizer
 from tiny_heads import committed, decode, random_head
 from tiny_targets import (
     CONTEXT,
-    VOCABULARY,
     greedy,
     random_model,
     some_prompts,
@@ -31,7 +20,6 @@ from tiny_targets import (
 
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, TokenTree
-from draftheads.infer.accept import Sampled
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.merged import Merged, agreed
 from draftheads.infer.drafters.ngram import NGram
@@ -42,7 +30,6 @@ from draftheads.infer.sources import DrafterSource
 NEW = 31  # one token from the prefill and six steps of a chain of 4
 LENGTHS = (19, 11, 5)
 CHAIN = StaticTree.from_widths((1, 1, 1, 1))
-WIDE = StaticTree.from_widths((3, 2, 1))
 TARGETS = ("llama", "mistral-window", "gemma2-window", "gpt2", "opt", "gpt-neox")
 SHORT = NGram(DynamicTree(6, 4, 3), longest=2, shortest=1)
 
@@ -307,66 +294,10 @@ def test_each_part_of_a_merged_drafter_sees_its_own_features():
         assert torch.equal(part.seen[0], own)
 
 
-def test_padding_leaves_the_law_of_sampling_as_it_is():
-    target, root = MarkovTarget(), 2
-    small = [(4,), (4, 3), (4, 4), (1,), (1, 3), (1, 1)]
-    large = [path for token in range(6) for path in ((token,), (token, 1))]
-    rows = [*[small] * RUNS, large]
-    tree = stacked([root] * len(rows), rows, torch.device("cpu"))
-    assert tree.tokens_BN.shape[1] == 13
-    rule = Sampled(temperature=2.0, draws=FreshDraws(len(rows), 1))
-    observed = two_tokens(target, tree, rule)
-    statistic, freedom = chi_square(observed, target.two_token_law(root, 2.0, 1.0, 0))
-    assert statistic < surely_below(freedom)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("widths", [(1, 1), (2, 2)])
-def test_a_draft_model_leaves_the_law_of_the_whole_engine(widths):
-    target, prompt = six_words("llama"), [3, 1, 4, 1, 5]
-    rule = Sampled(temperature=4.0, top_k=4)
-    rule.seed(2)
-    drafts = DraftModel(six_words("qwen2"), StaticTree.from_widths(widths))
-    rows, statistics = decode(
-        target, drafts, [prompt] * (RUNS // 2), sampling=rule, max_new_tokens=4
-    )
-    assert {row.steps for row in statistics} == {1, 2, 3}, "drafts are accepted and refused"
-    law = whole_law(target, prompt, 4, rule)
-    statistic, freedom = chi_square(Counter(map(tuple, rows)), law)
-    assert statistic < surely_below(freedom)
-
-
-def with_tokenizer(swapped: bool = False) -> Target:
-    model, tokenizer = random_model("llama"), byte_tokenizer()
+def with_tokenizer() -> Target:
+    model = random_model("llama")
     model.resize_token_embeddings(259, mean_resizing=False)
-    if swapped:
-        tokenizer.add_tokens("another")
-    return Target(model, tokenizer, name="swapped" if swapped else "bytes")
-
-
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        (lambda: NGram(longest=1), "expected 1 <= shortest <= longest, got 2 and 1"),
-        (lambda: Speculator(tiny_target(), NGram(), tree=CHAIN), "got a fixed tree; use one like"),
-        (lambda: Speculator(tiny_target(), Merged([SHORT]), tree=CHAIN), "got a fixed tree"),
-        (
-            lambda: DraftModel(tiny_target()).check_tree(StaticTree.from_widths((VOCABULARY + 1,))),
-            "knows only 19",
-        ),
-        (
-            lambda: DraftModel(six_words("gpt2")).drafter(tiny_target()),
-            r"expected the vocabulary of tiny-llama, got another",
-        ),
-        (
-            lambda: DraftModel(with_tokenizer(swapped=True)).drafter(with_tokenizer()),
-            "draft model swapped: expected the vocabulary of bytes, got another",
-        ),
-    ],
-)
-def test_what_cannot_draft_is_refused(refused, message):
-    with pytest.raises(ValueError, match=message):
-        refused()
+    return Target(model, byte_tokenizer(), name="bytes")
 
 
 @pytest.mark.mend("a method of DrafterSource that is not there returns None in silence")

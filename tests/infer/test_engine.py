@@ -5,20 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_chat import byte_tokenizer
+from decoding_modes import written
 from tiny_heads import Made, Oracle, random_head
-from tiny_targets import CONTEXT, VOCABULARY, greedy, random_model, some_prompts, tiny_target
+from tiny_targets import VOCABULARY, greedy, random_model, some_prompts, tiny_target
 
 from draftheads.heads.formats.hub import HEADS
-from draftheads.heads.medusa import MedusaHead
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
-from draftheads.infer.accept import Sampled
-from draftheads.infer.drafters.draft_model import DraftModel
-from draftheads.infer.drafters.merged import Merged
-from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
-from draftheads.infer.generate import speculative
 from draftheads.infer.rows import Statistics
 
 SHAPE = StaticTree.from_widths((2, 1, 1, 1))
@@ -35,27 +29,6 @@ def oracle_for(prompts, new: int = 60):
     """A drafter that knows what the tiny Llama writes without any end token."""
     truth = [greedy(tiny_target(), prompt, new) for prompt in prompts]
     return truth, Made(lambda: Oracle(SHAPE, truth, vocab_size=VOCABULARY))
-
-
-@pytest.mark.parametrize("as_list", [False, True])
-@pytest.mark.parametrize("place", [0, 3, 5, 11])
-def test_nothing_after_the_end_token(place, as_list):
-    prompts = some_prompts(9)
-    (truth,), oracle = oracle_for(prompts)
-    end = truth[place]
-    target = ending_with([VOCABULARY + 5, end] if as_list else end)
-    steps = list(Speculator(target, oracle).generate(prompts[0], max_new_tokens=50))
-    assert [t for step in steps for t in step.tokens] == truth[: truth.index(end) + 1]
-    assert [step.finish for step in steps] == [None] * (len(steps) - 1) + ["eos"]
-
-
-@pytest.mark.parametrize("new", range(1, 13))
-def test_exactly_max_new_tokens(new):
-    prompts = some_prompts(9)
-    (truth,), oracle = oracle_for(prompts)
-    steps = list(Speculator(tiny_target(), oracle).generate(prompts[0], max_new_tokens=new))
-    assert [t for step in steps for t in step.tokens] == truth[:new]
-    assert steps[-1].finish == "length"
 
 
 def test_rows_end_independently():
@@ -90,111 +63,6 @@ def test_a_generation_that_waits_at_the_end_of_a_program_asks_nothing_of_torch(m
 
     monkeypatch.setattr(torch.autograd.grad_mode.inference_mode, "__init__", gone)
     steps.close()
-
-
-def test_stop_string_across_tokens():
-    model = random_model("llama")
-    model.resize_token_embeddings(259, mean_resizing=False)
-    target = Target(model, byte_tokenizer())
-    (prompt,) = some_prompts(9)
-    plain = [t for s in Speculator(target).generate(prompt, max_new_tokens=40) for t in s.tokens]
-    text = target.tokenizer.decode(plain[10:13])
-    steps = list(Speculator(target).generate(prompt, max_new_tokens=40, stop=[text, "never"]))
-    written = [t for step in steps for t in step.tokens]
-    first = target.tokenizer.decode(plain).index(text)
-    assert len(text) == 3 and written == plain[: first + 3]
-    assert steps[-1].finish == "stop"
-
-
-@pytest.mark.parametrize("stop", ["word", ["a", ""], [None]])
-def test_bad_stop_strings(stop):
-    target = Target(random_model("llama"), byte_tokenizer())
-    with pytest.raises(ValueError, match="expected a list of non-empty strings"):
-        Speculator(target).generate([1], stop=stop)
-
-
-@pytest.mark.parametrize(
-    ("length", "new", "message"),
-    [
-        (0, 5, f"has 0 tokens, expected 1 to {CONTEXT - 1}"),
-        (CONTEXT, 5, f"has {CONTEXT} tokens, expected 1 to {CONTEXT - 1} .*tiny-llama"),
-        (CONTEXT - 9, 10, "expected 1 to 9, got 10"),
-        (5, 0, f"expected 1 to {CONTEXT - 5}, got 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_anything_runs(length, new, message):
-    with pytest.raises(ValueError, match=message):
-        Speculator(tiny_target()).generate([3] * length, max_new_tokens=new)
-
-
-@pytest.mark.parametrize("strange", [-1, VOCABULARY, 1 << 70, 2.5, None, "3"])
-def test_ids_that_the_target_does_not_know_are_refused_before_anything_runs(strange):
-    with pytest.raises(ValueError, match=f"ids from 0 to {VOCABULARY - 1}, got {strange!r}"):
-        Speculator(tiny_target()).generate([3, strange, 4], max_new_tokens=5)
-
-
-NO_LISTS = [
-    *[b"abc", bytearray(b"a"), "abc", {3: 4}, {3}, None, 3, iter([3]), (i for i in (3, 4))],
-    *[[True], [[3]], torch.tensor([[3]])],
-]
-
-
-@pytest.mark.mend("truth values, bytes and generators as token ids")
-@pytest.mark.parametrize("strange", NO_LISTS, ids=lambda strange: type(strange).__name__)
-def test_what_is_no_list_of_ids_is_refused_before_anything_runs(strange):
-    """Bytes and truth values were taken for ids, and other things failed inside."""
-    engine = Speculator(tiny_target())
-    with pytest.raises(ValueError, match=f"expected token ids from 0 to {VOCABULARY - 1}, got "):
-        engine.generate(strange, max_new_tokens=4)
-    with pytest.raises(ValueError, match=f"expected token ids from 0 to {VOCABULARY - 1}, got "):
-        engine.generate_batch([[3], strange], max_new_tokens=4)
-
-
-@pytest.mark.mend("tracebacks for no prompts, the class of a rule, a model in place of a Target")
-def test_mistakes_in_arguments_are_named_before_anything_runs():
-    engine = Speculator(tiny_target())
-    with pytest.raises(ValueError, match="^prompts: expected at least one, got none$"):
-        engine.generate_batch([])
-    for rule in (Sampled, 0.7):
-        with pytest.raises(TypeError, match=r"^sampling: expected a rule, such as Greedy\(\)"):
-            engine.generate([3], sampling=rule)
-    for model in (random_model("llama"), "llama"):
-        for wrong in (Speculator, DraftModel):
-            with pytest.raises(TypeError, match="^expected a Target, got .*Target.load"):
-                wrong(model)
-
-
-@pytest.mark.mend("NGram in place of NGram()")
-@pytest.mark.parametrize("kind", [NGram, DraftModel, MedusaHead])
-def test_the_class_of_a_drafter_is_not_one(kind):
-    for wrong in (
-        lambda: Speculator(tiny_target(), kind),
-        lambda: Merged([NGram(), kind]),
-        lambda: speculative(kind),
-    ):
-        with pytest.raises(TypeError, match="^expected draft heads.*got .*load"):
-            wrong()
-    with pytest.raises(TypeError, match=r"^expected draft heads and other .*, got \(\)"):
-        Merged([])
-
-
-@pytest.mark.mend("IndexError for a head of another target")
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_head_of_another_target_is_refused(kind):
-    """Also one that was never in a folder; it failed somewhere inside torch."""
-    head = random_head(kind, tiny_target("gpt2"))
-    for name, size in (("hidden_size", 48), ("vocab_size", 23)):
-        right = getattr(head, name)
-        setattr(head, name, size)
-        with pytest.raises(ValueError, match=f"^head expects .* {size} .*target has .*; pass the"):
-            next(Speculator(tiny_target(), head).generate([3], max_new_tokens=4))
-        setattr(head, name, right)
-
-
-@pytest.mark.parametrize("new", [-1, 2.5, float("nan"), "5", True])
-def test_a_number_of_new_tokens_is_whole(new):
-    with pytest.raises(ValueError, match="max_new_tokens: expected 1 to"):
-        Speculator(tiny_target()).generate([3], max_new_tokens=new)
 
 
 def test_ids_of_numpy_and_torch_are_taken():
@@ -267,20 +135,6 @@ def test_an_empty_tree_drafts_nothing(kind):
     assert {len(step.tokens) for step in steps} == {1}
 
 
-def test_batched_sampling_is_reproducible_and_ragged():
-    prompts = some_prompts(9, 4)
-
-    def run() -> list:
-        rule = Sampled(temperature=3.0)
-        rule.seed(7)
-        batch = Speculator(ending_with(3)).generate_batch(prompts, sampling=rule, max_new_tokens=25)
-        return [[step.tokens if step else None for step in steps] for steps in batch]
-
-    first = run()
-    assert first == run()
-    assert any(None in steps for steps in first)
-
-
 def test_the_target_is_frozen_and_no_part_of_a_head():
     target = tiny_target()
     assert not any(parameter.requires_grad for parameter in target.model.parameters())
@@ -300,9 +154,5 @@ def test_rows_that_have_ended_are_not_computed(kind, monkeypatch):
     monkeypatch.setattr(
         target, "verify", lambda tree, *a: sizes.append(len(tree.tokens_BN)) or verify(tree, *a)
     )
-    rows: list[list[int]] = [[] for _ in prompts]
-    for steps in Speculator(target, head).generate_batch(prompts, max_new_tokens=40):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    assert rows == expected
+    assert written(Speculator(target, head), prompts, max_new_tokens=40) == expected
     assert sizes[0] == 3 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)

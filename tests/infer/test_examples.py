@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
+from reciting import CHARACTERS, saved_target, sentencepiece_tokenizer
 from tiny_heads import random_head
 
 from draftheads.heads import Target, save_head
@@ -24,10 +24,7 @@ NEW_TOKENS = 100
 def head(request, tmp_path) -> tuple[Path, Target]:
     """A head folder and its target, beside it."""
     if request.param == "own":
-        tokenizer = sentencepiece_tokenizer()
-        reciting_model(len(tokenizer)).save_pretrained(tmp_path / "target")
-        tokenizer.save_pretrained(tmp_path / "target")
-        target = Target.load(tmp_path / "target")
+        target = saved_target(tmp_path / "target")
     else:
         target = Target.load(request.getfixturevalue("stories"))
     save_head(random_head("medusa", target, depth=2), tmp_path / "head", target=target)
@@ -67,10 +64,7 @@ WITH_CODE = [page for page in sorted(DOCS.glob("*.md")) if "```python" in page.r
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     """Block after block, in one process; names of the Hub stand for a tiny target and its heads."""
-    tokenizer = sentencepiece_tokenizer()
-    reciting_model(len(tokenizer), layers=2).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    target = Target.load(tmp_path / "target")
+    target = saved_target(tmp_path / "target", layers=2)
     save_head(random_head("medusa", target, depth=3), tmp_path / "head", target=target)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -19,13 +18,12 @@ from typing import Any
 import pytest
 import torch
 from calling import HERMES, TOOLS
-from exact_laws import chi_square, surely_below
 from grammars import drawn
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 from rich.console import Console
 from starlette.testclient import TestClient
-from tiny_chat import END, llama
+from tiny_chat import llama
 from tiny_heads import Oracle, decode, random_head
 from typed_commands import failed
 
@@ -40,7 +38,6 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.grammar import SPACING, Grammar
 from draftheads.infer.pipeline.generator import TextGenerator
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.reading import Session
 from draftheads.infer.serve.app import create_app
 from draftheads.infer.serve.service import ServeOptions
 
@@ -147,59 +144,6 @@ def test_many_grammars(demo, first):
     assert sum(has_ended for _, has_ended in results) > 25
 
 
-def law(target: Target, prompt: list[int], pattern: str, rule: Sampled) -> dict:
-    """The probability of each text of an expression: the rule filters what the masks leave."""
-    texts: dict[tuple[int, ...], float] = {}
-    open_ = {(): 1.0}
-    while open_:
-        path, before = open_.popitem()
-        ids = torch.tensor([[*prompt, *path]])
-        with torch.no_grad():
-            logits_V = target.model(ids).logits[0, -1]
-        may = allowed(target, "regex", pattern, list(path))
-        masked_V = torch.full_like(logits_V, -torch.inf)
-        masked_V[may] = logits_V[may]
-        p_V = torch.softmax(rule.scores(masked_V), -1)
-        for token in may:
-            whole = (*path, token)
-            (texts if token == END else open_)[whole] = before * float(p_V[token])
-    return {text: p for text, p in texts.items() if p > 0}
-
-
-@pytest.mark.parametrize("kind", ["plain", "medusa", "eagle3", "ngram"])
-@pytest.mark.parametrize("rule", [Sampled(6.0), Sampled(8.0, 0.95, 3)], ids=["all", "top"])
-def test_sampled_answers_have_the_law_of_plain_constrained_decoding(kind, rule):
-    """All texts of an expression, in a batch of rows that end at different times."""
-    target = llama(eos=(END,))
-    pattern = "[ab]{1,2}c?|bb(a|c)b"
-    drafts: Any = NGram() if kind == "ngram" else None
-    if kind in ("medusa", "eagle3"):
-        drafts = random_head(kind, target, depth=3, nodes=6, top_k=2)
-    prompt = [ord(each) for each in "abcbbabc"]
-    rule.seed(4)
-    rows, counts = decode(
-        target, drafts, [prompt] * 1200, sampling=rule, max_new_tokens=8,
-        constraint=Grammar(target, "regex", pattern),
-    )  # fmt: skip
-    expected = law(target, prompt, pattern, rule)
-    assert len(expected) > 8
-    statistic, freedom = chi_square(Counter(map(tuple, rows)), expected)
-    assert statistic < surely_below(freedom)
-
-
-def test_a_seed_draws_the_same_with_any_drafts(demo):
-    """The n-th number is for the n-th token, and rows do not depend on those beside them."""
-    prompts = [question(demo, f"Question {number}") for number in range(3)]
-    grammar = Grammar(demo, "json_schema", PERSON)
-    choices = {"max_new_tokens": NEW, "constraint": grammar, "seeds": ["a", "b", "c"]}
-    rule = checked(1.0, 1.0, 0)
-    rows, _ = decode(demo, None, prompts, sampling=rule, **choices)
-    for drafts in (head(demo), NGram()):
-        assert decode(demo, drafts, prompts, sampling=rule, **choices)[0] == rows
-    alone, _ = decode(demo, NGram(), prompts[1:2], sampling=rule, **{**choices, "seeds": ["b"]})
-    assert alone == rows[1:2]
-
-
 def test_forced_tokens_are_drafted_without_other_drafts(demo):
     [row], [counts] = decode(
         demo, None, [question(demo)], max_new_tokens=NEW,
@@ -231,32 +175,6 @@ def test_a_limit_cuts_and_an_end_token_ends(demo):
     grammar = Grammar(demo, "regex", "(abc )+")
     steps = engine.generate(question(demo), max_new_tokens=20, stop=["c a"], constraint=grammar)
     assert [*steps][-1].finish == "stop"
-
-
-def test_a_session_continues_with_another_grammar(demo):
-    session, engine = Session(), Speculator(demo, head(demo))
-    text = question(demo)
-    for pattern in ("(red|green)", "[0-9]{3}", "yes|no"):
-        grammar = Grammar(demo, "regex", pattern)
-        options = {"max_new_tokens": 9, "constraint": grammar}
-        steps = engine.generate(text, session=session, **options)
-        answer = [token for step in steps for token in step.tokens]
-        assert answer == plain(demo, "regex", pattern, text, new=9)
-        text = [*text, *answer, *question(demo, "And then?")]
-    assert session.reused > 0
-
-
-@pytest.mark.parametrize("steps", ["eager", "recorded"], indirect=True)
-def test_constrained_steps_are_neither_compiled_nor_recorded(demo, steps):
-    engine = Speculator(demo, head(demo))
-    grammar = Grammar(demo, "json_schema", PERSON)
-    answers = [
-        [token for step in engine.generate(question(demo), max_new_tokens=NEW, **choice)
-         for token in step.tokens]
-        for choice in ({"constraint": grammar}, {}, {"constraint": grammar})
-    ]  # fmt: skip
-    assert answers[0] == answers[2] == plain(demo, "json_schema", PERSON, question(demo))
-    assert answers[1] != answers[0]
 
 
 def test_the_pipeline_takes_a_schema(demo):
@@ -352,14 +270,6 @@ def test_without_llguidance_a_line_says_how_to_install_it(client, demo, monkeypa
     assert response.status_code == 400 and "pip install" in response.json()["error"]["message"]
 
 
-def test_a_grammar_that_fails_on_the_way_says_so_in_one_line(demo):
-    grammar = Grammar(demo, "regex", "[0-9]{4}").row(0, [])
-    [letter] = demo.tokenizer("a", add_special_tokens=False)["input_ids"]
-    with pytest.raises(ValueError) as fault:
-        grammar.after([letter], (), torch.zeros(demo.vocab_size))
-    assert re.fullmatch(".+", str(fault.value))
-
-
 @pytest.fixture(scope="module")
 def client(demo) -> Iterator[TestClient]:
     """Of a server whose drafts are a head's, so that requests are decoded together."""
@@ -446,29 +356,6 @@ def test_a_constrained_answer_is_streamed_and_scored(client):
     assert [part["finish_reason"] for part in parts][-1] == "stop"
     cut = ask(client, response_format=AS_SCHEMA, max_tokens=5).json()["choices"][0]
     assert cut["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}},
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "person"}}},
-        {"response_format": {"type": "text", "schema": PERSON}},
-        {"response_format": {**AS_SCHEMA, "schema": PERSON}},
-        {"structured_outputs": {"json": {}, "choice": ["a"]}},
-        {"structured_outputs": {"regex": "("}},
-        {"structured_outputs": {"grammar": "start: nothing"}},
-        {"structured_outputs": {"json": "{"}},
-        {"structured_outputs": {"json": {"enum": []}}},
-        {"response_format": AS_SCHEMA, "structured_outputs": {"regex": "a"}},
-    ],
-)
-def test_the_server_refuses_what_cannot_be_compiled(client, body):
-    response = ask(client, **body)
-    message = response.json()["error"]["message"]
-    assert response.status_code == 400
-    assert "expected" in message and "\n" not in message
 
 
 def test_chat_takes_a_schema(demo, tmp_path, run, monkeypatch):

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -77,94 +77,82 @@ def test_langchain_calls_tools(calls, stream):
     assert engine.asked[-1].endswith(HISTORY)
 
 
-TASK = """task: openings
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
+TASKS = {
+    "openings": """output_type: generate_until
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["."], max_gen_toks: 12, do_sample: false}
 metric_list: [{metric: exact_match}]
-"""
-
-
-CHOICES = """task: endings
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
+""",
+    "endings": """output_type: multiple_choice
 doc_to_choice: choices
 doc_to_target: 0
 target_delimiter: ""
 metric_list: [{metric: acc}]
-"""
+""",
+}
 
 
-def test_lm_eval_compares_log_probabilities(tmp_path, monkeypatch):
-    """The target's own answers are more likely than nonsense."""
+@pytest.fixture
+def scored(tmp_path, monkeypatch) -> Callable[..., Any]:
+    """What lm-eval finds of a task with these records."""
     lm_eval = pytest.importorskip("lm_eval")
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("OPENAI_API_KEY", "none")
+
+    def evaluate(task: str, records: list[Any], url: str, path: str, arguments: str) -> Any:
+        data = tmp_path / "data.jsonl"
+        data.write_text("\n".join(map(json.dumps, records)))
+        (tmp_path / "task.yaml").write_text(
+            f"task: {task}\ndataset_path: json\ntest_split: test\n"
+            f"dataset_kwargs: {{data_files: {{test: {data}}}}}\n"
+            f'doc_to_text: "{{{{question}}}}"\n{TASKS[task]}'
+        )
+        return lm_eval.simple_evaluate(
+            "local-completions" if path == "completions" else "local-chat-completions",
+            model_args=f"model=demo,base_url={url}/v1/{path},max_retries=1,{arguments}",
+            tasks=[task],
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            apply_chat_template=path != "completions",
+            bootstrap_iters=0,
+        )
+
+    return evaluate
+
+
+def test_lm_eval_compares_log_probabilities(scored):
+    """The target's own answers are more likely than nonsense."""
     demo = RECIPES / "demo-target"
     target = Target.load(demo, dtype="float32")
     engine = Speculator(target)
-    lines = []
+    records = []
     for question in ("Return the", "If the file", "A list of"):
         steps = engine.generate(target.tokenizer(question)["input_ids"], max_new_tokens=5)
         answer = target.tokenizer.decode([token for step in steps for token in step.tokens])
-        lines.append(json.dumps({"question": question, "choices": [answer, " heron heron"]}))
-    data = tmp_path / "data.jsonl"
-    data.write_text("\n".join(lines))
-    (tmp_path / "task.yaml").write_text(CHOICES.replace("DATA", str(data)))
+        records.append({"question": question, "choices": [answer, " heron heron"]})
     with running(engine, ServeOptions("demo")) as (url, _):
-        options = f"model=demo,base_url={url}/v1/completions,tokenizer={demo}"
-        results = lm_eval.simple_evaluate(
-            "local-completions",
-            model_args=f"{options},tokenizer_backend=huggingface,max_retries=1",
-            tasks=["endings"],
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-            bootstrap_iters=0,
-        )
+        arguments = f"tokenizer={demo},tokenizer_backend=huggingface"
+        results = scored("endings", records, url, "completions", arguments)
     assert results["results"]["endings"]["acc,none"] == 1.0
     first, *_ = results["samples"]["endings"]
     assert [is_greedy for [[_, is_greedy]] in first["resps"]] == [True, False]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_lm_eval_scores_the_demo_target(path, tmp_path, monkeypatch):
+def test_lm_eval_scores_the_demo_target(path, scored):
     """All of its answers are those that it has given before."""
-    lm_eval = pytest.importorskip("lm_eval")
     requests = pytest.importorskip("requests")
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
     is_chat = path != "completions"
     target = Target.load(RECIPES / "demo-target", dtype="float32")
     with running(Speculator(target), ServeOptions("demo")) as (url, _):
-        lines = []
+        records = []
         for question in ("Once upon a time", "Lily saw", "The heron"):
             messages = {"messages": [{"role": "user", "content": question}]}
-            body = {
-                "max_tokens": 12,
-                "stop": ".",
-                **(messages if is_chat else {"prompt": question}),
-            }
+            asked = messages if is_chat else {"prompt": question}
+            body = {"max_tokens": 12, "stop": ".", **asked}
             [choice] = requests.post(f"{url}/v1/{path}", json=body, timeout=60).json()["choices"]
             answer = choice["message"]["content"] if is_chat else choice["text"]
-            lines.append(json.dumps({"question": question, "answer": answer}))
-        data = tmp_path / "data.jsonl"
-        data.write_text("\n".join(lines))
-        (tmp_path / "task.yaml").write_text(TASK.replace("DATA", str(data)))
-        options = f"model=demo,base_url={url}/v1/{path},tokenizer_backend=None"
-        results = lm_eval.simple_evaluate(
-            "local-chat-completions" if is_chat else "local-completions",
-            model_args=f"{options},tokenized_requests=False,max_retries=1",
-            tasks=["openings"],
-            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
-            apply_chat_template=is_chat,
-            bootstrap_iters=0,
-        )
+            records.append({"question": question, "answer": answer})
+        arguments = "tokenizer_backend=None,tokenized_requests=False"
+        results = scored("openings", records, url, path, arguments)
     assert results["results"]["openings"]["exact_match,none"] == 1.0

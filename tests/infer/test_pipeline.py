@@ -7,10 +7,9 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from reciting import CHARACTERS, reciting_model, sentencepiece_tokenizer
+from reciting import CHARACTERS, saved_target
 from tiny_chat import llama
 from tiny_heads import new_head, random_head
 
@@ -24,7 +23,6 @@ from draftheads.infer import (
     encode_prompt,
     load,
 )
-from draftheads.train import fit
 
 QUESTIONS = ["What is it?", "Why?", "And how does one do that?"]
 NEW_TOKENS = 40
@@ -105,16 +103,6 @@ def test_an_answer_is_cut_by_its_own_prompt_alone(options):
     assert both[0].token_ids == alone.token_ids
 
 
-def test_numbers_of_numpy_are_ids_and_truth_values_and_bytes_are_not(model):
-    ids, options = [65, 66, 67], {"temperature": 1.0, "seed": 3, "max_new_tokens": 5}
-    answer = model.generate([*np.array(ids)], **options)
-    assert answer.token_ids == model.generate(ids, **options).token_ids
-    assert all(type(token) is int for token in answer.prompt_ids)
-    for prompt in ([True, False], b"abc", bytearray(b"abc")):
-        with pytest.raises(ValueError, match="expected a text, messages, token ids, or a list"):
-            model.generate(prompt)
-
-
 def test_a_seed_decides_whatever_drafts_and_torchs_seed_does_without_one(model, target):
     options = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "top_k": 50}
     engines = (Speculator(target), Speculator(target, NGram()), model.engine)
@@ -145,14 +133,6 @@ def test_statistics_add_up(model):
     assert answer.tokens_per_second == pytest.approx(answer.tokens / answer.seconds)
 
 
-def test_a_stop_string_ends_the_text_before_it(model):
-    whole = model.generate("Why?", max_new_tokens=NEW_TOKENS).text
-    stop = whole[6:9]
-    answer = model.generate("Why?", max_new_tokens=NEW_TOKENS, stop=stop)
-    assert answer.text == whole[: whole.index(stop)]
-    assert "".join(model.stream("Why?", max_new_tokens=NEW_TOKENS, stop=[stop])) == answer.text
-
-
 def test_a_rule_of_ones_own(model, target):
     """Its seed repeats an answer, as that of its numbers does; also beside another prompt."""
     rule, options = Sampled(temperature=0.8), {"seed": 5, "max_new_tokens": NEW_TOKENS}
@@ -165,10 +145,7 @@ def test_a_rule_of_ones_own(model, target):
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A head and its target, whose tokens are not pieces of text, on disk."""
-    tokenizer = sentencepiece_tokenizer()
-    reciting_model(len(tokenizer)).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    target = Target.load(tmp_path / "target")
+    target = saved_target(tmp_path / "target")
     save_head(random_head("medusa", target, depth=2), tmp_path / "head", target=target)
     return tmp_path
 
@@ -220,108 +197,6 @@ def test_the_heads_target_is_the_default(folder):
         load(folder / "head").target.fingerprint()
         == load(target=folder / "target").target.fingerprint()
     )
-
-
-def test_mistakes_are_named_before_anything_is_decoded(model, target, tmp_path):
-    with pytest.raises(ValueError, match="expected a head or a target, got neither"):
-        load()
-    with pytest.raises(TypeError, match="TextGenerator\\(Speculator"):
-        load(target)
-    with pytest.raises(FileNotFoundError, match="nothing"):
-        load(tmp_path / "nothing", tmp_path)
-    with pytest.raises(ValueError, match="expected a text, messages, token ids"):
-        model.generate(3)
-    with pytest.raises(TypeError, match="got max_tokens"):
-        model.generate("Why?", max_tokens=3)
-    with pytest.raises(ValueError, match="expected sampling or temperature, got both"):
-        model.generate("Why?", temperature=1.0, sampling=Sampled())
-    with pytest.raises(ValueError, match="stream: expected one prompt"):
-        model.stream(QUESTIONS)
-    for prompt, options, message in (
-        (["Why?", "x" * 1000], {}, "the prompt has .* tokens, expected 1 to"),
-        ([[]], {}, "the prompt has 0 tokens, expected 1 to"),
-        (["Why?", chat("Why?"), 7], {}, "expected a text, messages, token ids"),
-        ("Why?", {"max_new_tokens": 0}, "max_new_tokens: expected 1 to"),
-        ("Why?", {"stop": ""}, "expected a list of non-empty strings"),
-        ("Why?", {"temperature": -1}, "temperature -1: expected above 0"),
-        ("Why?", {"temperature": 1.0, "top_p": 2}, "top_p 2: expected 0 to 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.generate(prompt, **options)
-    with pytest.raises(ValueError, match="batch_size: expected 1 or more, got 0"):
-        TextGenerator(model.engine, batch_size=0)
-
-
-@pytest.mark.mend("True and words as numbers")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens: expected an integer, got 1.5"),
-        ({"temperature": True}, "temperature: expected a number, got True"),
-        ({"temperature": "1"}, "temperature: expected a number, got '1'"),
-        ({"temperature": 1.0, "top_k": True}, "top_k: expected an integer, got True"),
-        ({"temperature": 1.0, "top_p": True}, "top_p: expected a number, got True"),
-        ({"temperature": 1.0, "seed": True}, "seed: expected an integer, got True"),
-        ({"stop": True}, "stop: expected a list of non-empty strings, got True"),
-        ({"stop": [5]}, r"stop: expected a list of non-empty strings, got \[5\]"),
-    ],
-)
-def test_a_value_of_another_kind_is_refused(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        model.generate("Why?", **options)
-
-
-@pytest.mark.mend('dtype="fp16" was answered with: download it again; bits="8" was ignored')
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dtype": "fp16"}, "dtype: expected auto, float32, bfloat16, float16, got 'fp16'"),
-        ({"bits": "8"}, "bits: expected 4 or 8, got '8'"),
-        ({"bits": True}, "bits: expected 4 or 8, got True"),
-        ({"threads": True}, "threads: expected 1 or more, got True"),
-        ({"threads": "2"}, "threads: expected 1 or more, got '2'"),
-        ({"threads": 0}, "threads: expected 1 or more, got 0"),
-    ],
-)
-def test_places_that_there_are_not_are_refused(folder, options, message):
-    with pytest.raises(ValueError, match=message) as refused:
-        load(target=folder / "target", **{"threads": 1, **options})
-    assert "download" not in str(refused.value)
-
-
-@pytest.mark.mend("load(MODEL) named an option that Python has not")
-def test_a_dtype_may_be_torchs_and_a_model_is_no_head(folder):
-    assert Target.load(folder / "target", dtype=torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="pass it \\(target=NAME, .*; if this is a model, it is"):
-        load(folder / "target")
-
-
-@pytest.mark.mend(
-    'TextGenerator(target), fit("recipe.yaml"), tree="4,2", bench without repetitions: errors '
-    "of attributes and divisions"
-)
-def test_what_is_made_by_another_call_is_named(target, tmp_path):
-    """What people pass first: a target, a name, text."""
-    mistakes = {
-        "expected a Speculator, got Target.*TextGenerator.Speculator": lambda: TextGenerator(
-            target
-        ),
-        "batch_size: expected 1 or more, got '2'": lambda: TextGenerator(
-            Speculator(target), batch_size="2"
-        ),
-        "tree: expected one of parse_tree or none, got '4,2'": lambda: Speculator(
-            target, NGram(), tree="4,2"
-        ),
-        "expected a Recipe, as of load_recipe, got 'recipe.yaml'": lambda: fit("recipe.yaml"),
-        "temperature '1': expected above 0": lambda: Sampled("1"),
-        "top_p None: expected 0 to 1": lambda: Sampled(1.0, None),
-    }
-    for message, mistake in mistakes.items():
-        with pytest.raises((TypeError, ValueError), match=f"^{message}") as refusal:
-            mistake()
-        assert "\n" not in str(refusal.value)
-    assert Sampled(torch.tensor(1.0).item(), 1, np.int64(3)).top_k == 3
 
 
 @pytest.mark.mend("None for an option, or template variables that are none, ended in a TypeError")

@@ -149,8 +149,12 @@ def test_the_next_turn_has_the_answer_as_the_template_writes_it(case):
     template, written, text, shown = CASES[case]
     target = target_of(stand_in(template))
     ids = target.tokenizer(written, add_special_tokens=False)["input_ids"]
-    answer = PromptRenderer(target, {}).answer_text(ids)
+    renderer = PromptRenderer(target, {})
+    answer = renderer.answer_text(ids)
     assert answer == text
+    stream = TextStream(target.tokenizer, marks=renderer.marks)
+    pieces = [stream.feed([token]) for token in ids]
+    assert "".join([*pieces, stream.flush()]) == text and sum(map(bool, pieces)) > 1
     history = History(target, None, 1)
     first, _ = history.prompt("A")
     history.add("A", answer)
@@ -158,16 +162,6 @@ def test_the_next_turn_has_the_answer_as_the_template_writes_it(case):
     start = target.tokenizer.decode(first).removesuffix("<|think|>")
     start = start.removesuffix("<|channel>thought\n<channel|>")
     assert target.tokenizer.decode(second).startswith(start + shown)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_text_grows_token_by_token(case):
-    template, written, text, _ = CASES[case]
-    tokenizer = stand_in(template)
-    stream = TextStream(tokenizer, marks=PromptRenderer(TextSide("t", tokenizer, ()), {}).marks)
-    pieces = [stream.feed([token]) for token in tokenizer(written)["input_ids"]]
-    assert "".join([*pieces, stream.flush()]) == text
-    assert sum(map(bool, pieces)) > 1
 
 
 @pytest.mark.mend(
@@ -196,6 +190,11 @@ def test_real_templates(name):
     )
     assert tokenizer.decode(found) == whole
     assert "assistantfinal" not in whole and whole.count("ok") >= 1
+    target = reciting(tokenizer.chat_template, "")
+    prompt = encode_prompt(target, asked[:1], {"enable_thinking": True})
+    written = written.removesuffix("<|END_RESPONSE|>")
+    assert fits(target, prompt, written), "a grammar begins after it"
+    assert not fits(target, prompt, written.replace("ok", "no"))
 
 
 THOUGHT, ANSWER = "Thinking of herons.", "Herons wade."
@@ -437,19 +436,6 @@ def test_a_grammar_begins_after_reasoning(case):
         True,
         *(each == "ok" for each in may),
     ]
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_grammars_of_real_templates_begin_after_reasoning(name):
-    if not TEMPLATES.is_dir():
-        pytest.skip(f"no chat templates at {TEMPLATES}")
-    written, _, _ = REAL[name]
-    target = reciting((TEMPLATES / f"{name}.jinja").read_text(), "")
-    variables = {"enable_thinking": True}
-    prompt = encode_prompt(target, [{"role": "user", "content": "A"}], variables)
-    written = written.removesuffix("<|END_RESPONSE|>")
-    assert fits(target, prompt, written)
-    assert not fits(target, prompt, written.replace("ok", "no"))
 
 
 @pytest.mark.mend(

@@ -4,29 +4,28 @@ write, alone and in batches that rows join and leave; the host does next to noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from itertools import permutations
 from typing import Any
 
+import decoding_modes
 import pytest
 import torch
 from asked import Asked
 from recorder import recorded
 from tiny_heads import VARIANTS, random_head
-from tiny_targets import generated, greedy, random_model, some_prompts, tiny_target
+from tiny_targets import greedy, some_prompts, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.continuous import Request, answer_all, checked
-from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import recorded as recording
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.fixed.recorded import RECORDERS
-from draftheads.infer.lossy import Typical
 from draftheads.infer.reading import Session
 from draftheads.infer.rules import RowRules
 from draftheads.infer.tree_sizes import TreeSizes
@@ -34,36 +33,7 @@ from draftheads.infer.tree_sizes import TreeSizes
 NEW = 24
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)))
 DYNAMIC = DynamicTree(9, 3, 3)
-
-
-def endless_target() -> Target:
-    target = Target(random_model("llama"))
-    target.eos_ids = ()
-    return target
-
-
-def written(
-    speculator: Speculator, prompts: Sequence[list[int]], **options: Any
-) -> list[list[int]]:
-    """The new tokens of each row."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for steps in speculator.generate_batch(prompts, **{"max_new_tokens": NEW} | options):
-        for row, step in zip(rows, steps, strict=True):
-            row += step.tokens if step else []
-    return rows
-
-
-def drafts_of(name: str, target: Target) -> Any:
-    parts = [
-        {"ngram": NGram(shortest=1)}.get(each) or random_head(each, target)
-        for each in name.split("+")
-    ]
-    return parts[0] if len(parts) == 1 else Merged(parts)
-
-
-def repeating(*lengths: int) -> list[list[int]]:
-    """Prompts of few tokens, so that each place has been there before."""
-    return [[token % 4 + 10 for token in prompt] for prompt in some_prompts(*lengths)]
+written = partial(decoding_modes.written, max_new_tokens=NEW)
 
 
 @pytest.fixture
@@ -86,35 +56,6 @@ def recordings(monkeypatch) -> list[int]:
     monkeypatch.setitem(RECORDERS, "cpu", note)
     monkeypatch.setattr(compiled, "BUCKET", 8)
     return replays
-
-
-RULES = [Sampled(0.9), Typical(delta=0.9, temperature=2.0)]
-
-
-@pytest.mark.mend(
-    "lossy rules and merged drafters wrote other texts beside other rows, and when recorded"
-)
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-@pytest.mark.parametrize("name", ["sequential", "ngram", "ngram+eagle3"])
-def test_a_row_is_what_it_is_alone_by_any_rule_recorded_or_not(recordings, name, rule, monkeypatch):
-    """Lossy rules, too, keep nothing that was not drafted: padding is no draft. What is drawn does
-    not depend on other rows.
-    """
-    target, prompts = endless_target(), repeating(9, 5, 12)
-    outputs = []
-    for graphs in "01":
-        monkeypatch.setenv("DRAFTHEADS_GRAPHS", graphs)
-        engine = Speculator(target, drafts_of(name, target))
-        options = {"sampling": rule, "max_new_tokens": 2 * NEW}
-        outputs.append(written(engine, prompts, seeds=["a", "b", "c"], **options))
-        for seed, prompt in zip("abc", prompts, strict=True):
-            alone = Speculator(target, drafts_of(name, target))
-            outputs.append(outputs[0][:])
-            outputs[-1]["abc".index(seed)] = written(alone, [prompt], seeds=[seed], **options)[0]
-        assert bool(recordings) == bool(int(graphs))
-    assert all(rows == outputs[0] for rows in outputs)
-    assert max(recordings) >= 2
-    assert rule.lossless or outputs[0] != [greedy(target, each, 2 * NEW) for each in prompts]
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -168,7 +109,7 @@ def reads(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("kind", [*VARIANTS, None])
 def test_the_host_starts_a_replay_and_reads_the_new_tokens(recordings, reads, kind, rule):
     """And copies the numbers of its rows, if it draws: no other operator, no other wait."""
-    target, (prompt,) = endless_target(), some_prompts(9)
+    target, (prompt,) = tiny_target(), some_prompts(9)
     tree = TREE if kind == "medusa" else DYNAMIC
     engine = Speculator(target, kind and random_head(kind, target), tree=tree if kind else None)
     steps = engine.generate(prompt, sampling=rule, max_new_tokens=110)
@@ -188,7 +129,7 @@ def test_the_host_starts_a_replay_and_reads_the_new_tokens(recordings, reads, ki
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_last_are_told(recordings):
-    target, (prompt,) = endless_target(), some_prompts(9)
+    target, (prompt,) = tiny_target(), some_prompts(9)
     engine = Speculator(target, random_head("sequential", target))
     steps = engine.generate(prompt, max_new_tokens=NEW)
     told, launched = [], []
@@ -206,7 +147,7 @@ def turns(target: Any, engine: Speculator, session: Session) -> Iterator[list[in
     for more in some_prompts(3, 4, 2, seed=2):
         steps = engine.generate(text, max_new_tokens=20, session=session)
         answer = [token for step in steps for token in step.tokens]
-        assert answer == generated(target, text, 20)
+        assert answer == greedy(target, text, 20)
         yield answer
         text = text + answer + more
 
@@ -221,7 +162,7 @@ def test_what_was_recorded_serves_the_next_turns_of_a_session(recordings, monkey
 
 def test_a_given_up_answer_leaves_a_session_its_text(recordings):
     """A step that was launched ahead had written to its caches."""
-    target, session, (prompt,) = endless_target(), Session(), some_prompts(9)
+    target, session, (prompt,) = tiny_target(), Session(), some_prompts(9)
     engine = Speculator(target, random_head("eagle3", target), tree=DYNAMIC)
     for stop in (5, 7, 9):
         steps = engine.generate(prompt, max_new_tokens=60, session=session)
@@ -229,7 +170,7 @@ def test_a_given_up_answer_leaves_a_session_its_text(recordings):
         del steps
         prompt = [*text, 3]
         answer = engine.generate(prompt, max_new_tokens=NEW, session=session)
-        assert [t for step in answer for t in step.tokens] == generated(target, prompt, NEW)
+        assert [t for step in answer for t in step.tokens] == greedy(target, prompt, NEW)
         assert session.reused >= len(text) - 8
     assert max(recordings) >= 2
 
@@ -260,11 +201,11 @@ def test_rows_that_join_and_leave_go_on_in_the_same_recordings(recordings, kind,
 def test_few_recordings_are_kept(recordings, monkeypatch):
     """One for every few slots, of a long text: the others go, and come again."""
     monkeypatch.setattr(recording, "MOST", 3)
-    target, session, (prompt,) = endless_target(), Session(), some_prompts(9)
+    target, session, (prompt,) = tiny_target(), Session(), some_prompts(9)
     engine = Speculator(target, random_head("sequential", target))
     for _ in range(2):
         steps = engine.generate(prompt, max_new_tokens=100, session=session)
-        assert [t for step in steps for t in step.tokens] == generated(target, prompt, 100)
+        assert [t for step in steps for t in step.tokens] == greedy(target, prompt, 100)
         kept = session.slots.runner._recordings
         assert 0 < len(kept.made) <= 3
     assert len(recordings) > 6
@@ -287,7 +228,7 @@ def test_slots_in_sight_grow_by_half_at_most():
 def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monkeypatch):
     """It takes the memory of the last one, and nothing of its text."""
     monkeypatch.setattr(compiled, "BUCKET", 128)
-    target = endless_target()
+    target = tiny_target()
     drafts = NGram(shortest=1) if kind == "ngram" else kind and random_head(kind, target)
     engine = Speculator(target, drafts)
     for seed in range(3):
@@ -295,7 +236,7 @@ def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monk
         assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
         assert len(recordings) == 1
         assert written(engine, prompts) == [greedy(target, each, NEW) for each in prompts]
-        assert engine._last_slots.length == 0, "a bench reads each prompt"
+        assert [ended.length for ended in engine._ended] == [0], "a bench reads each prompt"
     first, second = (engine.generate(some_prompts(9)[0], max_new_tokens=NEW) for _ in range(2))
     both = [[token for step in steps for token in step.tokens] for steps in (first, second)]
     assert both[0] == both[1] == greedy(target, some_prompts(9)[0], NEW)
@@ -310,13 +251,15 @@ def test_the_next_generation_is_recorded_already(recordings, kind, lengths, monk
 
 def test_each_rule_has_recordings_of_its_own(recordings):
     """In the same memory: one must not be decoded by those of another."""
-    target, (prompt,) = endless_target(), some_prompts(9)
+    target, (prompt,) = tiny_target(), some_prompts(9)
     engine = Speculator(target, random_head("medusa", target), tree=TREE)
     hot, hotter = checked(0.3, 1.0, 0), checked(3.0, 1.0, 0)
     rules = {"greedy": Greedy(), "hot": hot, "hotter": hotter}
     texts: dict[str, list[list[int]]] = {name: [] for name in rules}
     for name in ("greedy", "hot", "hotter", "hot", "greedy", "hotter"):
-        texts[name] += written(engine, [prompt], sampling=rules[name], seeds=["a"])
+        texts[name] += written(
+            engine, [prompt], max_new_tokens=NEW, sampling=rules[name], seeds=["a"]
+        )
     assert texts["greedy"] == [greedy(target, prompt, NEW)] * 2
     for name, (first, second) in texts.items():
         alone = Speculator(target, random_head("medusa", target), tree=TREE)
@@ -338,7 +281,7 @@ def test_rules_of_rows_are_the_same_for_the_same_rows_alone():
 
 def test_a_server_records_once_for_rows_that_come_again(recordings, schedulers, monkeypatch):
     monkeypatch.setattr(compiled, "BUCKET", 128)
-    target = endless_target()
+    target = tiny_target()
     scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
     made = []
     for seed in range(3):
@@ -354,7 +297,7 @@ def test_what_recording_takes_does_not_count_against_a_tree(recordings, schedule
     """In a server's trials of other trees: a step that is recorded takes as long as many."""
     learned: list[float] = []
     monkeypatch.setattr(TreeSizes, "learn", lambda sizes, rows, *more: learned.append(rows))
-    target = endless_target()
+    target = tiny_target()
     scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=2)
     asked = [Asked(ids, new=40) for ids in some_prompts(4, 9)]
     scheduler.submit(*(each.job for each in asked))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.constraint import Constraint, ConstraintError
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.paths import TokenPath
@@ -45,32 +46,17 @@ class Timed(Scripted):
         return steps()
 
 
-def test_many_requests_at_a_time_are_answered_as_alone(schedulers):
+@pytest.mark.parametrize("name", ["eagle3", "ngram"])
+def test_many_requests_at_a_time_are_answered_as_alone(schedulers, name):
+    """Those without drafts beside the others, which are batched or take turns."""
     target = tiny_target()
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
+    drafts = NGram() if name == "ngram" else random_head(name, target)
+    scheduler = schedulers(Speculator(target, drafts), slots=3)
     asked = [Asked(prompt, draft=n % 3 > 0) for n, prompt in enumerate(some_prompts(*range(4, 24)))]
     for each in asked:
         scheduler.submit(each.job)
     for each in asked:
         assert each.answer() == greedy(target, each.job.prompt, NEW)
-
-
-def test_a_request_is_checked_and_started_once(schedulers, monkeypatch):
-    engine = Speculator(tiny_target())
-    starts: list[list[int]] = []
-    read = Speculator.read
-
-    def note(engine, rows, *more):
-        starts.extend(list(row.text) for row in rows)
-        return read(engine, rows, *more)
-
-    monkeypatch.setattr(Speculator, "read", note)
-    scheduler = schedulers(engine)
-    [prompt] = some_prompts(6)
-    asked = Asked(prompt)
-    scheduler.submit(asked.job)
-    assert asked.answer() == greedy(engine.target, prompt, NEW)
-    assert starts == [prompt]
 
 
 def test_a_newcomer_does_not_wait_for_the_others_to_end(schedulers):
@@ -83,20 +69,6 @@ def test_a_newcomer_does_not_wait_for_the_others_to_end(schedulers):
     scheduler.submit(second.job)
     second.answer()
     assert engine.order.index(2) < len(engine.order) - engine.order[::-1].index(1), "between"
-
-
-def test_a_conversation_finds_its_slot_again(schedulers):
-    target = tiny_target()
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=2)
-    texts = some_prompts(20, 21)
-    for turn in range(3):
-        for place, text in enumerate(texts):
-            asked = Asked(text)
-            scheduler.submit(asked.job)
-            answer = asked.answer()
-            assert (asked.job.reused > len(text) // 2) == (turn > 0)
-            assert answer == greedy(target, text, NEW)
-            texts[place] = [*text, *answer, 3 + turn]
 
 
 def test_the_queue_is_bounded(schedulers):
@@ -172,31 +144,6 @@ def test_compiled_steps_are_those_of_the_start_alone(schedulers, monkeypatch):
         answer = asked.answer()
         assert isinstance(rule, Sampled) or answer == greedy(target, prompt, NEW)
     assert list(engine.maker._compiled.values()) == [step]
-
-
-@pytest.mark.mend("a long prompt holds up nobody")
-def test_a_long_prompt_is_read_in_turns(schedulers, monkeypatch):
-    """An answer in the making goes on while another prompt is being read."""
-    monkeypatch.setattr("draftheads.infer.serve.scheduler.TURN", 4)
-    target = tiny_target()
-    engine = Speculator(target)
-    order: list[str] = []
-    forward = target._decode
-
-    def note(tokens, *more, **options):
-        order.append("prompt" if tokens.shape[1] == 4 else "step")
-        time.sleep(0.002)
-        return forward(tokens, *more, **options)
-
-    monkeypatch.setattr(target, "_decode", note)
-    scheduler = schedulers(engine, slots=2)
-    short, long = (Asked(prompt) for prompt in some_prompts(2, 90))
-    short.job.max_new_tokens = 30
-    scheduler.submit(short.job, long.job)
-    assert long.answer() == greedy(target, long.job.prompt, NEW)
-    short.answer()
-    last = len(order) - order[::-1].index("prompt")
-    assert order[:last].count("step") > 5, order
 
 
 def test_the_queue_takes_all_jobs_of_a_request_or_none(schedulers):

@@ -16,7 +16,7 @@ from tiny_heads import random_head
 from tiny_targets import greedy, some_prompts, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from draftheads.heads.cache import SlotCache, SlotLayer
+from draftheads.heads.cache import SlotCache
 from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Acceptance, Greedy, Sampled
 from draftheads.infer.constraint import Constraint
@@ -40,32 +40,9 @@ def several(**options: Any) -> list[Asked]:
     return [Asked(ids, new=3 + n * 7 % 20, **options) for n, ids in enumerate(prompts)]
 
 
-def rows_of_passes(monkeypatch: Any, name: str = "verify") -> list[int]:
-    """The rows of each pass over nodes, or over a prompt, as they come."""
-    rows: list[int] = []
-    original = getattr(Target, name)
-
-    def note(self: Target, tree: Any, *more: Any) -> Any:
-        rows.append(len(tree.tokens_BN))
-        return original(self, tree, *more)
-
-    monkeypatch.setattr(Target, name, note)
-    return rows
-
-
 def check_greedy(target: Target, asked: list[Asked]) -> None:
     for each in asked:
         assert each.answer() == greedy(target, each.job.prompt, each.job.max_new_tokens)
-
-
-def test_as_many_rows_as_there_are_slots_are_decoded_in_one_pass(schedulers, monkeypatch):
-    target = tiny_target()
-    rows = rows_of_passes(monkeypatch)
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=5)
-    asked = several()
-    scheduler.submit(*(each.job for each in asked))
-    check_greedy(target, asked)
-    assert max(rows) == 5
 
 
 def rule(number: int) -> Acceptance:
@@ -163,6 +140,7 @@ def test_log_probabilities_of_a_row_are_its_own(schedulers, length):
         assert abs(one.logprob - other.logprob) < 1e-3
 
 
+@pytest.mark.mend("a long prompt holds up nobody")
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_long_prompt_delays_others_by_at_most_two_steps(schedulers, monkeypatch, plain):
     """Between two steps of a row: a part of one prompt, and a step of those that decode without
@@ -170,7 +148,6 @@ def test_a_long_prompt_delays_others_by_at_most_two_steps(schedulers, monkeypatc
     """
     monkeypatch.setattr(f"{SCHEDULER}.TURN", 4)
     target, passes = tiny_target(), list[None]()
-    target.eos_ids = ()
     forward = target._decode
 
     def note(*given: Any, **options: Any) -> Any:
@@ -220,7 +197,6 @@ def test_rows_that_leave_give_back_memory_and_keep_their_text(schedulers, monkey
 
     monkeypatch.setattr(Target, "verify", note)
     target = tiny_target()
-    target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target))
     scheduler = schedulers(engine, slots=4)
     long, *short = [Asked(ids) for ids in some_prompts(90, 3, 4, 5)]
@@ -263,7 +239,6 @@ def test_caches_of_a_row_are_in_the_batch_or_in_its_session_but_not_twice(schedu
 def test_the_others_do_not_attend_over_the_slots_of_a_row_that_left():
     """Its place may stay, as to remove it copies the caches."""
     target = tiny_target()
-    target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target))
     rows = [Row(target, prompt, 40) for prompt in some_prompts(40, 7, 5)]
     reading = engine.read(rows, Greedy(), reserved=64)
@@ -284,7 +259,6 @@ def reused_in_conversations(schedulers: Any, target: Target, head: Any) -> list[
     """Three turns of four conversations side by side, each answered as alone; returns the prompt
     tokens that were not computed again, by turn.
     """
-    target.eos_ids = ()
     scheduler = schedulers(Speculator(target, head), slots=4)
     texts = some_prompts(20, 21, 17, 30)
     turns = []
@@ -322,7 +296,6 @@ def test_a_conversation_with_a_hybrid_goes_on_from_its_prompt_or_later(scheduler
 @pytest.mark.usefixtures("steps")
 def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(schedulers):
     target = tiny_target()
-    target.eos_ids = ()
     scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=3)
     [prompt] = some_prompts(33)
     leaving = Asked(prompt, new=90)
@@ -336,45 +309,6 @@ def test_a_client_that_leaves_changes_no_other_answer_and_its_slot_is_free(sched
     scheduler.submit(again.job)
     check_greedy(target, [*others, again])
     assert again.job.reused >= len(prompt), "what was computed for it is kept"
-
-
-@pytest.fixture(params=["verify", "join"])
-def small_memory(request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A device on which no more than three rows find room."""
-    rows: list[int] = []
-    verify, join = Target.verify, SlotLayer.join
-
-    def bounded(self: Target, tree: Any, cache: Any, layers: Any) -> Any:
-        rows.append(len(tree.tokens_BN))
-        if rows[-1] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return verify(self, tree, cache, layers)
-
-    def bounded_join(self: SlotLayer, *more: Any) -> None:
-        rows.append(len(self.table.lengths))
-        if rows[-1] > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        join(self, *more)
-
-    if request.param == "verify":
-        monkeypatch.setattr(Target, "verify", bounded)
-    else:
-        monkeypatch.setattr(SlotLayer, "join", bounded_join)
-    return rows
-
-
-@pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("name", ["eagle3", None])
-def test_a_batch_that_is_too_large_is_halved_and_nothing_is_lost(schedulers, name, small_memory):
-    target = tiny_target()
-    expected = [greedy(target, each.job.prompt, each.job.max_new_tokens) for each in several()]
-    small_memory.clear()
-    engine = Speculator(target, name and random_head(name, target))
-    scheduler = schedulers(engine, slots=8)
-    asked = several()
-    scheduler.submit(*(each.job for each in asked))
-    assert [each.answer() for each in asked] == expected
-    assert 1 <= sum(rows > 3 for rows in small_memory) <= 2, "and then it is known"
 
 
 @pytest.mark.mend("a request that ran out of memory alone left a server with one row at a time")
@@ -410,45 +344,32 @@ def test_logits_that_are_not_finite_end_their_row_alone(schedulers, monkeypatch)
         asked[0].answer()
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_a_row_that_fails_ends_alone(schedulers, place, monkeypatch):
+@pytest.mark.parametrize(("fault", "place"), [("step", 0), ("step", 2), ("prompt", 2)])
+def test_a_row_that_fails_ends_alone(schedulers, fault, place, monkeypatch):
     """The others are read again, and go on where they were."""
     target = tiny_target()
-    target.eos_ids = ()
     scheduler = schedulers(Speculator(target, random_head("medusa", target)), slots=4)
     asked = [Asked(ids, new=30) for ids in some_prompts(4, 9, 6, 12)]
-    broken = Broken()
-    object.__setattr__(broken, "calls", count())
-    asked[place].job.sampling = broken
-    scheduler.submit(*(each.job for each in asked))
-    for number, each in enumerate(asked):
-        if number == place:
-            with pytest.raises(RuntimeError, match="broken"):
-                each.answer()
-        else:
-            check_greedy(target, [each])
-    last = Asked(some_prompts(7)[0])
-    scheduler.submit(last.job)
-    check_greedy(target, [last])
-
-
-def test_a_prompt_that_cannot_be_read_fails_alone(schedulers, monkeypatch):
-    target = tiny_target()
+    bad = asked.pop(place)
     prefill = Target.prefill_chunks
-    asked = several()
-    bad = asked[3]
 
     def failing(self: Target, prompts: Any, *more: Any) -> Any:
         if list(prompts[0]) == bad.job.prompt:
-            raise RuntimeError("too long")
+            raise RuntimeError("broken")
         return prefill(self, prompts, *more)
 
-    monkeypatch.setattr(Target, "prefill_chunks", failing)
-    scheduler = schedulers(Speculator(target, random_head("eagle3", target)), slots=4)
-    scheduler.submit(*(each.job for each in asked))
-    with pytest.raises(RuntimeError, match="too long"):
+    if fault == "prompt":
+        monkeypatch.setattr(Target, "prefill_chunks", failing)
+    else:
+        bad.job.sampling = Broken()
+        object.__setattr__(bad.job.sampling, "calls", count())
+    jobs = [each.job for each in asked]
+    scheduler.submit(*jobs[:place], bad.job, *jobs[place:])
+    with pytest.raises(RuntimeError, match="broken"):
         bad.answer()
-    check_greedy(target, [each for each in asked if each is not bad])
+    last = Asked(some_prompts(7)[0])
+    scheduler.submit(last.job)
+    check_greedy(target, [*asked, last])
 
 
 @pytest.mark.slow
@@ -471,19 +392,10 @@ def test_caches_that_find_no_room_when_a_row_leaves_are_given_up(schedulers, mon
     assert next(calls) > 4
 
 
-def test_drafts_that_cannot_be_batched_take_turns_beside_the_plain_models_batch(schedulers):
-    target = tiny_target()
-    scheduler = schedulers(Speculator(target, NGram()), slots=4)
-    asked = [*several(), *several(draft=False)]
-    scheduler.submit(*(each.job for each in asked))
-    check_greedy(target, asked)
-
-
 @pytest.mark.slow
 def test_a_row_alone_is_compiled_and_goes_on_when_others_join_it(schedulers, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     target = tiny_target()
-    target.eos_ids = ()
     engine = Speculator(target, random_head("eagle3", target), compile=True)
     fixed: list[int] = []
     call = compiled.FixedSteps.__call__

@@ -193,14 +193,3 @@ def test_the_engine_stops_where_generate_stops_at_the_very_first_token():
     expected = model.generate(ids, **asked, stop_strings=[stop], tokenizer=tokenizer)[0].tolist()
     steps = Speculator(Target(model, tokenizer)).generate(ids[0], max_new_tokens=9, stop=[stop])
     assert [token for step in steps for token in step.tokens] == expected[4:] == written[4:5]
-
-
-@pytest.mark.parametrize("stop", ["a string", [""], ["x", ""]])
-def test_stop_strings_must_be_a_list_of_strings(stop):
-    with pytest.raises(ValueError, match="list of non-empty strings"):
-        StopStrings(byte_tokenizer(), stop, ())
-
-
-def test_stop_strings_need_a_tokenizer():
-    with pytest.raises(ValueError, match="no"):
-        StopStrings(None, ["x"], ())

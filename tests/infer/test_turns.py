@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tiny_chat import llama
+from tiny_chat import llama, saved
 from tiny_heads import make_head
 from tiny_targets import some_prompts, tiny_target
 from typed_commands import questions
@@ -113,8 +113,7 @@ def typed(run, tmp_path):
     """`bench` or `tune` of a tiny head, with its figures."""
     tiny = llama()
     target, head = tmp_path / "target", tmp_path / "head"
-    tiny.model.save_pretrained(target)
-    tiny.tokenizer.save_pretrained(target)
+    saved(tiny, target)
     save_head(make_head(MedusaHead, tiny, depth=2, nodes=6), head, target=tiny)
     figures = tmp_path / "figures.json"
     words = ["--target", target, "--head", head, "--prompts", questions(tmp_path, 6)]

@@ -5,17 +5,15 @@ and a step's rows do not depend on how many processes share them.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from tiny_training import VOCABULARY, random_answers, tiny_target
+from tiny_training import random_answers, tiny_target
 
 from draftheads.heads.batch import Batch
 from draftheads.train.batches import DataAmount, Documents, Order, Rows, share
-from draftheads.train.data.answers import Answer, new_manifest, read_answers, store_batch
-from draftheads.train.data.shards import rows_of, to_batch
+from draftheads.train.data.answers import Answer
 
 LENGTH = 48
 SPLIT_OF_20 = [3, 11, 13, 19]
@@ -27,10 +25,6 @@ def documents() -> Documents:
     return Documents.read(random_answers(50))
 
 
-def document(answer: Answer) -> dict[str, object]:
-    return {"tokens": answer.tokens, "learn": answer.learn, "turns": 1, "finish": "eos"}
-
-
 def sides(documents: Documents, heldout: float) -> tuple[list[Any], list[Any]]:
     train, apart = documents.split(heldout)
     return train.tolist(), apart.tolist()
@@ -38,25 +32,6 @@ def sides(documents: Documents, heldout: float) -> tuple[list[Any], list[Any]]:
 
 def whole(rows: Rows) -> Batch:
     return rows.batch(range(len(rows)))
-
-
-@pytest.mark.parametrize("pack", [True, False])
-def test_every_learned_token_stands_in_one_row(documents, pack):
-    rows = Rows(documents, documents.spans, LENGTH, pack=pack, seed=3)
-    batch = whole(rows)
-    spans = [(answer.tokens, *span) for answer in random_answers(50) for span in answer.learn]
-    expected = sorted(token for tokens, start, stop in spans for token in tokens[start:stop])
-    assert sorted(batch.tokens_BT[batch.loss_mask_BT].tolist()) == expected
-    assert sum(rows.learned) == int(batch.loss_mask_BT.sum()) == len(expected)
-    assert sum(rows.sizes) == int((batch.documents_BT >= 0).sum())
-    assert batch.tokens_BT.shape[1] <= LENGTH
-    if not pack:
-        assert len(rows) == len(documents)
-
-
-def test_packing_fills_rows(documents):
-    rows = Rows(documents, documents.spans, 256, pack=True, seed=0)
-    assert sum(rows.sizes[:-1]) / (256 * (len(rows) - 1)) > 0.9
 
 
 def test_rows_look_like_this():
@@ -97,22 +72,6 @@ def test_packed_features_equal_those_of_a_document_alone(documents):
             seen += 1
     assert seen == 12
     assert len(rows) < 12, "some rows must hold several documents for this to mean anything"
-
-
-def test_a_long_document_is_cut_and_no_first_token_is_learned():
-    documents = Documents.read([Answer(list(range(20)), [(6, 20)])])
-    rows = Rows(documents, documents.spans, 8, pack=True, seed=0)
-    batch = whole(rows)
-    assert rows.cut == 2
-    assert not (batch.loss_mask_BT & (batch.positions_BT == 0)).any()
-    learned = sorted(batch.tokens_BT[batch.loss_mask_BT].tolist())
-    assert learned == [6, 7, *range(9, 16), *range(17, 20)]
-
-
-def test_pieces_without_learned_tokens_are_left_out():
-    documents = Documents.read([Answer(list(range(20)), [(18, 20)])])
-    rows = Rows(documents, documents.spans, 8, pack=True, seed=0)
-    assert whole(rows).tokens_BT.tolist() == [[16, 17, 18, 19]]
 
 
 def test_an_epoch_is_every_row_once():
@@ -206,13 +165,6 @@ def test_a_run_goes_on_only_where_its_step_can_be_shared_evenly():
         share(range(12), 2, 0, 4)
 
 
-def test_rows_know_which_documents_they_hold(documents):
-    rows = Rows(documents, documents.spans, LENGTH, pack=True, seed=0)
-    for row in range(len(rows)):
-        starts = [documents.spans[number][0] for number in rows.document_numbers([row])]
-        assert starts == [start for start, _ in rows.pieces(row)]
-
-
 def test_a_digest_names_the_tokens_and_what_is_learned(documents):
     assert documents.digest() == Documents.read(random_answers(50)).digest()
     other = random_answers(50)
@@ -235,63 +187,7 @@ def test_heldout_documents_are_apart_and_always_the_same(documents):
     assert [len(part) for part in pair.split(0.5)] == [1, 1]
 
 
-def test_documents_of_a_conversation_stay_on_one_side(tmp_path):
-    drawn = random_answers(60)
-    talks = [drawn[2 * n : 2 * n + 2] if n % 2 else [drawn[2 * n]] for n in range(30)]
-    lines = [
-        {"id": f"{n}", "documents": [document(answer) for answer in talk]}
-        if len(talk) > 1
-        else {"id": f"{n}", **document(talk[0])}
-        for n, talk in enumerate(talks)
-    ]
-    prompts = {"source": "", "count": 30, "sha256": "0" * 12}
-    rows = to_batch([row for line in lines for row in rows_of(line)])
-    store_batch(tmp_path, new_manifest({"name": "tiny"}, {}, prompts), rows)
-    documents = Documents.open(tmp_path, VOCABULARY, "tiny")
-    train, apart = sides(documents, 0.4)
-    places = documents.spans.tolist()
-    conversation = [n for n, talk in enumerate(talks) for _ in talk]
-    numbers = [{conversation[places.index(span)] for span in part} for part in (train, apart)]
-    assert not numbers[0] & numbers[1]
-    assert numbers[0] | numbers[1] == set(range(30))
-    assert len(numbers[1]) == 12, "a share of conversations"
-    assert any(len(talks[n]) == 2 for n in numbers[1])
-    assert sorted(train + apart) == places
-    loose = [replace(answer, follows=False) for answer in read_answers(tmp_path)]
-    assert Documents.read(loose).digest() != documents.digest()
-
-
-def test_conversations_with_a_copy_of_a_heldout_document_are_not_trained_on():
-    drawn = random_answers(8)
-    pairs = zip(drawn[::2], drawn[1::2], strict=True)
-    talks = [[first, replace(second, follows=True)] for first, second in pairs]
-    documents = Documents.read(answer for talk in talks for answer in talk)
-    (held,) = {documents.spans.tolist().index(span) // 2 for span in sides(documents, 0.25)[1]}
-    twin = (held + 1) % 4
-    talks[twin][1] = replace(talks[held][1])
-    train, apart = Documents.read(answer for talk in talks for answer in talk).split(0.25)
-    assert len(apart) == 2
-    assert len(train) == 4, "neither the copy nor what stands beside it"
-
-
 def test_single_documents_are_divided_as_ever():
     documents = Documents.read(random_answers(20))
     apart = sides(documents, 0.2)[1]
     assert [documents.spans.tolist().index(span) for span in apart] == SPLIT_OF_20
-
-
-def test_copies_of_heldout_documents_are_not_trained_on():
-    documents = Documents.read(random_answers(10) * 3)
-    train, apart = documents.split(0.1)
-
-    def texts(spans):
-        return {tuple(documents.tokens(start, stop).tolist()) for start, stop in spans}
-
-    assert len(apart) == 3
-    assert not texts(train) & texts(apart)
-    assert texts(train) | texts(apart) == texts(documents.spans)
-
-
-def test_frequent_tokens_count_what_the_target_wrote():
-    answers = [Answer([5, 5, 5, 7, 7, 9], [(3, 6)]), Answer([5, 9, 9, 8], [(1, 4)])]
-    assert Documents.read(answers).frequent_tokens(3, VOCABULARY) == [9, 7, 8]

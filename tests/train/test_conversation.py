@@ -323,21 +323,6 @@ def test_documents_conversations_and_prompts_add_up(thinking, tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("calls", [1, 4, 7])
-def test_interrupted_run_asks_nothing_twice(thinking, tmp_path, calls):
-    distill(thinking, talks(), options(tmp_path / "whole", **CHOSEN))
-    turns, Thinking.asked, Thinking.interrupted_at = Thinking.asked, 0, calls
-    with pytest.raises(KeyboardInterrupt):
-        distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
-    assert Thinking.asked == calls
-    Thinking.interrupted_at = None
-    distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
-    assert records(tmp_path / "o") == records(tmp_path / "whole")
-    assert Thinking.asked == turns + calls % TURNS, "only the conversation that was not whole"
-    distill(thinking, talks(), options(tmp_path / "o", **CHOSEN))
-    assert Thinking.asked == turns + calls % TURNS
-
-
 def test_thoughts_that_are_dropped_are_seen_and_not_learned(thinking, forgetful, tmp_path, capsys):
     distill(thinking, talks(2), options(tmp_path / "o", reasoning="drop", **CHOSEN))
     data_preview(tmp_path / "o", target=str(forgetful), count=99)

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launching import CPU, become_one_of_a_launch, fork, free_port, launch_environment, place
+from launching import CPU, become_one_of_a_launch, fork, free_port, place
 from local_server import HANG, Fault, Json, LocalServer
 from tiny_chat import (
     CONTEXT,
@@ -639,21 +638,6 @@ def test_a_launcher_that_starts_one_process_is_refused(run, tmp_path, monkeypatc
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.thorough  # the gate has what it tells its process
-def test_what_accelerate_launch_starts_alone_is_refused(target, tmp_path):
-    ask_in(tmp_path, target, 10)
-    launcher = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "draftheads.scripts.cli", *WORDS, "4"],
-        **{"cwd": tmp_path, "env": launch_environment(cpu=True), "timeout": 300},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode and "Traceback" not in done.stderr.split("error:")[0]
-    assert "accelerate launch started only one of the --num_processes" in done.stderr
-    assert not (tmp_path / "o").exists()
-
-
 @pytest.mark.mend("distilling processes, one killed")
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.thorough)])
@@ -680,28 +664,3 @@ def test_a_process_that_is_killed_is_not_waited_for(target, tmp_path, killed):
     assert "next: draftheads init" not in said
     report = distill(target, asked, options(tmp_path / "o", batch_size=8))
     assert report.complete and report.counts.done == 200
-
-
-@pytest.mark.slow
-def test_a_killed_process_that_asks_a_server_lost_nothing(start, tmp_path, monkeypatch):
-    server = start()
-    asked = ask_in(tmp_path, llama(eos=(END,)), 30)
-    server.fault = lambda number, request: HANG if number >= 10 else None
-    words = ["4", "--concurrency", "2", "--server", server.url]
-    child = fork(distill_in_a_fork, tmp_path, {}, "output", *words)
-    try:
-        server.holding.wait(60)
-        while len(records(tmp_path / "o")) < 8:
-            assert child.is_alive()
-            time.sleep(0.01)
-    finally:
-        child.kill()
-        child.join()
-    kept = len(records(tmp_path / "o"))
-    monkeypatch.chdir(tmp_path)
-    there = There(Path("t"), server)
-    first = there.asked
-    distill(there.target, asked, options(tmp_path / "o"))
-    distill(there.target, asked, options(tmp_path / "whole"))
-    assert there.asked - first == 30 - kept + 30
-    assert records(tmp_path / "o") == records(tmp_path / "whole")

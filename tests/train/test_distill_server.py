@@ -210,7 +210,8 @@ def test_requests_are_bounded_and_go_over_the_borders_of_batches(folder, start, 
 
 def test_passing_faults_change_nothing(folder, start, tmp_path):
     healthy, failing = start(), start()
-    faults = {number: (500, 429, HANG, CUT, 503)[number // 20 % 5] for number in range(7, 200, 20)}
+    kinds = (500, 429, HANG, CUT, DRIP, 503)
+    faults = {number: kinds[number // 20 % 6] for number in range(7, 200, 20)}
     failing.fault = lambda number, request: faults.get(number)
     distill(served(folder, healthy), prompts(100, 2), options(tmp_path / "whole"))
     report = distill(served(folder, failing, timeout=0.5), prompts(100, 2), options(tmp_path / "o"))
@@ -370,16 +371,6 @@ def test_text_longer_than_asked_for_is_not_learned(folder, start, tmp_path):
     assert report.counts.reasons == {f"skipped: {LOSSY}": 2}
 
 
-def test_answer_that_drips_is_waited_for_no_longer_than_its_time(folder, start, tmp_path):
-    healthy, server = start(), start()
-    server.fault = lambda number, request: DRIP if number in (1, 4) else None
-    for name, each in (("whole", healthy), ("o", server)):
-        target = served(folder, each, timeout=0.5)
-        assert distill(target, prompts(8), options(tmp_path / name)).complete
-    assert records(tmp_path / "o") == records(tmp_path / "whole")
-    assert len(server.asked) == 10
-
-
 # ---------------------------------------------------------------- several servers
 
 
@@ -527,16 +518,9 @@ def typed(folder, tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_server_that_is_down_is_one_line_and_no_folder(typed, start, tmp_path):
-    server = start()
-    server.close()
-    code, error = typed("--server", server.url)
-    assert code == 2 and "refused; start it, or check --server" in error
-    assert not (tmp_path / "o").exists()
-
-
 def test_mistakes_are_named(typed, start, tmp_path):
-    two = start(models=({"id": "one"}, {"id": "two"}))
+    two, down = start(models=({"id": "one"}, {"id": "two"})), start()
+    down.close()
     for words, complaint in (
         (("--server", two.url), "expected one model, got one, two; set --server-model"),
         (("--server", two.url, "--server-model", "x"), "expected model 'x', got one, two"),
@@ -544,6 +528,7 @@ def test_mistakes_are_named(typed, start, tmp_path):
             ("--server", two.url + "/api"),
             "a list of models, got HTTP 404: Not Found; start it, or check --server",
         ),
+        (("--server", down.url), "refused; start it, or check --server"),
         (("--server", "localhost:8000"), "expected http://HOST:PORT, got 'localhost:8000'"),
         (("--server", "http://me:secret@host"), "expected no password in the address"),
         (("--server", "me:secret@host:80"), "expected no password in the address"),

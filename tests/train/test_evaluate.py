@@ -20,6 +20,7 @@ from tiny_heads import overfitted, random_head, written_by
 from tiny_training import (
     assert_same,
     conversation,
+    in_step,
     recipe_of,
     run,
     tiny_recipe,
@@ -40,13 +41,12 @@ from draftheads.train.evaluate import (
     as_decoded,
 )
 from draftheads.train.features.sources import OnlineFeatures, SharedFaults
-from draftheads.train.metrics import Progress, evaluation_line, read_metrics
+from draftheads.train.metrics import evaluation_line, read_metrics
 from draftheads.train.run import Run
 from draftheads.train.setup import load_data
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 DECODING = ["eval.every=2", "eval.prompts=3", "eval.new_tokens=12"]
 
 
@@ -233,16 +233,9 @@ def test_patience_is_counted_over_launches(made, tmp_path, monkeypatch):
     (tmp_path / "b").mkdir()
     whole, parts = tmp_path / "a" / "run", tmp_path / "b" / "run"
     assert run(made, whole, *PATIENT) == 0
-    original, stops = Progress.step, [4, 7]
-
-    def step_and_interrupt(self, number, *rest):
-        if number in stops:
-            stops.remove(number)
-            os.kill(os.getpid(), signal.SIGINT)
-        original(self, number, *rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Progress, "step", step_and_interrupt)
+        for step in (4, 7):
+            in_step(patch, step, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert run(made, parts, *PATIENT) == 130
         assert run(made, parts, *PATIENT) == 130
     assert run(made, parts, *PATIENT) == 0

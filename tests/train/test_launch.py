@@ -175,41 +175,40 @@ def test_processes_that_see_different_things_are_refused(apart, case):
             assert line.endswith("keep run.output, data and target on disks that they share")
 
 
-def test_srun_without_a_launcher_is_refused():
-    tasks = {"SLURM_STEP_NUM_TASKS": "4"}
-    with pytest.raises(ValueError, match="srun started 4 tasks, but each would train on its own"):
-        check_environment(tasks, has_gpu=True)
-    with pytest.raises(ValueError, match="srun started 4 tasks"):
-        check_environment({**tasks, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, has_gpu=True)
-    check_environment({**tasks, "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}, has_gpu=True)
-    check_environment({"SLURM_STEP_NUM_TASKS": "1"}, has_gpu=True)
-
-
-def test_the_first_fsdp_is_refused():
-    with pytest.raises(ValueError, match="expected fsdp_version: 2, got 1"):
-        check_environment({"ACCELERATE_USE_FSDP": "true"}, has_gpu=True)
-    check_environment({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, has_gpu=True)
+SRUN = {"SLURM_STEP_NUM_TASKS": "4"}
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
+BY_LAUNCH = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+ALONE = "srun started 4 tasks, but each would train on its own"
+ENVIRONMENTS: list[tuple[dict[str, str], bool, str]] = [
+    (SRUN, True, ALONE),
+    ({**SRUN, "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, True, ALONE),
+    ({**SRUN, "WORLD_SIZE": "32", "LOCAL_WORLD_SIZE": "8"}, True, ""),
+    ({"SLURM_STEP_NUM_TASKS": "1"}, True, ""),
+    (FSDP, True, "expected fsdp_version: 2, got 1"),
+    ({**FSDP, "FSDP_VERSION": "2"}, True, ""),
+    # accelerate takes ACCELERATE_USE_CPU first, and would train with DDP without a word
+    *(
+        (DEEPSPEED | {"ACCELERATE_USE_CPU": value}, False, "leave that out: DeepSpeed without")
+        for value in ("true", "True", "1", "yes")
+    ),
+    (DEEPSPEED | {"ACCELERATE_USE_CPU": "false"}, False, ""),
+    (DEEPSPEED, False, ""),
+    (BY_LAUNCH, False, "started only one"),
+    ({**BY_LAUNCH, "WORLD_SIZE": "2"}, False, ""),
+    ({"ACCELERATE_MIXED_PRECISION": "no"}, False, ""),
+]
+"""What a process is told, whether it has a GPU, and what is said."""
 
 
 @pytest.mark.mend("ACCELERATE_USE_CPU with DeepSpeed")
-def test_deepspeed_that_would_be_left_out_is_refused():
-    """accelerate takes ACCELERATE_USE_CPU first, and would train with DDP without a word."""
-    deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true"}
-    for value in ("true", "True", "1", "yes"):
-        with pytest.raises(
-            ValueError, match="expected DeepSpeed, .* leave that out: DeepSpeed without"
-        ):
-            check_environment({**deepspeed, "ACCELERATE_USE_CPU": value}, has_gpu=False)
-    check_environment({**deepspeed, "ACCELERATE_USE_CPU": "false"}, has_gpu=False)
-    check_environment(deepspeed, has_gpu=False)
-
-
-def test_accelerate_launch_on_cpu_with_several_processes_is_refused():
-    by_launch = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"}
-    with pytest.raises(ValueError, match="started only one"):
-        check_environment(by_launch, has_gpu=False)
-    check_environment({**by_launch, "WORLD_SIZE": "2"}, has_gpu=False)
-    check_environment({"ACCELERATE_MIXED_PRECISION": "no"}, has_gpu=False)
+@pytest.mark.parametrize(("told", "has_gpu", "said"), ENVIRONMENTS)
+def test_a_launch_that_would_leave_something_out_is_refused(told, has_gpu, said):
+    if not said:
+        check_environment(told, has_gpu=has_gpu)
+        return
+    with pytest.raises(ValueError, match=said):
+        check_environment(told, has_gpu=has_gpu)
 
 
 @pytest.mark.mend(

@@ -10,14 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tiny_training import assert_same, run, weights
+from tiny_training import assert_same, in_step, run, weights
 
 from draftheads.train import loop
 from draftheads.train import run as running
 from draftheads.train.checkpoint import RunState, load_optimizer_state, newest
 from draftheads.train.engines import learning_rate
 from draftheads.train.evaluate import Evaluator
-from draftheads.train.metrics import Progress, read_metrics
+from draftheads.train.metrics import read_metrics
 
 
 def state_of(output: Path) -> RunState:
@@ -99,15 +99,8 @@ def test_a_resumed_run_has_the_time_that_is_left(made, tmp_path, clock, choices)
         (tmp_path / name).mkdir()
     whole, parts = (tmp_path / name / "run" for name in ("whole", "parts"))
     assert run(made, whole, "run.minutes=0.2", *choices) == 0
-    original = Progress.step
-
-    def interrupt(self, number, *rest):
-        if number == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-        original(self, number, *rest)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Progress, "step", interrupt)
+        in_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert run(made, parts, "run.minutes=0.2", *choices) == 130
     clock.now += 1000.0
     assert run(made, parts, "run.minutes=0.2", *choices) == 0

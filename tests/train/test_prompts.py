@@ -1,5 +1,5 @@
-"""The promise: prompts are read from every layout; what is wrong is named with file, record and
-next step.
+"""The promise: prompts are read from every layout, up to the limit and no further; what is wrong is
+named with file, record and next step.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ import gzip
 import json
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_chat import byte_tokenizer, files, llama, on_call, options, records
 
+from draftheads.scripts.cli import app
+from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import (
     SETS,
     Prompt,
@@ -58,15 +62,6 @@ def test_real_files_are_read_completely(file, count, turns):
     roles = [message["role"] for prompt in prompts for message in prompt.messages or ()]
     assert roles.count("user") == turns
     assert set(roles) <= {"user", "system"}
-
-
-@needs_data
-def test_stories_give_paragraphs_or_lines():
-    paragraphs = read_prompts(DATA / "tinystories/train.txt")
-    assert len(paragraphs) > 4000
-    assert (
-        len(read_prompts(DATA / "tinystories/valid.txt")) == 19
-    )  # no blank line: a story per line
 
 
 def test_answers_of_the_source_are_dropped(tmp_path):
@@ -165,25 +160,9 @@ def test_a_set_by_its_name(name, monkeypatch, tmp_path, hub):
     assert read_prompts(name, limit=1) == read_prompts(name) == expected
 
 
-def test_a_misspelt_set_has_a_hint():
-    with pytest.raises(ValueError, match=r"did you mean spec-bench\?"):
-        read_prompts("spec-benhc")
-
-
 @pytest.mark.parametrize("name", ["openai/gsm8k", "openai/openai_humaneval", "openai/gsm8k:main"])
 def test_a_data_set_named_like_a_set_is_not_a_misspelt_one(name):
     assert check_source(name) == Path(name)
-
-
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-
-    def load_dataset(**kwargs: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match="gsm8k .test.: expected .* got: Couldn't reach the Hub"):
-        read_prompts("gsm8k")
 
 
 def test_a_category_is_text(tmp_path):
@@ -196,14 +175,6 @@ def test_a_category_is_text(tmp_path):
 # ---------------------------------------------------------------- what is refused
 
 
-def test_half_a_character_in_an_answer_is_refused_with_its_line(tmp_path):
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]
-    (tmp_path / "p.json").write_text(json.dumps([{"messages": turns}]))
-    with pytest.raises(ValueError, match="expected text in Unicode, got .*surrogates not allowed"):
-        read_conversations(tmp_path / "p.json")
-    assert len(read_prompts(tmp_path / "p.json")) == 1  # which leaves the answer out
-
-
 def test_empty_records_are_left_out_and_counted(tmp_path, caplog):
     answer = {"messages": [{"role": "assistant", "content": "a"}]}
     empty = ({"conversations": []}, {"text": " "}, answer)
@@ -213,58 +184,29 @@ def test_empty_records_are_left_out_and_counted(tmp_path, caplog):
     assert "left out: 3 empty records" in caplog.text
 
 
-def test_broken_json_is_named_by_line(tmp_path):
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' * 16 + b'{"text": "a\n')
-    with pytest.raises(ValueError, match=r"p\.jsonl line 17: expected JSON .*fix or remove it"):
-        read_prompts(path)
-    path.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"p\.jsonl line 1: expected JSON in UTF-8"):
-        read_prompts(path)
-
-
-def test_json_must_hold_a_list(tmp_path):
-    path = tmp_path / "p.json"
-    path.write_text('{"rows": []}')
-    with pytest.raises(ValueError, match=r'p\.json: expected a list .*"data".* got keys rows'):
-        read_prompts(path)
-
-
-def test_missing_file_is_named(tmp_path):
-    lines(tmp_path / "prompts.jsonl", {"text": "a"})
-    for name in ("nowhere/x.txt", "data"):
-        with pytest.raises(ValueError, match=rf"{name}: .* found none; check the path"):
-            read_prompts(str(tmp_path / name))
-    near = re.escape(str(tmp_path / "prompts.jsonl"))
-    with pytest.raises(ValueError, match=rf"promts\.jsonl: .* found none; did you mean {near}\?"):
-        read_prompts(tmp_path / "promts.jsonl")
-
-
-def test_a_misspelt_file_is_not_looked_up_on_the_hub(monkeypatch, tmp_path):
+@pytest.mark.mend("a misspelt demo-prompts asked the Hub for 77 s")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "empty name: expected a file"),
+        ("nowhere/x.txt", "found none; check the path"),
+        ("./data", "found none; check the path"),
+        *(
+            (name, r"found none; did you mean ok\.jsonl\?$")
+            for name in ("ok.jsnl", "ok.json.gz", "./ok.jsn")
+        ),
+        ("spec-benhc", r"did you mean spec-bench\?"),
+        ("demo-prompt", r"found none; .*did you mean demo-prompts\?$"),
+        ("gsm8k:socratic", "found none; .*give a Hub data set as owner/name$"),
+        ("alpaca", "found none; .*give a Hub data set as owner/name$"),
+    ],
+)
+def test_a_name_that_is_not_there_is_not_looked_up_on_the_hub(monkeypatch, tmp_path, name, said):
+    """Which took 77 seconds without a network. Nor is an empty one the working directory."""
     lines(tmp_path / "ok.jsonl", {"text": "a"})
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in ("ok.jsnl", "ok.json.gz", "./ok.jsn"):
-        with pytest.raises(ValueError, match=r"found none; did you mean ok\.jsonl\?$"):
-            read_prompts(name)
-    with pytest.raises(ImportError, match="import of datasets"):
-        read_prompts("them/okay")
-
-
-@pytest.mark.mend("a misspelt demo-prompts asked the Hub for 77 s")
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("demo-prompt", r"did you mean demo-prompts\?$"),
-        ("gsm8k:socratic", "give a Hub data set as owner/name$"),
-        ("alpaca", "give a Hub data set as owner/name$"),
-    ],
-)
-def test_a_name_without_an_owner_is_not_looked_up_on_the_hub(name, meant, monkeypatch, tmp_path):
-    """Which took 77 seconds without a network."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=f"found none; .*{meant}"):
+    with pytest.raises(ValueError, match=said):
         read_prompts(name)
 
 
@@ -277,43 +219,38 @@ def test_reading_the_hub_without_datasets_is_one_line(monkeypatch, capsys):
     assert ended.value.code == 2 and line.endswith("; pip install 'draftheads[train]'")
 
 
-def test_unknown_hub_data_set(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "fault", "said"),
+    [
+        ("gsm8k", ConnectionError("no Hub"), "gsm8k .test.: expected .* got: no Hub"),
+        ("owner/name", FileNotFoundError("not there"), "owner/name .*: expected a file.* got: not"),
+        ("owner/name", None, r"owner/name \[train\]: expected .*: at shard 7; give"),
+    ],
+)
+def test_a_hub_data_set_that_fails_or_breaks_midway_is_one_line(
+    monkeypatch, tmp_path, name, fault, said
+):
     datasets = pytest.importorskip("datasets")
 
-    def load_dataset(*args: Any, **kwargs: Any) -> None:
-        raise FileNotFoundError("not on the Hub")
+    def load_dataset(**_: Any) -> Any:
+        if fault:
+            raise fault
+        return midway()
+
+    def midway() -> Any:
+        yield {"text": "a"}
+        raise datasets.exceptions.DatasetGenerationError("at\nshard 7")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"owner/name .*: expected a file.* got: not on the Hub"):
-        read_prompts("owner/name")
-
-
-def test_unsupported_suffix_names_the_supported(tmp_path):
-    (tmp_path / "p.xls").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"p\.xls: expected prompts .*; pass a folder of \.json, "):
-        read_prompts(tmp_path / "p.xls")
-    with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
-        read_prompts(tmp_path)
-
-
-def test_no_prompt_at_all(tmp_path):
-    (tmp_path / "p.txt").write_text("\n \n")
-    with pytest.raises(ValueError, match=r"p\.txt: expected at least one prompt, found none"):
-        read_prompts(tmp_path / "p.txt")
-
-
-def test_text_must_be_utf8(tmp_path):
-    (tmp_path / "p.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(
-        ValueError, match=r"p\.txt: expected a complete \.txt file.*'utf-8' codec.*conv"
-    ):
-        read_prompts(tmp_path / "p.txt")
+    with pytest.raises(ValueError, match=said):
+        read_prompts(name)
 
 
 RECORDS = b"".join(b'{"text": "%d"}\n' % number for number in range(2000))
 PACKED = gzip.compress(RECORDS, mtime=0)
 NESTED = b"[" * 100_000
+TALK = b'{"prompt": "a", "completion": "b"}\n'
 
 
 def table() -> bytes:
@@ -325,38 +262,82 @@ def table() -> bytes:
     return out.getvalue().to_pybytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "damaged"),
-    [
-        ("cut.jsonl.gz", lambda: PACKED[: len(PACKED) // 2]),
-        ("tail.jsonl.gz", lambda: PACKED[:-4]),
-        ("sum.jsonl.gz", lambda: PACKED[:-8] + bytes(4) + PACKED[-4:]),
-        ("bits.jsonl.gz", lambda: PACKED[:99] + b"\xff" * 99 + PACKED[198:]),
-        ("plain.jsonl.gz", lambda: RECORDS),
-        ("cut.parquet", lambda: table()[:999]),
-        ("empty.parquet", lambda: b""),
-        ("text.parquet", lambda: RECORDS),
-        ("foot.parquet", lambda: b"PAR1" + bytes(99) + b"PAR1"),
-        ("page.parquet", lambda: table()[:50] + b"\xff" * 500 + table()[550:]),
-        ("wide.csv", lambda: b"text,a\nb,c,d\n"),
-        ("cut.csv", lambda: b'text\n"b'),
-        ("deep.jsonl", lambda: b'{"text": ' + NESTED),
-        ("deep.json", lambda: NESTED),
-        ("cut.json", lambda: b'[{"text": "a"}, {"te'),
-        ("utf16.jsonl", lambda: RECORDS.decode().encode("utf-16")),
-        ("utf16.txt", lambda: "a\nb\n".encode("utf-16")),
-    ],
-)
-def test_a_damaged_file_is_one_line(tmp_path, name, damaged):
-    path = tmp_path / name
-    path.write_bytes(damaged())
+def with_turn(**turn: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user"} | turn]}).encode()
+
+
+ANY = "expected .*, .*; .*"
+DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
+    "cut.jsonl.gz": (lambda: PACKED[: len(PACKED) // 2], ANY),
+    "tail.jsonl.gz": (lambda: PACKED[:-4], ANY),
+    "sum.jsonl.gz": (lambda: PACKED[:-8] + bytes(4) + PACKED[-4:], ANY),
+    "bits.jsonl.gz": (lambda: PACKED[:99] + b"\xff" * 99 + PACKED[198:], ANY),
+    "plain.jsonl.gz": (lambda: RECORDS, ANY),
+    "cut.parquet": (lambda: table()[:999], ANY),
+    "empty.parquet": (lambda: b"", ANY),
+    "text.parquet": (lambda: RECORDS, ANY),
+    "foot.parquet": (lambda: b"PAR1" + bytes(99) + b"PAR1", ANY),
+    "page.parquet": (lambda: table()[:50] + b"\xff" * 500 + table()[550:], ANY),
+    "wide.csv": (lambda: b"text,a\nb,c,d\n", ANY),
+    "cut.csv": (lambda: b'text\n"b', ANY),
+    "deep.jsonl": (lambda: b'{"text": ' + NESTED, ANY),
+    "deep.json": (lambda: NESTED, ANY),
+    "cut.json": (lambda: b'[{"text": "a"}, {"te', ANY),
+    "utf16.jsonl": (lambda: RECORDS.decode().encode("utf-16"), ANY),
+    "utf16.txt": (lambda: "a\nb\n".encode("utf-16"), ANY),
+    "latin.txt": (lambda: b"caf\xe9", r"expected a complete \.txt file.*'utf-8' codec.*conv"),
+    "broken.jsonl": (
+        lambda: TALK * 16 + b'{"text": "a\n', "line 17: expected JSON .*fix or remove it"
+    ),
+    "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
+    "keys.json": (lambda: b'{"rows": []}', 'expected a list .*"data".* got keys rows'),
+    "table.xls": (lambda: b"a,b\n", r"expected prompts .*; pass a folder of \.json, "),
+    "text.jsonl": (lambda: with_turn(content=[{"text": 3}]), "turn 1: expected a string"),
+    "zero.jsonl": (
+        lambda: with_turn(role="system", content=0), "turn 1: expected a string, got int"
+    ),
+    "input.jsonl": (
+        lambda: b'{"instruction": "add", "input": [1, 2]}',
+        "input: expected a string, got int '1'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_one_line(tmp_path, name):
+    path, (content, said) = tmp_path / name, DAMAGED[name]
+    path.write_bytes(content())
     for read in (read_prompts, read_conversations):
-        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}\b.*: expected .*, .*; .*"):
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}\b.*{said}") as caught:
             read(path)
+        assert "\n" not in str(caught.value)
     (tmp_path / "a.txt").write_text("fine")
-    with pytest.raises(ValueError, match=re.escape(name)) as caught:
-        read_prompts(tmp_path)
-    assert "\n" not in str(caught.value)
+    if not name.endswith(".xls"):  # which a folder may hold beside prompts
+        with pytest.raises(ValueError, match=re.escape(name)):
+            read_prompts(tmp_path)
+
+
+def test_what_only_some_read_is_refused_by_them(tmp_path):
+    """Half a character in an answer, a tool call that is none, a folder or a file of nothing."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]
+    half = lines(tmp_path / "half.jsonl", {"messages": turns})
+    with pytest.raises(ValueError, match="expected text in Unicode, got .*surrogates not allowed"):
+        read_conversations(half)
+    assert len(read_prompts(half)) == 1  # which leaves the answer out
+    call = {"messages": [{"role": "tool_call", "content": "[" * 100_000}]}
+    with pytest.raises(ValueError, match="line 1, .*a tool call as JSON"):
+        read_prompts(lines(tmp_path / "call.jsonl", call), tools="keep")
+    with pytest.raises(ValueError, match="system: expected a string, got keys a"):
+        read_prompts(lines(tmp_path / "system.jsonl", {"prompt": "hi", "system": {"a": 1}}))
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "p.xls").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"expected a folder with \.json, .* files, found none"):
+        read_prompts(tmp_path / "folder")
+    (tmp_path / "p.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match=r"p\.txt: expected at least one prompt, found none"):
+        read_prompts(tmp_path / "p.txt")
+    with pytest.raises(ValueError, match="limit: expected a positive number, got 0"):
+        read_prompts(half, limit=0)
 
 
 @pytest.mark.parametrize("text", [json.dumps([{"text": "a"}]), '{"text": "a"}\n{"text": "b"}\n'])
@@ -371,13 +352,6 @@ def test_hidden_files_and_folders_are_not_prompts(tmp_path):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("text of " + name)
     assert [prompt.text for prompt in read_prompts(folder)] == ["text of e.TXT"]
-
-
-def test_an_empty_name_is_not_the_working_directory(monkeypatch, tmp_path):
-    (tmp_path / "p.txt").write_text("a")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="empty name: expected a file"):
-        read_prompts("")
 
 
 @pytest.mark.parametrize(
@@ -406,41 +380,134 @@ def test_what_is_not_text_is_counted_and_said_once(tmp_path, caplog):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize(
-    ("record", "complaint"),
-    [
-        ({"messages": [{"role": "user", "content": [{"text": 3}]}]}, "turn 1: expected a string"),
-        ({"messages": [{"role": "system", "content": 0}]}, "turn 1: expected a string, got int"),
-        ({"instruction": "add", "input": [1, 2]}, "input: expected a string, got int '1'"),
-        ({"prompt": "hi", "system": {"a": 1}}, "system: expected a string, got keys a"),
-        ({"messages": [{"role": "tool_call", "content": "[" * 100_000}]}, "a tool call as JSON"),
-    ],
-)
-def test_what_cannot_be_kept_is_not_dropped_in_silence(tmp_path, record, complaint):
-    path = lines(tmp_path / "p.jsonl", record)
-    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} line 1, .*{complaint}"):
-        read_prompts(path, tools="keep")
-
-
 def test_a_blank_system_turn_is_left_out(tmp_path):
     turns = [{"role": "system", "content": " "}, {"role": "user", "content": "hi"}]
     assert read_prompts(lines(tmp_path / "p.jsonl", {"messages": turns}))[0].messages == user("hi")
 
 
-def test_a_hub_data_set_that_breaks_midway(monkeypatch, tmp_path):
-    datasets = pytest.importorskip("datasets")
+# ---------------------------------------------------------------- up to a limit
 
-    def load_dataset(*args: Any, **kwargs: Any) -> Any:
-        yield {"text": "a"}
-        raise datasets.exceptions.DatasetGenerationError("at\nshard 7")
+SHARDS, ROWS = 4, 50
+"""Of a data set; a shard holds so many rows."""
 
+
+def question(row: int) -> str:
+    return f"question {row}?"
+
+
+def texts(prompts: list[Prompt]) -> list[str]:
+    return [(prompt.messages or ())[0]["content"] for prompt in prompts]
+
+
+class Mirror:
+    """A data set of the Hub whose shards `datasets` finds in a local folder. rows: how many it was
+    asked for.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder = folder / "shards"
+        self.folder.mkdir()
+        self.rows = 0
+        for shard in range(SHARDS):
+            rows = [{"prompt": question(shard * ROWS + row)} for row in range(ROWS)]
+            self._write(self.path(shard, kind), rows)
+
+    def path(self, shard: int, kind: str) -> Path:
+        return self.folder / f"train-{shard:05d}-of-{SHARDS:05d}.{kind}"
+
+    def load_dataset(
+        self, path: str, name: str | None, *, split: str, streaming: bool
+    ) -> Iterator[Any]:
+        assert path == "owner/name" and name is None and streaming
+        for row in self._load(str(self.folder), split=split, streaming=True):
+            self.rows += 1
+            yield row
+
+    def stand_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the Hub for this test."""
+        import datasets
+
+        self._load = datasets.load_dataset
+        monkeypatch.setattr(datasets, "load_dataset", self.load_dataset)
+
+    def _write(self, path: Path, rows: list[dict[str, str]]) -> None:
+        if path.suffix == ".jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            return
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def mirror(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Mirror:
+    """A data set whose last two shards cannot be read: who touches them fails."""
+    pytest.importorskip("datasets")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"owner/name \[train\]: expected .*: at shard 7; give"):
-        read_prompts("owner/name")
+    made = Mirror(tmp_path, request.param)
+    for shard in (2, 3):
+        made.path(shard, request.param).write_bytes(b"not to be touched\n")
+    made.stand_in(monkeypatch)
+    return made
 
 
-def test_a_limit_of_none_is_refused(tmp_path):
-    path = lines(tmp_path / "p.jsonl", {"text": "a"})
-    with pytest.raises(ValueError, match="limit: expected a positive number, got 0"):
-        read_prompts(path, limit=0)
+@pytest.mark.parametrize("limit", [1, ROWS, ROWS + 7])
+def test_stream_is_read_up_to_the_limit(mirror: Mirror, limit: int) -> None:
+    prompts = read_prompts("owner/name", limit=limit)
+    assert texts(prompts) == [question(row) for row in range(limit)]
+    assert mirror.rows == limit
+
+
+def test_distillation_of_a_stream_goes_on(mirror: Mirror, tmp_path: Path) -> None:
+    """The same first prompts are read again."""
+
+    def interrupt(call: int, rows: int) -> None:
+        if call == 1:
+            raise KeyboardInterrupt
+
+    target = llama()
+    distill(target, read_prompts("owner/name", limit=10), options(tmp_path / "whole"))
+    on_call(target, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        distill(target, read_prompts("owner/name", limit=10), options(tmp_path / "o"))
+    kept = len(records(tmp_path / "o"))
+    calls = on_call(target, lambda call, rows: None)
+    distill(target, read_prompts("owner/name", limit=10), options(tmp_path / "o"))
+    assert sum(calls) == 10 - kept and files(tmp_path / "o") == files(tmp_path / "whole")
+    assert mirror.rows == 30
+
+
+def test_a_limit_on_the_command_line_streams(mirror: Mirror, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    llama().model.save_pretrained(target)
+    byte_tokenizer().save_pretrained(target)
+    words = ["distill", "--target", target, "--prompts", "owner/name", "--out", tmp_path / "o"]
+    words += ["--limit", 3, "--max-new-tokens", 4]
+    app([str(word) for word in words], standalone_mode=False)
+    assert len(records(tmp_path / "o")) == 3 and mirror.rows == 3
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+def test_local_file_is_read_up_to_the_limit(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n{"text": "b"}\n{\n')
+    prompts = read_prompts(tmp_path / name, limit=2)
+    assert [prompt.text for prompt in prompts] == ["a", "b"]
+    with pytest.raises(ValueError, match="expected JSON|cannot be read"):
+        read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"),
+    [
+        ("a\nb\n", ["a", "b"]),
+        ("a\nb\n\n", ["a\nb"]),
+        ("a\nb\n \t\n\n  c", ["a\nb", "c"]),
+        ("\ufeff\n a\n", ["a"]),
+    ],
+)
+def test_paragraphs_or_lines(tmp_path: Path, text: str, prompts: list[str]) -> None:
+    (tmp_path / "p.txt").write_text(text, encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(tmp_path / "p.txt")] == prompts
