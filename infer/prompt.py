@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal, Protocol
@@ -219,56 +219,47 @@ class PromptRenderer:
                 ]
             except TemplateError:
                 continue
-            if reasoning := self._reasoning(question, *shown, ends_in_call="tool_calls" in example):
-                return replace(reasoning, marks={**reasoning.marks, **tags}, message=message)
+            header = shown[0].partition(ANSWER)[0]
+            before, _, after = shown[1].partition(THOUGHT)
+            between, answer, _ = after.partition(ANSWER)
+            closing = self.encode(between.strip())
+            # templates print unknown parts with their type
+            if answer and closing and "type" not in between:
+                if "tool_calls" in example:
+                    closing = closing[:1]  # the rest is the call's
+                opening = _behind(before, question) or _behind(before, header)
+                ids = self.encode(opening)
+                if not ids and self._has_special(closing[:1]):
+                    ids = [each for each in self.encode(before) if self._has_special([each])][-1:]
+                marks = {
+                    tuple(ids): OPEN,
+                    tuple(closing[:1]): CLOSE,
+                    # the header of the answer, after reasoning and without
+                    tuple(closing[1:]): "",
+                    tuple(self.encode(_behind(header, question))): "",
+                }
+                special = {ids: text for ids, text in marks.items() if self._has_special(ids)}
+                end = between.strip()
+                if end.startswith(CLOSE):
+                    end = CLOSE
+                elif self._has_special(closing[:1]):
+                    end = self.tokenizer.decode(closing[:1])
+                rest = between.strip().removeprefix(end)
+                # some generation prompts have an empty block in its place
+                shared = commonprefix([self.encode(question), self.encode(header)])
+                lead = self.tokenizer.decode(self.encode(header)[len(shared) :]).strip()
+                if end in lead:  # an empty block
+                    lead = ""
+                return Reasoning(
+                    marks=special | tags,
+                    message=message,
+                    is_opened=before == question,
+                    opening=opening,
+                    closing=end,
+                    after="" if "tool_calls" in example else rest.removesuffix(lead).strip(),
+                    header=lead,
+                )
         return Reasoning(tags) if tags else None
-
-    def _reasoning(
-        self, question: str, plain: str, thinking: str, *, ends_in_call: bool
-    ) -> Reasoning | None:
-        """Finds reasoning by the texts of a question, of an answer to it, and of an answer after a
-        thought; None if there is none. ends_in_call: the last answer is an argument of a call.
-        """
-        header = plain.partition(ANSWER)[0]
-        before, _, after = thinking.partition(THOUGHT)
-        between, answer, _ = after.partition(ANSWER)
-        closing = self.encode(between.strip())
-        # templates print unknown parts with their type
-        if not answer or not closing or "type" in between:
-            return None
-        if ends_in_call:
-            closing = closing[:1]  # the rest is the call's
-        opening = _behind(before, question) or _behind(before, header)
-        ids = self.encode(opening)
-        if not ids and self._has_special(closing[:1]):
-            ids = [each for each in self.encode(before) if self._has_special([each])][-1:]
-        marks = {
-            tuple(ids): OPEN,
-            tuple(closing[:1]): CLOSE,
-            # the header of the answer, after reasoning and without
-            tuple(closing[1:]): "",
-            tuple(self.encode(_behind(header, question))): "",
-        }
-        special = {ids: text for ids, text in marks.items() if self._has_special(ids)}
-        end = between.strip()
-        if end.startswith(CLOSE):
-            end = CLOSE
-        elif self._has_special(closing[:1]):
-            end = self.tokenizer.decode(closing[:1])
-        rest = between.strip().removeprefix(end)
-        # some generation prompts have an empty block in its place
-        shared = commonprefix([self.encode(question), self.encode(header)])
-        lead = self.tokenizer.decode(self.encode(header)[len(shared) :]).strip()
-        if end in lead:  # an empty block
-            lead = ""
-        return Reasoning(
-            marks=special,
-            is_opened=before == question,
-            opening=opening,
-            closing=end,
-            after="" if ends_in_call else rest.removesuffix(lead).strip(),
-            header=lead,
-        )
 
     def _has_special(self, ids: Sequence[int]) -> bool:
         """True if decoded texts leave some of these tokens out."""

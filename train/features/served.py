@@ -288,10 +288,21 @@ def served_features(
 
     opened: Future[StateServers] = Future()  # or why they cannot be asked, which is found out once
 
+    def open_servers() -> StateServers:
+        length = max(max(each.sizes) for each in rows)
+        source = StateServers(target, recipe.features, captured, length)
+        try:
+            proof = source.probe(documents_of(rows[0], 0)[0])
+        except BaseException:
+            source.close()
+            raise
+        log(f"{source.servers[0].url} serves {target.name}: {proof}")
+        return source
+
     def servers() -> StateServers:
         if not opened.done():
             try:
-                opened.set_result(open_servers(recipe, target, rows, captured, log))
+                opened.set_result(open_servers())
             except (ValueError, OSError) as error:
                 opened.set_exception(error)
         return opened.result()
@@ -308,25 +319,6 @@ def served_features(
 
     train, heldout = rows
     return features_of(train), features_of(heldout)
-
-
-def open_servers(
-    recipe: Recipe,
-    target: Target,
-    rows: tuple[Rows, Rows],
-    captured: Sequence[int],
-    log: Callable[[str], None],
-) -> StateServers:
-    """Connect to the servers, and let them prove by a document what they serve."""
-    length = max(max(each.sizes) for each in rows)
-    servers = StateServers(target, recipe.features, captured, length)
-    try:
-        proof = servers.probe(documents_of(rows[0], 0)[0])
-    except BaseException:
-        servers.close()
-        raise
-    log(f"{servers.servers[0].url} serves {target.name}: {proof}")
-    return servers
 
 
 def documents_of(rows: Rows, number: int) -> list[Document]:
