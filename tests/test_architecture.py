@@ -60,7 +60,7 @@ WINGS = {
 }
 """The folders and modules around the core."""
 PARTS = {**CORE, **ROOMS, **WINGS}
-TOTAL = 226_000
+TOTAL = 232_000
 """Of all parts. Who must raise it says in the commit message what could not be deleted for it."""
 DOORS = {
     "heads.formats.facts",
