@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from converted_heads import CHOICES as LAYOUTS
-from converted_heads import POSSIBLE, forget, saved
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny_chat import llama
 from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
-from trained_heads import trained
+from trained_heads import CHOICES as LAYOUTS
+from trained_heads import POSSIBLE, forget, saved, trained
 
 from draftheads.heads.formats.card import install_command, render_card
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
@@ -676,7 +675,7 @@ SERVED: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", SERVED)
 def test_a_card_has_the_commands_of_engines_that_load_the_head(tmp_path, name):
     said, unsaid = SERVED[name]
-    head = trained(name.partition("-")[0], **LAYOUTS[name][0])
+    head = trained(name)
     folder = save_head(head, tmp_path / "head", target=Target(random_model("llama"), name="us/x"))
     serve = (folder / "README.md").read_text().partition("## Serve")[2].partition("\n## ")[0]
     assert [words for words in said if words not in serve] == []
@@ -730,10 +729,9 @@ def test_an_engine_gets_the_matrices_of_the_adapted_target(tmp_path, changed):
 @pytest.mark.mend("cards of heads for a local target")
 @pytest.mark.parametrize("name", ["medusa-shared", "eagle3-usual", "block-none"])
 def test_no_command_looks_up_a_local_target_on_the_hub(hub, tmp_path, name):
-    kind, _, _ = name.partition("-")
     for place in ("llama", str(tmp_path / "models" / "llama"), "models/of/llama"):
         target = Target(random_model("llama"), name=place)
-        head = trained(kind, **LAYOUTS[name][0])
+        head = trained(name)
         folder = save_head(head, tmp_path / "head", target=target)
         for card in ((folder / "README.md").read_text(), prepare(folder, "me/heads").card):
             commands = re.findall(r"```(?:sh|python)\n(.*?)```", card, re.DOTALL)

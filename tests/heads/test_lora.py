@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_lora
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_chat import llama
 from tiny_heads import random_head
-from tiny_lora import loaded, write_lora
 from tiny_targets import generated, random_model, some_prompts
 from tiny_training import recipe_of, tiny_recipe
 from tiny_training import run as train
+from transformers import AutoModelForCausalLM
 from typed_commands import failed, questions
 
 from draftheads.heads.cpu.linear import has_int8
@@ -50,6 +50,35 @@ TIED: list[tuple[bool, dict[str, Any]]] = [
 
 ENDLESS = "((.*)*)*x"
 """A regular expression that takes for ever where it does not match."""
+SIZE = 0.3
+"""Of what is added to its matrices, so that texts change."""
+
+
+def loaded(base: Path, lora: Path) -> Any:
+    """A model with a LoRA beside its matrices: what was trained."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    with warnings.catch_warnings(action="ignore"):  # PEFT's, about ties and what transformers calls
+        return PeftModel.from_pretrained(model, lora).eval()
+
+
+def merged_by_peft(base: Path, lora: Path) -> Any:
+    """As PEFT merges both."""
+    with warnings.catch_warnings(action="ignore"):
+        return loaded(base, lora).merge_and_unload()
+
+
+def write_lora(folder: Path, base: Path, seed: int = 1, **choices: Any) -> Path:
+    """A LoRA of the model in `base`. choices: of `LoraConfig`."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    torch.manual_seed(seed)
+    choices = {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8.0} | choices
+    with warnings.catch_warnings(action="ignore"):
+        wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **choices))
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data += SIZE * torch.randn_like(parameter)
+        wrapped.save_pretrained(folder)
+    return folder
 
 
 def saved(folder: Path, name: str = "llama", **config: Any) -> Path:
@@ -99,7 +128,7 @@ def test_text_is_that_of_pefts_merged_model(tmp_path, name, choices):
     folder = saved(tmp_path / "base", name)
     lora = write_lora(tmp_path / "lora", folder, **choices)
     target = Target.load(folder, lora=lora)
-    theirs = Target(tiny_lora.merged(folder, lora))
+    theirs = Target(merged_by_peft(folder, lora))
     for prompt in some_prompts(3, 9):
         tokens = generated(theirs, prompt, 24)
         assert tokens_of(Speculator(target), prompt, 24) == tokens
@@ -187,7 +216,7 @@ def test_heads_are_trained_and_loaded_by_name_alone(made, tmp_path):
         target, head = load_pair(tmp_path / "run")
         again, drafts = load_parts(str(tmp_path / "run"), None, Place(threads=1))
     assert (target.lora, head.kind) == (str(lora), "medusa")
-    adapted = Target(tiny_lora.merged(made / "target", lora))
+    adapted = Target(merged_by_peft(made / "target", lora))
     assert target.fingerprint() == Target.load(made / "target", lora=lora).fingerprint()
     [prompt] = some_prompts(7)
     tokens = generated(adapted, prompt, 20)

@@ -473,7 +473,7 @@ def test_missing_weights_are_refused_with_fewer_bits(tmp_path, bits):
 def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
     folder = write_llama(tmp_path / "target", num_hidden_layers=1)
     reconfigured(folder, num_hidden_layers=2)
-    worker = str(ROOT / "tests" / "helpers" / "broken_worker.py")
+    worker = str(ROOT / "tests" / "helpers" / "placement_worker.py")
     outputs = outputs_of_two_forks(tmp_path, worker, str(folder))
     assert ["got none for 9 of them" in output for output in outputs] == [True, True]
 

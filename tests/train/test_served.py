@@ -22,8 +22,8 @@ import pytest
 import torch
 import yaml
 from launching import ROOT, exit_code_of_a_fork, outputs_of_two_forks, two_forks
+from local_server import StatesServer
 from placement_worker import random_batch
-from states_server import StatesServer
 from tiny_training import (
     HEAD_SECTIONS,
     assert_same,
