@@ -245,7 +245,6 @@ HAPPENS: dict[str, Callable[..., None]] = {
     "server denies": denying,
     "server fails at times": failing_at_times,
 }
-SERVED = [name for name in HAPPENS if name.startswith("server")]
 
 
 def with_numbers(becomes: Callable[[Prompts], Prompts]) -> Callable[[], Prompts]:
