@@ -369,16 +369,11 @@ def write(folder: Path, turns: Any) -> Path:
 
 @pytest.mark.mend("arguments that were encoded twice were the text of an input")
 @pytest.mark.parametrize("turns", [SHAREGPT, OPENAI, TWICE], ids=["sharegpt", "openai", "twice"])
-def test_tool_turns_are_kept_or_dropped(tmp_path, turns):
+def test_tool_turns_are_kept_or_dropped_and_answers_up_to_the_last_kept(tmp_path, turns):
     path = write(tmp_path, turns)
     assert read_prompts(path, tools="keep") == [Prompt(0, messages=(*KEPT, THANKS))]
     assert read_prompts(path, tools="drop") == [Prompt(0, messages=(KEPT[0], THANKS))]
     assert read_prompts(path) == read_prompts(path, tools="drop")
-
-
-@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
-def test_conversations_keep_answers_up_to_the_last(tmp_path, turns):
-    path = write(tmp_path, turns)
     said = {"role": "assistant", "content": "<think>easy</think>It is 3."}
     assert read_conversations(path) == [Prompt(0, (*KEPT, said))]
     assert read_conversations(path, tools="drop") == [Prompt(0, (KEPT[0], said))]
