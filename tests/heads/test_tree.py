@@ -130,18 +130,16 @@ NO_TREES = [
     "NaN", "1e400", "[[1e400]]", "[" * 20000, "9" * 5000, "4;2",
 ]  # fmt: skip
 NO_JSON = [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
-WIDTHS, OF_SEARCHES = "expected widths like 4,2,1, paths", "nodes=16,depth=5,top_k=4|1 or more of"
+CHAIN, WIDE = StaticTree.from_widths((1, 1, 1)), StaticTree.from_widths((9,))
+WIDTHS = "expected widths like 4,2,1, paths"
+OF_SEARCHES = "nodes=16,depth=5,top_k=4|1 or more of each"
 REFUSED: list[tuple[Callable[..., object], Any, str]] = [
     (StaticTree, ((0,), (0,)), "got one twice"),
     (StaticTree, ((0,), (1, 0)), r"no parent; add \[1\]"),
     (StaticTree, ((),), "one or more ranks"),
     (StaticTree, ((-1,),), "ranks from 0 on"),
-    (
-        lambda widths: check_fits(StaticTree.from_widths(widths), 9, 2),
-        (1, 1, 1),
-        "3 deep, the head",
-    ),
-    (lambda widths: check_fits(StaticTree.from_widths(widths), 8), (9,), "the head knows only 8"),
+    (lambda tree: check_fits(tree, 9, 2), CHAIN, "3 deep, the head predicts only 2"),
+    (lambda tree: check_fits(tree, 8), WIDE, "the 9 best tokens, the head knows only 8"),
     *((parse_tree, text, f"^tree .*{WIDTHS}") for text in NO_TREES),
     *(
         (parse_tree, text, OF_SEARCHES)
