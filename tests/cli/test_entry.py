@@ -251,11 +251,10 @@ def test_a_module_of_ours_that_is_missing_is_our_mistake() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["pyarrow", "filelock"])
-def test_a_command_without_its_extra_is_one_line(module: str) -> None:
+def test_a_command_without_what_its_extra_brings_is_one_line() -> None:
     words = ["draftheads", "distill", "--target", "demo-target", "--prompts", "demo-prompts"]
     words += ["--out", "o"]
-    code = f"import sys; sys.modules[{module!r}] = None; sys.argv = {words}; "
+    code = f"import sys; sys.modules['filelock'] = None; sys.argv = {words}; "
     code += "from draftheads.scripts.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     [line] = done.stderr.splitlines()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from asked import Asked
-from mtp_targets import write_mtp_target
+from hybrid_targets import write_mtp_target
 from tiny_chat import END, byte_tokenizer
 from tiny_heads import random_head
 from tiny_targets import is_packed

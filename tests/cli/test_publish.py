@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from converted_heads import CHOICES as LAYOUTS
-from converted_heads import POSSIBLE, forget, saved
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from tiny_chat import llama
 from tiny_heads import drafts_of, random_head
 from tiny_targets import random_model, some_prompts, tiny_target
 from tiny_training import run as run_tiny
-from trained_heads import trained
+from trained_heads import CHOICES as LAYOUTS
+from trained_heads import POSSIBLE, forget, saved, trained
 
 from draftheads.heads.formats.card import install_command, render_card
 from draftheads.heads.formats.hub import HEADS, load_head, load_pair, open_head, save_head
@@ -289,15 +288,6 @@ def test_what_training_writes_leaves_but_for_servers_and_places(tmp_path, made):
     assert {key for key in after if before[key] != after[key]} <= private
 
 
-@pytest.mark.mend("an EAGLE-3 head's card was taken for an edited one")
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_card_that_nobody_edited_is_rendered_again(tmp_path, kind):
-    folder = save_head(
-        trained(kind), tmp_path / "head", target=tiny_target(), training={"steps": 9}
-    )
-    assert (folder / "README.md").read_text() == render_card(open_head(folder).config) + "\n"
-
-
 def test_every_key_of_a_recipe_is_published_or_a_servers():
     """A new one stays here until it is in the list."""
     keys = {key.rpartition(".")[2] for kind in HEADS for key, _ in recipe_keys(kind)}
@@ -553,15 +543,6 @@ def test_a_repository_is_private_unless_public_is_asked_for(hub, folder, run):
     assert "me/heads: expected a new or private repository, got a public one; pass" in errors[-1]
 
 
-@pytest.mark.usefixtures("published")
-def test_a_pair_is_found_by_one_name():
-    target, head = load_pair("me/heads")
-    assert target.name == "them/target"
-    prompts = some_prompts(9, 4)
-    expected = drafts_of(random_head("medusa", target), target, prompts, 8)
-    assert drafts_of(head, target, prompts, 8) == expected
-
-
 def test_a_pair_brings_the_adapter_that_heads_were_trained_with(hub, monkeypatch, tmp_path):
     pytest.importorskip("peft")
     llama().model.save_pretrained(tmp_path / "target")
@@ -601,15 +582,6 @@ def test_after_one_download_the_hub_is_not_needed(hub, folder, monkeypatch):
     assert hub.requests == []
 
 
-def test_chat_by_name(published, run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert run("publish", published, "me/heads")[0] == 0
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/quit\n"))
-    code, printed, _ = run("chat", "--head", "me/heads", "--max-new-tokens", 5)
-    assert code == 0 and "tokens/s" in printed
-
-
 def run_python(card: str) -> None:
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
@@ -617,7 +589,15 @@ def run_python(card: str) -> None:
 
 
 @pytest.mark.usefixtures("modules_cache", "published")
-def test_the_python_of_the_card_runs_as_written(capsys):
+def test_one_name_is_enough_to_load_to_chat_and_for_the_cards_python(run, monkeypatch, capsys):
+    target, head = load_pair("me/heads")
+    assert target.name == "them/target"
+    prompts = some_prompts(9, 4)
+    expected = drafts_of(random_head("medusa", target), target, prompts, 8)
+    assert drafts_of(head, target, prompts, 8) == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n/quit\n"))
+    code, printed, _ = run("chat", "--head", "me/heads", "--max-new-tokens", 5)
+    assert code == 0 and "tokens/s" in printed
     run_python(ModelCard.load("me/heads").text)
     assert capsys.readouterr().out, "what is written"
 
@@ -676,7 +656,7 @@ SERVED: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", SERVED)
 def test_a_card_has_the_commands_of_engines_that_load_the_head(tmp_path, name):
     said, unsaid = SERVED[name]
-    head = trained(name.partition("-")[0], **LAYOUTS[name][0])
+    head = trained(name)
     folder = save_head(head, tmp_path / "head", target=Target(random_model("llama"), name="us/x"))
     serve = (folder / "README.md").read_text().partition("## Serve")[2].partition("\n## ")[0]
     assert [words for words in said if words not in serve] == []
@@ -729,17 +709,21 @@ def test_an_engine_gets_the_matrices_of_the_adapted_target(tmp_path, changed):
 
 @pytest.mark.mend("cards of heads for a local target")
 @pytest.mark.parametrize("name", ["medusa-shared", "eagle3-usual", "block-none"])
-def test_no_command_looks_up_a_local_target_on_the_hub(hub, tmp_path, name):
-    kind, _, _ = name.partition("-")
-    for place in ("llama", str(tmp_path / "models" / "llama"), "models/of/llama"):
+def test_no_command_looks_up_a_local_target_on_the_hub(hub, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my" / "llama").mkdir(parents=True)
+    for place in ("llama", str(tmp_path / "models" / "llama"), "models/of/llama", "my/llama"):
         target = Target(random_model("llama"), name=place)
-        head = trained(kind, **LAYOUTS[name][0])
+        head = trained(name)
         folder = save_head(head, tmp_path / "head", target=target)
-        for card in ((folder / "README.md").read_text(), prepare(folder, "me/heads").card):
+        upload = prepare(folder, "me/heads")
+        assert "others cannot load it" in upload.notes[0]
+        for card in ((folder / "README.md").read_text(), upload.card):
             commands = re.findall(r"```(?:sh|python)\n(.*?)```", card, re.DOTALL)
-            assert [
+            assert ModelCard(card).data.base_model is None
+            assert not [
                 each for each in commands if re.search(r"(?<!from_)llama(?![-.]|_id)", each)
-            ] == []
+            ]
             assert 'from_pretrained("TARGET_FOLDER")' in card
             assert "draftheads chat --head" in card and "--target TARGET_FOLDER" in card
             assert "`TARGET_FOLDER` stands for the folder of the target, `" in card
@@ -748,9 +732,12 @@ def test_no_command_looks_up_a_local_target_on_the_hub(hub, tmp_path, name):
     assert 'from_pretrained("us/x")' in card and "stands for" not in card
 
 
+@pytest.mark.mend("an EAGLE-3 head's card was taken for an edited one")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_card_is_paragraphs_with_an_empty_line_between(tmp_path, name):
-    card = (saved(name, tmp_path / "head") / "README.md").read_text()
+def test_a_card_is_paragraphs_and_is_rendered_again_unless_somebody_edits_it(tmp_path, name):
+    folder = saved(name, tmp_path / "head")
+    card = (folder / "README.md").read_text()
+    assert card == render_card(open_head(folder).config) + "\n"
     text = ModelCard(card).text
     lines = re.sub(r"```.*?```", "```", text, flags=re.DOTALL).splitlines()
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
@@ -817,12 +804,3 @@ def test_the_card_knows_the_target_and_who_serves_the_kind(tmp_path, kind):
     assert card.data.license is None, "only what is known is said"
     assert "```yaml\ntarget: user/model\nrun:\n  steps: 3\n```" in card.text
     assert [each for each in prepare(tmp_path / "head", "me/x").notes if "machine" in each] == []
-
-
-def test_a_target_in_a_folder_is_not_taken_for_a_repository(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    target = Target(random_model("llama"), name="models/mine")
-    save_head(trained(), tmp_path / "head", target=target)
-    assert ModelCard.load(tmp_path / "head" / "README.md").data.base_model is None
-    assert "others cannot load it" in prepare(tmp_path / "head", "me/heads").notes[0]

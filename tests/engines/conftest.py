@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from relatives import write_relative
+from real_engines import write_relative
 
 from draftheads.heads.target.model import Target
 from draftheads.recipes import FOLDER as RECIPES

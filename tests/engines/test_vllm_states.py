@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_engines import place_of
-from states_server import states_of
-from vllm_server import Serving, serving
+from local_server import states_of
+from real_engines import Serving, place_of, serving
 
 from draftheads.heads.target.model import Target
 from draftheads.recipes import FOLDER as RECIPES

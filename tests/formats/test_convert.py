@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from chains import assert_drafts_our_chain
-from converted_heads import CHOICES, POSSIBLE, forget, same, saved
 from emulators import EngineError, Served, vllm_medusa
 from emulators_block import PlainBlock, mlx_block, openvino_block, sglang_block, vllm_block
 from emulators_eagle import sglang_eagle1, sglang_eagle3, vllm_eagle1, vllm_eagle3
@@ -22,7 +21,7 @@ from plain_hydra import awake
 from safetensors.torch import load_file, save_file
 from tiny_heads import drafts_of
 from tiny_targets import random_model, some_prompts, tiny_target
-from trained_heads import FEW, trained
+from trained_heads import CHOICES, FEW, POSSIBLE, forget, same, saved, trained
 from typer.testing import CliRunner
 
 from draftheads.heads.formats.hub import load_head, save_head
@@ -224,8 +223,7 @@ OTHERS = {(name.partition("-")[0], to): (name, to) for name, to in POSSIBLE}.val
 @pytest.mark.parametrize(("name", "to"), OTHERS)
 def test_the_weights_have_the_dtype_that_was_asked_for(tmp_path, name, to, had, dtype):
     """GGUF files: `test_formats_llamacpp`."""
-    kind, _, _ = name.partition("-")
-    target, head = tiny_target(), trained(kind, **CHOICES[name][0]).to(had)
+    target, head = tiny_target(), trained(name).to(had)
     ours = save_head(head, tmp_path / "ours", target=target)
     theirs = converted(ours, tmp_path / "theirs", to, target, dtype=dtype)
     [file] = theirs.glob("*.safetensors")
@@ -264,7 +262,7 @@ def test_nothing_of_this_machine_or_network_is_converted(tmp_path, name, to):
     data = {"target": {"name": "/srv/llama-of-us", "server": [{"url": served["server"][0]}]}}
     data["prompts"] = {"source": "customers-of/us.jsonl"}
     training = {"steps": 9, "recipe": recipe, "data": data}
-    head = trained(kind, **CHOICES[name][0])
+    head = trained(name)
     ours = save_head(head, tmp_path / "ours", target=target, training=training)
     theirs = converted(ours, tmp_path / "theirs", to, target)
     config = json.loads((theirs / "config.json").read_text())
@@ -364,7 +362,7 @@ CHAINS = [(name, to) for name, to in POSSIBLE if name.startswith("block") and to
 @pytest.mark.slow
 def test_an_engine_drafts_our_chain_from_what_it_reads(tmp_path, name, to):
     target = tiny_target()
-    head = awake(trained("block", **CHOICES[name][0])).eval()
+    head = awake(trained(name)).eval()
     ours = save_head(head, tmp_path / "ours", target=target)
     plain = PlainBlock(
         served(name, to, converted(ours, tmp_path / "theirs", to, target)),
@@ -377,7 +375,7 @@ def test_an_engine_drafts_our_chain_from_what_it_reads(tmp_path, name, to):
 def test_vllm_makes_whole_blocks_for_a_tree_that_is_less_deep(tmp_path):
     """Seen in vLLM 0.32: blocks of three slots of a head with seven drafted other tokens."""
     for name in ("block-markov", "block-dflash"):
-        head = trained("block", **CHOICES[name][0])
+        head = trained(name)
         head.tree = DynamicTree(2, 2, 1)
         ours = save_head(head, tmp_path / name, target=tiny_target())
         theirs = converted(ours, tmp_path / f"{name}-theirs", "speculators", tiny_target())

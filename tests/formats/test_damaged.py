@@ -17,18 +17,31 @@ from unittest import mock
 
 import pytest
 import torch
-from converted_heads import saved
-from layouts import HEADLESS, LLAMA, SPECULATORS, V01, VLLM, eagle3, folder_of, numbered, renamed
-from layouts_block import DEEPSPEC, PLAIN, ZLAB, head_of, tensors_of
-from layouts_hydra import CONFIG as HYDRA
-from layouts_hydra import published
+from layouts import (
+    DEEPSPEC,
+    HEADLESS,
+    HYDRA_CONFIG,
+    LLAMA,
+    PLAIN,
+    SPECULATORS,
+    V01,
+    VLLM,
+    ZLAB,
+    eagle3,
+    folder_of,
+    head_of,
+    numbered,
+    published_hydra,
+    renamed,
+    tensors_of,
+)
 from safetensors.torch import load_file, save_file
 from tiny_chat import llama
 from tiny_heads import make_head
 from tiny_targets import tiny_target
 from tiny_training import write_target
 from torch import Tensor
-from trained_heads import FEW, trained
+from trained_heads import FEW, saved, trained
 
 from draftheads.heads import medusa
 from draftheads.heads.formats.hub import load_head, load_pair, open_head, record_tuned, save_head
@@ -51,7 +64,7 @@ FOREIGN: dict[str, Callable[[Path], Path]] = {
         dict(trained("medusa", depth=2).state_dict()),
         VLLM,
     ),
-    "hydra": lambda path: folder_of(path, "hydra_lm_head.pt", published("mlp"), HYDRA),
+    "hydra": lambda path: folder_of(path, "hydra_lm_head.pt", published_hydra("mlp"), HYDRA_CONFIG),
     "eagle": lambda path: folder_of(
         path, "pytorch_model.bin", dict(trained("eagle").state_dict()), {**LLAMA, **SCALING}
     ),

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from converted_heads import forget, same
-from converted_heads import saved as saved_block
 from emulators import EngineError
 from emulators_block import mlx_block
 from emulators_eagle import mlx_eagle3, openvino_eagle3
 from safetensors.torch import load_file
 from tiny_heads import random_head
 from tiny_targets import CONFIGS, scaled_up
-from trained_heads import FEW, SCALED
+from trained_heads import FEW, SCALED, forget, same
+from trained_heads import saved as saved_block
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from draftheads.heads.formats.card import render_card

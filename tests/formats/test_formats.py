@@ -123,21 +123,6 @@ def test_tensor_names_are_those_of_the_field(tmp_path, kind, choices, names):
     assert set(tensors) == names
 
 
-def test_the_config_of_medusa_is_that_of_vllm(tmp_path):
-    _, config = saved(tmp_path / "head", "medusa", depth=3, layers=2)
-    expected = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "num_heads": 3,
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "vocab_size": VOCABULARY,
-        "medusa_fc_bias": True,
-        "original_lm_head": False,
-    }
-    assert {key: config[key] for key in expected} == expected
-
-
 def test_the_draft_vocabulary_is_stored_as_offsets_and_a_mask(tmp_path):
     tensors, config = saved(tmp_path / "head", "eagle3", vocabulary=FEW)
     assert tensors["d2t"].dtype == torch.int64
@@ -164,41 +149,62 @@ EAGLE_CONFIG = {
 }
 
 
-def test_the_config_of_eagle3_leaves_nothing_to_defaults(tmp_path):
-    """Engines differ in the defaults of the switches, of RoPE, and in how they count layers."""
-    choices = {"head_dim": 16, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "sliding_window": 7}
-    layers = {"feature_layers": [1, 2, 3], "norm_output": True}
-    _, config = saved(tmp_path / "head", "eagle3", **choices, **layers)
-    expected = EAGLE_CONFIG | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "num_hidden_layers": 1,
-        "layer_types": ["sliding_attention"],
-        "draft_vocab_size": VOCABULARY,
-        "target_hidden_size": 32,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": True,
-        "num_aux_hidden_states": 3,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],  # hidden states, 0 = embeddings
-        "eagle_config": {  # outputs of layers
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+OF_EAGLE = {
+    "head_dim": 16, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "sliding_window": 7
+}  # fmt: skip
+CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "medusa": (  # as in vLLM
+        {"depth": 3, "layers": 2},
+        {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "num_heads": 3,
+            "num_hidden_layers": 2,
+            "hidden_size": 32,
+            "vocab_size": VOCABULARY,
+            "medusa_fc_bias": True,
+            "original_lm_head": False,
         },
-    }
-    assert {key: config[key] for key in expected} == expected
+    ),
+    "eagle3": (  # engines differ in defaults of switches and RoPE, and in how they count layers
+        {**OF_EAGLE, "feature_layers": [1, 2, 3], "norm_output": True},
+        {
+            **EAGLE_CONFIG,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "num_hidden_layers": 1,
+            "layer_types": ["sliding_attention"],
+            "draft_vocab_size": VOCABULARY,
+            "target_hidden_size": 32,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "fc_norm": False,
+            "norm_output": True,
+            "num_aux_hidden_states": 3,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],  # hidden states, 0 = embeddings
+            "eagle_config": {  # outputs of layers
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+            },
+        },
+    ),
+    "eagle": (  # as in SGLang
+        {**OF_EAGLE, "layers": 2},
+        {
+            **EAGLE_CONFIG,
+            "architectures": ["LlamaForCausalLMEagle"],
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+    ),
+}
 
 
-def test_the_config_of_eagle_is_that_of_sglang(tmp_path):
-    choices = {"head_dim": 16, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "sliding_window": 7}
-    _, config = saved(tmp_path / "head", "eagle", layers=2, **choices)
-    expected = EAGLE_CONFIG | {
-        "architectures": ["LlamaForCausalLMEagle"],
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention"] * 2,
-    }
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_says_what_engines_read_and_leaves_nothing_to_defaults(tmp_path, kind):
+    choices, expected = CONFIGS[kind]
+    _, config = saved(tmp_path / "head", kind, **choices)
     assert {key: config[key] for key in expected} == expected
-    assert "bias" not in config  # vLLM and SGLang would make biases in the attention
+    assert "bias" not in config, "vLLM and SGLang would make biases in the attention"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

@@ -130,7 +130,7 @@ def their_logits(
 ) -> torch.Tensor:
     """What the other code computes; asserts that nothing was missing or unexpected."""
     save_file(inputs, tmp_path / "inputs.safetensors")
-    script = Path(__file__).parents[1] / "interop_speculators.py"
+    script = Path(__file__).parents[1] / "helpers" / "interop_speculators.py"
     files = [str(tmp_path / f"{name}.safetensors") for name in ("inputs", "outputs")]
     ran = subprocess.run(
         [python, str(script), str(theirs), *files], capture_output=True, text=True, check=False
@@ -180,7 +180,7 @@ def test_speculators_loads_what_we_export_and_gives_our_logits(tmp_path, python,
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_what_speculators_saves_is_read(tmp_path, python, target, model_type):
     """Qwen3's layer is its default."""
-    script = Path(__file__).parents[1] / "interop_speculators.py"
+    script = Path(__file__).parents[1] / "helpers" / "interop_speculators.py"
     made = tmp_path / "made"
     command = [python, str(script), "make", str(made), str(DEMO), model_type]
     subprocess.run(command, capture_output=True, check=True)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from chains import assert_drafts_our_chain
-from converted_heads import CHOICES, forget, saved
 from emulators import Served
 from emulators_llamacpp import LlamacppBlock, llamacpp
 from gguf import GGUFReader, GGUFWriter, TokenType
@@ -19,7 +18,7 @@ from plain_hydra import awake
 from tiny_chat import llama
 from tiny_heads import random_head
 from tiny_targets import tiny_target
-from trained_heads import trained
+from trained_heads import CHOICES, forget, saved, trained
 
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.formats.llamacpp import TargetFile
@@ -103,7 +102,7 @@ def test_llamacpp_finds_all_and_believes_what_is_true(tmp_path, name):
 @torch.no_grad()
 def test_it_drafts_our_chain(tmp_path, name):
     target = tiny_target()
-    head = awake(trained("block", **CHOICES[name][0])).eval()
+    head = awake(trained(name)).eval()
     found = llamacpp(exported(save_head(head, tmp_path / "ours", target=target), tmp_path))
     embed_VD = target.model.get_input_embeddings().weight
     plain = LlamacppBlock(found, embed_VD, target.unembed_weight())

@@ -19,38 +19,35 @@ from typing import Any
 
 import pytest
 import torch
-from converted_heads import same
 from emulators_block import block_shapes, confidence_shapes, markov_shapes
 from layouts import (
     BASE,
+    BLOCK_CONFIG,
+    DEEPSPEC,
     HEADLESS,
+    LAYER,
     LLAMA,
+    PLAIN,
+    SHARED,
     SPECULATORS,
     V01,
     VLLM,
-    eagle3,
-    folder_of,
-    numbered,
-    refusal,
-    renamed,
-)
-from layouts_block import (
-    BLOCK_CONFIG,
-    DEEPSPEC,
-    LAYER,
-    PLAIN,
-    SHARED,
     ZLAB,
     block,
     block_of,
+    eagle3,
+    folder_of,
     head_of,
     kept,
+    numbered,
+    refusal,
+    renamed,
     tensors_of,
 )
 from tiny_heads import drafts_of
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 from torch import Tensor
-from trained_heads import FEW, trained
+from trained_heads import FEW, same, trained
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.block import feature_layers, layer_ids

@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import refusal
-from layouts_hydra import CONFIG, LAYERS, PREFIX, WIDTH, last_matrix, places, published
+from layouts import (
+    HYDRA_CONFIG,
+    LAYERS,
+    PREFIX,
+    WIDTH,
+    last_matrix,
+    places,
+    published_hydra,
+    refusal,
+)
 from plain_drafting import DEPTH, drafts_of, plain_drafts, two_texts
 from plain_eagle import PlainHead
 from plain_hydra import silu
@@ -78,7 +86,7 @@ class PublishedHydra(PlainHead):
 
 def folder_of(path: Path, tensors: Any, **config: Any) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**CONFIG, **config}))
+    (path / "config.json").write_text(json.dumps({**HYDRA_CONFIG, **config}))
     torch.save(tensors, path / "hydra_lm_head.pt")
     return path
 
@@ -87,7 +95,7 @@ def folder_of(path: Path, tensors: Any, **config: Any) -> Path:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.no_grad()
 def test_a_published_hydra_drafts_as_its_restatement(tmp_path, target, architecture, dtype):
-    tensors = {name: each.to(dtype) for name, each in published(architecture).items()}
+    tensors = {name: each.to(dtype) for name, each in published_hydra(architecture).items()}
     folder = folder_of(tmp_path / "hydra", tensors, hydra_head_arch=architecture)
     head = load_head(folder, target=target)
     assert (head.depth, head.layers, head.normed) == (DEPTH, LAYERS, False)
@@ -98,7 +106,8 @@ def test_a_published_hydra_drafts_as_its_restatement(tmp_path, target, architect
 
 
 def test_a_published_hydra_is_loaded_by_its_id(hub, tmp_path, target):
-    folder = folder_of(tmp_path / "hydra", published("prefix-mlp"), hydra_head_arch="prefix-mlp")
+    tensors = published_hydra("prefix-mlp")
+    folder = folder_of(tmp_path / "hydra", tensors, hydra_head_arch="prefix-mlp")
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     files["training_args.bin"] = b"not wanted"
     hub.repos["them/hydra"] = {"private": False, "files": files}
@@ -117,7 +126,7 @@ def test_every_name_must_be_there_and_no_other(tmp_path, target, architecture):
     def file(tensors: dict[str, torch.Tensor]) -> Path:
         return folder_of(tmp_path / "head", tensors, hydra_head_arch=architecture)
 
-    whole = published(architecture)
+    whole = published_hydra(architecture)
     whole = {name: tensor for name, tensor in whole.items() if name not in LEFT_OVER}
     load_head(file(whole), target=target)
     for name in whole:
@@ -138,13 +147,13 @@ def test_every_name_must_be_there_and_no_other(tmp_path, target, architecture):
     ],
 )
 def test_other_designs_are_refused(tmp_path, target, key, value, expected):
-    folder = folder_of(tmp_path / "head", published("mlp"), **{key: value})
+    folder = folder_of(tmp_path / "head", published_hydra("mlp"), **{key: value})
     line = f"expected {key}: {expected}; got {value!r}"
     assert line in refusal(folder, target)
 
 
 def test_a_prefix_layer_needs_the_target_it_was_made_for(tmp_path, target):
-    folder = folder_of(tmp_path / "head", published("prefix-mlp"))
+    folder = folder_of(tmp_path / "head", published_hydra("prefix-mlp"))
     assert "the sizes of base/model), got none; pass it: load_head(..., target=target)" in refusal(
         folder
     )
@@ -155,7 +164,7 @@ def test_a_prefix_layer_needs_the_target_it_was_made_for(tmp_path, target):
 
 
 def test_without_a_prefix_layer_no_target_is_needed(tmp_path):
-    head = load_head(folder_of(tmp_path / "head", published("mlp")))
+    head = load_head(folder_of(tmp_path / "head", published_hydra("mlp")))
     assert (head.hidden_size, head.vocab_size, head.depth) == (WIDTH, VOCABULARY, DEPTH)
 
 
@@ -175,7 +184,7 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
         message = refusal(folder_of(tmp_path / "head", content))
         assert "damaged, or a pickle that contains code" in message
     assert not trap.exists()
-    for content in ({"state_dict": published("mlp")}, {"weight": torch.ones(1), "step": 3}):
+    for content in ({"state_dict": published_hydra("mlp")}, {"weight": torch.ones(1), "step": 3}):
         message = refusal(folder_of(tmp_path / "head", content))
         assert f"state dict of tensors, got {sorted(content)}" in message
     assert "got list" in refusal(folder_of(tmp_path / "head", [torch.ones(1)]))
@@ -185,7 +194,7 @@ def test_a_file_that_is_no_state_dict_is_refused_and_not_run(tmp_path):
 
 
 def test_a_folder_without_weights_says_which_are_missing(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(HYDRA_CONFIG))
     with pytest.raises(
         FileNotFoundError, match=r"model\.safetensors, .* hydra_lm_head\.pt, found none"
     ):

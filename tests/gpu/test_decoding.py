@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hybrid_targets import HYBRIDS, hybrid_model
-from mtp_targets import FAMILIES, load_mtp_target, write_mtp_target
+from hybrid_targets import FAMILIES, HYBRIDS, hybrid_model, load_mtp_target, write_mtp_target
 from tiny_heads import VARIANTS, random_head
 from tiny_targets import generated, random_model, some_prompts
 

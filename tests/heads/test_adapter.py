@@ -154,53 +154,44 @@ def test_an_adapter_belongs_to_its_target(made, tmp_path):
         fresh(made).attach(made / "data")
 
 
-def spoiled(folder: Path, **settings: Any) -> Path:
-    place = folder / "adapter_config.json"
-    place.write_text(json.dumps(json.loads(place.read_text()) | settings))
-    return folder
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"r": 1_000_000}, r"expected matrices of rank 1000000, .* of shape \[4, "),  # it took 4.7 GB
+    *(
+        (settings, f"expected a plain LoRA adapter, got {next(iter(settings))}")
+        for settings in (
+            {"layer_replication": [[0, 2], [0, 2]]},
+            {"modules_to_save": ["lm_head"]},
+            {"rank_pattern": {"q_proj": 900_000}},
+            {"megatron_config": {"a": 1}, "megatron_core": "os"},
+            {"init_lora_weights": "pissa"},
+            {"use_dora": True},
+        )
+    ),
+]
 
 
 @pytest.mark.mend("an adapter that says another rank than it has")
-def test_the_rank_is_that_of_the_files_matrices_before_anything_is_built(
-    made, tmp_path, monkeypatch
+@pytest.mark.parametrize(("settings", "said"), SETTINGS)
+def test_settings_that_we_never_write_are_refused_before_anything_is_built(
+    made, tmp_path, monkeypatch, settings, said
 ):
-    """r = 1,000,000 took 4.7 GB."""
     changed(fresh(made)).adapter.save(tmp_path / "adapter", "tiny")
     monkeypatch.setattr("peft.PeftModel.from_pretrained", lambda *_, **__: pytest.fail("built"))
-    with pytest.raises(ValueError, match=r"expected matrices of rank 1000000, .* of shape \[4, "):
-        fresh(made).attach(spoiled(tmp_path / "adapter", r=1_000_000))
-    save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="expected matrices, got none"):
+    place = tmp_path / "adapter" / "adapter_config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | settings))
+    with pytest.raises(ValueError, match=said):
         fresh(made).attach(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"layer_replication": [[0, 2], [0, 2]]},
-        {"modules_to_save": ["lm_head"]},
-        {"rank_pattern": {"q_proj": 900_000}},
-        {"megatron_config": {"a": 1}, "megatron_core": "os"},
-        {"init_lora_weights": "pissa"},
-        {"use_dora": True},
-    ],
+    ("factor", "said"), [(None, "expected matrices, got none"), (torch.nan, "expected finite num")]
 )
-def test_settings_that_we_never_write_are_refused_before_anything_is_built(
-    made, tmp_path, monkeypatch, settings
-):
+def test_matrices_that_are_none_are_refused(made, tmp_path, factor, said):
     changed(fresh(made)).adapter.save(tmp_path / "adapter", "tiny")
-    monkeypatch.setattr("peft.PeftModel.from_pretrained", lambda *_, **__: pytest.fail("built"))
-    with pytest.raises(
-        ValueError, match=f"expected a plain LoRA adapter, got {next(iter(settings))}"
-    ):
-        fresh(made).attach(spoiled(tmp_path / "adapter", **settings))
-
-
-def test_an_adapter_with_numbers_that_are_not_finite_is_refused(made, tmp_path):
-    target = changed(fresh(made))
-    next(iter(target.adapter.parameters.values())).data[0, 0] = torch.nan
-    target.adapter.save(tmp_path / "adapter", "tiny")
-    with pytest.raises(ValueError, match=r"adapter_model.safetensors: expected finite numbers"):
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = {name: factor * each for name, each in load_file(file).items() if factor}
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=said):
         fresh(made).attach(tmp_path / "adapter")
 
 

@@ -6,22 +6,24 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_lora
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_chat import llama
 from tiny_heads import random_head
-from tiny_lora import loaded, write_lora
 from tiny_targets import generated, random_model, some_prompts
 from tiny_training import recipe_of, tiny_recipe
 from tiny_training import run as train
+from transformers import AutoModelForCausalLM
 from typed_commands import failed, questions
 
 from draftheads.heads.cpu.linear import has_int8
@@ -48,8 +50,38 @@ TIED: list[tuple[bool, dict[str, Any]]] = [
 ]
 """Whether a target's embeddings are tied, and what a LoRA of it changes."""
 
+Tensors = dict[str, torch.Tensor]
 ENDLESS = "((.*)*)*x"
 """A regular expression that takes for ever where it does not match."""
+SIZE = 0.3
+"""Of what is added to its matrices, so that texts change."""
+
+
+def loaded(base: Path, lora: Path) -> Any:
+    """A model with a LoRA beside its matrices: what was trained."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    with warnings.catch_warnings(action="ignore"):  # PEFT's, about ties and what transformers calls
+        return PeftModel.from_pretrained(model, lora).eval()
+
+
+def merged_by_peft(base: Path, lora: Path) -> Any:
+    """As PEFT merges both."""
+    with warnings.catch_warnings(action="ignore"):
+        return loaded(base, lora).merge_and_unload()
+
+
+def write_lora(folder: Path, base: Path, seed: int = 1, **choices: Any) -> Path:
+    """A LoRA of the model in `base`. choices: of `LoraConfig`."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    torch.manual_seed(seed)
+    choices = {"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8.0} | choices
+    with warnings.catch_warnings(action="ignore"):
+        wrapped = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **choices))
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data += SIZE * torch.randn_like(parameter)
+        wrapped.save_pretrained(folder)
+    return folder
 
 
 def saved(folder: Path, name: str = "llama", **config: Any) -> Path:
@@ -99,7 +131,7 @@ def test_text_is_that_of_pefts_merged_model(tmp_path, name, choices):
     folder = saved(tmp_path / "base", name)
     lora = write_lora(tmp_path / "lora", folder, **choices)
     target = Target.load(folder, lora=lora)
-    theirs = Target(tiny_lora.merged(folder, lora))
+    theirs = Target(merged_by_peft(folder, lora))
     for prompt in some_prompts(3, 9):
         tokens = generated(theirs, prompt, 24)
         assert tokens_of(Speculator(target), prompt, 24) == tokens
@@ -187,7 +219,7 @@ def test_heads_are_trained_and_loaded_by_name_alone(made, tmp_path):
         target, head = load_pair(tmp_path / "run")
         again, drafts = load_parts(str(tmp_path / "run"), None, Place(threads=1))
     assert (target.lora, head.kind) == (str(lora), "medusa")
-    adapted = Target(tiny_lora.merged(made / "target", lora))
+    adapted = Target(merged_by_peft(made / "target", lora))
     assert target.fingerprint() == Target.load(made / "target", lora=lora).fingerprint()
     [prompt] = some_prompts(7)
     tokens = generated(adapted, prompt, 20)
@@ -296,104 +328,90 @@ def test_init_writes_it_into_the_recipe(run, base, lora, tmp_path):
     assert f"target_adapter: {lora}\n" in text
 
 
-def damaged(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-
-
-def of_four_layers(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    more = {name.replace("layers.0", "layers.3"): each.clone() for name, each in tensors.items()}
-    save_file({**tensors, **more}, file)
-
-
-def of_other_names(folder: Path) -> None:
-    change_settings(folder, target_modules=["c_attn"])
-
-
-def of_other_shapes(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    save_file({name: each.repeat(1, 2) for name, each in load_file(file).items()}, file)
-
-
-def without_a_tensor(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    tensors = load_file(file)
-    tensors.pop(min(tensors))
-    save_file(tensors, file)
-
-
-def not_finite(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    save_file({name: each * torch.nan for name, each in load_file(file).items()}, file)
-
-
 def change_settings(folder: Path, **changes: Any) -> None:
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def prefix_tuned(folder: Path) -> None:
-    change_settings(folder, peft_type="PREFIX_TUNING")
+def with_settings(**changes: Any) -> Callable[[Path], object]:
+    return lambda folder: change_settings(folder, **changes)
 
 
-def begun_by_tokens(folder: Path) -> None:
-    change_settings(folder, alora_invocation_tokens=[1, 2])
+def with_tensors(change: Callable[[Tensors], Tensors]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        save_file(change(load_file(file)), file)
+
+    return edit
 
 
-def repeating_layers(folder: Path) -> None:
-    change_settings(folder, layer_replication=[[0, 2], [1, 2]])
+def of_four_layers(tensors: Tensors) -> Tensors:
+    more = {name.replace("layers.0", "layers.3"): each.clone() for name, each in tensors.items()}
+    return {**tensors, **more}
 
 
-def of_a_large_rank(folder: Path) -> None:
-    change_settings(folder, r=10**6)
-
-
-def of_a_large_rank_in_one_place(folder: Path) -> None:
-    change_settings(folder, rank_pattern={"q_proj": 10**6})
-
-
-def matching_for_ever(folder: Path) -> None:
-    change_settings(folder, alpha_pattern={ENDLESS: 8})
-
-
-def no_json(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{")
-
-
-def no_settings(folder: Path) -> None:
-    (folder / "adapter_config.json").unlink()
+MODEL = "base_model.model.model.layers"
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (
+        lambda folder: os.truncate(folder / "adapter_model.safetensors", 100),
+        "expected complete weights, got",
+    ),
+    "four layers": (with_tensors(of_four_layers), f"4 tensors differ, such as {MODEL}.3"),
+    "other shapes": (
+        with_tensors(lambda tensors: {name: x.repeat(1, 2) for name, x in tensors.items()}),
+        f"size mismatch for {MODEL}.0.self_attn.q_proj",
+    ),
+    "a tensor is gone": (
+        with_tensors(lambda tensors: {name: tensors[name] for name in sorted(tensors)[1:]}),
+        f"1 tensors differ, such as {MODEL}.0",
+    ),
+    "not finite": (
+        with_tensors(lambda tensors: {name: x * torch.nan for name, x in tensors.items()}),
+        "NaNs detected",
+    ),
+    "other names": (
+        with_settings(target_modules=["c_attn"]),
+        "Target modules {'c_attn'} not found in the base model",
+    ),
+    "prefix": (
+        with_settings(peft_type="PREFIX_TUNING"),
+        "expected a LoRA, got an adapter of type PREFIX_TUNING; merge it with PEFT",
+    ),
+    "repeated layers": (with_settings(layer_replication=[[0, 2], [1, 2]]), "it repeats layers"),
+    "a large rank": (
+        with_settings(r=10**6), "expected a rank of at most 64, as its matrices have, got 1000000"
+    ),
+    "a large rank in one place": (
+        with_settings(rank_pattern={"q_proj": 10**6}), "expected a rank of at most 64"
+    ),
+    "matching for ever": (
+        with_settings(alpha_pattern={ENDLESS: 8}),
+        f"expected names of modules, got the expression {ENDLESS!r}",
+    ),
+    "begun by tokens": (
+        with_settings(alora_invocation_tokens=[1, 2]),
+        "got an adapter of type aLoRA (alora_invocation_tokens), which",
+    ),
+    "no JSON": (
+        lambda folder: (folder / "adapter_config.json").write_text("{"),
+        "expected a JSON object, got invalid JSON"
+    ),
+    "no settings": (
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        "expected a PEFT adapter, got a folder of other files",
+    ),
+    "nothing": (shutil.rmtree, "expected a PEFT adapter, got nothing"),
+}  # fmt: skip
 
 
 @pytest.mark.mend("a rank of a million took gigabytes before a tensor was compared")
 @pytest.mark.mend("an aLoRA was merged, as if it were always on")
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (damaged, "expected complete weights, got"),
-        (of_four_layers, "4 tensors differ, such as base_model.model.model.layers.3"),
-        (of_other_names, "Target modules {'c_attn'} not found in the base model"),
-        (of_other_shapes, "size mismatch for base_model.model.model.layers.0.self_attn.q_proj"),
-        (without_a_tensor, "1 tensors differ, such as base_model.model.model.layers.0"),
-        (not_finite, "NaNs detected"),
-        (prefix_tuned, "expected a LoRA, got an adapter of type PREFIX_TUNING; merge it with PEFT"),
-        (repeating_layers, "it repeats layers"),
-        (of_a_large_rank, "expected a rank of at most 64, as its matrices have, got 1000000"),
-        (of_a_large_rank_in_one_place, "expected a rank of at most 64"),
-        (matching_for_ever, f"expected names of modules, got the expression {ENDLESS!r}"),
-        (no_json, "expected a JSON object, got invalid JSON"),
-        (no_settings, "expected a PEFT adapter, got a folder of other files"),
-        (
-            begun_by_tokens,
-            "got an adapter of type aLoRA (alora_invocation_tokens), which",
-        ),
-    ],
-)
-def test_a_lora_that_does_not_fit_is_refused(run, base, lora, tmp_path, change, said):
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_lora_that_does_not_fit_is_refused(run, base, lora, tmp_path, name):
+    change, said = FAULTS[name]
     folder = shutil.copytree(lora, tmp_path / "lora")
     change(folder)
-    failed(run("chat", "--target", base, "--adapter", folder), str(folder), said)
+    failed(run("chat", "--target", base, "--adapter", folder), f"{folder}", said)
 
 
 @pytest.mark.mend("a regular expression of a LoRA that never ended")
@@ -406,40 +424,27 @@ def test_its_matrices_say_which_modules_an_expression_means(base, lora, tmp_path
     assert Target.load(base, lora=folder).fingerprint() == expected
 
 
-def test_what_is_no_lora_is_refused_at_once(run, base):
-    failed(
-        run("chat", "--target", base, "--adapter", "/none/x"),
-        "adapter /none/x: expected a PEFT adapter, got nothing",
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "got"),
+    ("got", "options"),
     [
-        ({"placement": {"": "cpu"}}, "placement {'': 'cpu'}"),
-        ({"placement": "skeleton"}, "placement skeleton"),
+        ("placement {'': 'cpu'}", {"placement": {"": "cpu"}}),
+        ("placement skeleton", {"placement": "skeleton"}),
+        ("quantisation gptq", {}),
+        ("quantisation gguf", {}),  # whose fingerprint would be that of the base
     ],
 )
-def test_a_target_that_is_not_whole_takes_none(base, lora, options, got):
-    with pytest.raises(ValueError, match="merge it with PEFT") as refused:
-        Target.load(base, lora=lora, **options)
+def test_a_target_that_is_not_whole_takes_none(base, lora, tmp_path, got, options):
+    target = shutil.copytree(base, tmp_path / "target")
+    if "gptq" in got:
+        change = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        config = json.loads((target / "config.json").read_text()) | change
+        (target / "config.json").write_text(json.dumps(config))
+    if "gguf" in got:
+        target = tmp_path / "x.gguf"
+        target.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="to merge it into, got .*; merge it with PEFT") as refused:
+        Target.load(target, lora=lora, **options)
     assert got in str(refused.value)
-
-
-def test_a_quantised_target_takes_none(base, lora, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "target")
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="to merge it into, got .* quantisation gptq; merge it"):
-        Target.load(folder, lora=lora)
-
-
-def test_a_gguf_file_takes_none(lora, tmp_path):
-    """Its fingerprint says nothing of matrices, so it would be that of the base."""
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match="to merge it into, got .* quantisation gguf; merge it"):
-        Target.load(tmp_path / "x.gguf", lora=lora)
 
 
 @pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")

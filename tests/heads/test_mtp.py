@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid_targets import hybrid_model
-from mtp_targets import FAMILIES, load_mtp_target, reference, write_mtp_target
+from hybrid_targets import FAMILIES, hybrid_model, load_mtp_target, reference, write_mtp_target
 from safetensors.torch import load_file, save_file
 from tiny_heads import committed, decode, drafts_of, make_head, written_by
 from tiny_targets import generated, some_prompts, tiny_target

@@ -182,25 +182,23 @@ def test_a_target_beside_zero_3_is_whole(made):
         ({"target_placement": "split"}, 2, "split: expected one process .* got 2; use sharded"),
         ({"target_placement": "split"}, 1, "split: expected GPUs, got none; use whole"),
         ({"target_placement": "sharded"}, 1, "expected several processes, got 1; launch one"),
-    ],
+        (
+            {"target_placement": "sharded", "target_bits": 4},
+            2,
+            "expected target_bits=null, got 4",
+        ),
+    ],  # fmt: skip
 )
 def test_a_placement_that_cannot_be_is_refused(made, monkeypatch, choices, processes, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = recipe_of({**tiny_recipe(made), **choices})
     accelerator = make_accelerator(recipe)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: processes > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: processes)
     with pytest.raises(ValueError, match=message) as error:
         frozen_target(recipe, accelerator)
     assert "\n" not in str(error.value)
-
-
-def test_bits_beside_shards_are_refused(made, monkeypatch):
-    recipe = recipe_of({**tiny_recipe(made), "target_placement": "sharded", "target_bits": 4})
-    accelerator = make_accelerator(recipe)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="expected target_bits=null, got 4"):
-        frozen_target(recipe, accelerator)
 
 
 def test_bits_without_bitsandbytes_are_refused(made, monkeypatch):
@@ -452,28 +450,27 @@ def test_masks_that_old_checkpoints_hold_as_biases_are_left_out(tmp_path, name):
     assert Target.load(tmp_path).layers == 3
 
 
-@pytest.mark.parametrize("placement", [{"": "cpu"}, PARTS])
-def test_missing_weights_are_refused_in_every_placement(tmp_path, placement):
-    folder = write_llama(tmp_path / "target", tie_word_embeddings=True)
-    reconfigured(folder, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match="got none for 1 of them"):
-        Target.load(folder, placement=placement)
-
-
-@needs_bitsandbytes
-@pytest.mark.parametrize("bits", [4, 8])
-def test_missing_weights_are_refused_with_fewer_bits(tmp_path, bits):
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"placement": {"": "cpu"}},
+        {"placement": {**PARTS, "model.layers.2": "cpu"}},
+        pytest.param({"bits": 4}, marks=needs_bitsandbytes),
+        pytest.param({"bits": 8}, marks=needs_bitsandbytes),
+    ],
+)
+def test_missing_weights_are_refused_however_they_are_loaded(tmp_path, choice):
     folder = write_llama(tmp_path / "target")
     reconfigured(folder, num_hidden_layers=3)
     with pytest.raises(ValueError, match="got none for 9 of them"):
-        Target.load(folder, bits=bits)
+        Target.load(folder, **choice)
 
 
 @pytest.mark.slow
 def test_all_processes_refuse_a_broken_sharded_target(tmp_path):
     folder = write_llama(tmp_path / "target", num_hidden_layers=1)
     reconfigured(folder, num_hidden_layers=2)
-    worker = str(ROOT / "tests" / "helpers" / "broken_worker.py")
+    worker = str(ROOT / "tests" / "helpers" / "placement_worker.py")
     outputs = outputs_of_two_forks(tmp_path, worker, str(folder))
     assert ["got none for 9 of them" in output for output in outputs] == [True, True]
 

@@ -67,8 +67,19 @@ LATENT = {
 }
 SPARSE = "layers of type (indexed|deepseek_sparse)_attention,"
 BERT = {**SIZES, "embedding_size": 32}
+GPT_NEO = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "vocab_size": VOCABULARY,
+}
+BY_SLOT = "attends by cache slot instead of position"
 
 NAMED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt-neo": ("gpt_neo", GPT_NEO, BY_SLOT),
+    "moshi": ("moshi", {**SIZES, "ffn_dim": 48}, BY_SLOT),
+    "doge": ("doge", SIZES, BY_SLOT),
     "minimax": (
         "minimax",
         {**SIZES, **EXPERTS, "layer_types": ["linear_attention", "full_attention"]},
@@ -350,23 +361,6 @@ def test_where_a_model_scales_attention_by_slots_texts_end_before_that():
 
 def test_where_it_never_does_nothing_is_limited():
     assert Target(llama4(attn_temperature_tuning=False)).context == 2048
-
-
-GPT_NEO = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "attention_types": [[["global", "local"], 1]],
-    "vocab_size": VOCABULARY,
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("gpt_neo", GPT_NEO), ("moshi", {**SIZES, "ffn_dim": 48}), ("doge", SIZES)],
-)
-def test_a_model_that_counts_slots_is_refused(kind, options):
-    assert "attends by cache slot instead of position" in refusal(model_of(kind, options))
 
 
 @pytest.mark.parametrize("name", MASKLESS)

@@ -5,6 +5,8 @@ best nodes, and every tree survives being written down.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,30 +125,63 @@ def test_most_frequent_is_the_best_tree_for_what_was_observed():
     assert shape.resized(2).paths == ((0,), (0, 0))
 
 
-@pytest.mark.parametrize(
-    ("paths", "message"),
-    [
-        (((0,), (0,)), "got one twice"),
-        (((0,), (1, 0)), r"no parent; add \[1\]"),
-        (((),), "one or more ranks"),
-        (((-1,),), "ranks from 0 on"),
-    ],
-)
-def test_bad_trees_are_refused(paths, message):
-    with pytest.raises(ValueError, match=message):
-        StaticTree(paths)
+NO_TREES = [
+    "[]", "", "null", "[null]", "1.5", "true", "[[1.5]]", "[[true]]", '[["0"]]', "[[0],1]", "[{}]",
+    "NaN", "1e400", "[[1e400]]", "[" * 20000, "9" * 5000, "4;2",
+]  # fmt: skip
+NO_JSON = [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
+CHAIN, WIDE = StaticTree.from_widths((1, 1, 1)), StaticTree.from_widths((9,))
+WIDTHS = "expected widths like 4,2,1, paths"
+OF_SEARCHES = "nodes=16,depth=5,top_k=4|1 or more of each"
+REFUSED: list[tuple[Callable[..., object], Any, str]] = [
+    (StaticTree, ((0,), (0,)), "got one twice"),
+    (StaticTree, ((0,), (1, 0)), r"no parent; add \[1\]"),
+    (StaticTree, ((),), "one or more ranks"),
+    (StaticTree, ((-1,),), "ranks from 0 on"),
+    (lambda tree: check_fits(tree, 9, 2), CHAIN, "3 deep, the head predicts only 2"),
+    (lambda tree: check_fits(tree, 8), WIDE, "the 9 best tokens, the head knows only 8"),
+    *((parse_tree, text, f"^tree .*{WIDTHS}") for text in NO_TREES),
+    *(
+        (parse_tree, text, OF_SEARCHES)
+        for text in ("nodes=", "nodes=x", "width=3", "nodes=16,4", "nodes=-1")
+    ),
+    *(
+        (parse_tree, text, "at most 1024 draft nodes, got")
+        for text in ("1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400")
+    ),
+    *((tree_from_json, value, WIDTHS) for value in NO_JSON),
+    # a published head may ask for one: it loaded, and drafted for minutes
+    (tree_from_json, [[0] * depth for depth in range(1, 200)], "at most 128 levels, got 199"),
+    (tree_from_json, [[rank] for rank in range(4095)], "at most 1024 draft nodes, got 4095"),
+    *(
+        (tree_from_json, {"draft_nodes": nodes, "depth": depth, "top_k": top_k}, said)
+        for nodes, depth, top_k, said in (
+            (4095, 8, 60, "at most 1024 draft nodes, got 4095"),
+            (8, 1000, 8, "at most 128 levels, got 1000"),
+            (8, 100, 1000, "at most 65536 candidates, got 99001000; lower depth or top_k"),
+        )
+    ),
+    *(
+        (lambda limits: DynamicTree(*limits), limits, "expected 1 or more of each")
+        for limits in ((0, 5, 4), (16, 0, 4), (16, 5, 0))
+    ),
+]
 
 
-def test_a_tree_deeper_than_the_head_is_refused():
-    with pytest.raises(ValueError, match="3 deep, the head predicts only 2"):
-        check_fits(StaticTree.from_widths((1, 1, 1)), 9, 2)
-    with pytest.raises(ValueError, match="the 9 best tokens, the head knows only 8"):
-        check_fits(StaticTree.from_widths((9,)), 8)
+@pytest.mark.parametrize(("made", "value", "said"), REFUSED, ids=lambda x: str(x)[:20])
+def test_what_is_no_tree_or_too_large_is_refused_in_one_line(made, value, said):
+    with pytest.raises(ValueError, match=said) as refusal:
+        made(value)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
 
 def test_trees_from_the_command_line():
     assert parse_tree("2,1") == StaticTree.from_widths((2, 1))
     assert parse_tree("[[0],[0,0],[1]]") == StaticTree(((0,), (0, 0), (1,)))
+    assert parse_tree("nodes=16,depth=5,top_k=4") == DynamicTree(16, 5, 4)
+    assert parse_tree("nodes=16") == DynamicTree(16) == DynamicTree(16, 8, 4)
+    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 8, 4)
+    assert parse_tree(str(DynamicTree(16, 5, 4))) == DynamicTree(16, 5, 4)
 
 
 TREES = [
@@ -161,71 +196,6 @@ TREES = [
 @pytest.mark.parametrize("tree", TREES, ids=str)
 def test_trees_survive_json(tree):
     assert tree_from_json(json.loads(json.dumps(tree.to_json()))) == tree
-
-
-def test_dynamic_trees_from_the_command_line():
-    assert parse_tree("nodes=16,depth=5,top_k=4") == DynamicTree(16, 5, 4)
-    assert parse_tree("nodes=16") == DynamicTree(16) == DynamicTree(16, 8, 4)
-    assert parse_tree("top_k=4, nodes=16") == DynamicTree(16, 8, 4)
-    assert parse_tree(str(DynamicTree(16, 5, 4))) == DynamicTree(16, 5, 4)
-
-
-@pytest.mark.parametrize("text", ["nodes=", "nodes=x", "width=3", "nodes=16,4", "nodes=-1"])
-def test_what_is_no_dynamic_tree_is_refused(text):
-    with pytest.raises(ValueError, match="nodes=16,depth=5,top_k=4|1 or more of each"):
-        parse_tree(text)
-
-
-NO_TREES = [
-    "[]", "", "null", "[null]", "1.5", "true", "[[1.5]]", "[[true]]", '[["0"]]', "[[0],1]", "[{}]",
-    "NaN", "1e400", "[[1e400]]", "[" * 20000, "9" * 5000, "4;2",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", NO_TREES, ids=lambda text: text[:9])
-def test_what_is_no_tree_is_refused_in_one_line(text):
-    with pytest.raises(ValueError, match=r"^tree .*expected widths like 4,2,1, paths") as refusal:
-        parse_tree(text)
-    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
-
-
-@pytest.mark.parametrize(
-    "value", [None, 3, "4,2", [0], [[0.5]], [None], {"nodes": 3}, {"depth": 2.5}]
-)
-def test_what_no_tree_was_written_as_is_refused(value):
-    with pytest.raises(ValueError, match="expected widths like 4,2,1, paths"):
-        tree_from_json(value)
-
-
-@pytest.mark.parametrize("text", ["1000,1000,1000,1000", "5000", "nodes=99999,depth=99,top_k=400"])
-def test_trees_that_no_machine_would_verify_are_refused_at_once(text):
-    with pytest.raises(ValueError, match="at most 1024 draft nodes, got"):
-        parse_tree(text)
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ([[0] * depth for depth in range(1, 200)], "at most 128 levels, got 199"),
-        ([[rank] for rank in range(4095)], "at most 1024 draft nodes, got 4095"),
-        ({"draft_nodes": 4095, "depth": 8, "top_k": 60}, "at most 1024 draft nodes, got 4095"),
-        ({"draft_nodes": 8, "depth": 1000, "top_k": 8}, "at most 128 levels, got 1000"),
-        (
-            {"draft_nodes": 8, "depth": 100, "top_k": 1000},
-            "at most 65536 candidates, got 99001000; lower depth or top_k",
-        ),
-    ],
-)
-def test_trees_that_no_machine_would_draft_are_refused_where_heads_are_read(tree, message):
-    """A published head may ask for one: it loaded, and drafted for minutes."""
-    with pytest.raises(ValueError, match=message):
-        tree_from_json(tree)
-
-
-@pytest.mark.parametrize("limits", [(0, 5, 4), (16, 0, 4), (16, 5, 0)])
-def test_empty_searches_are_refused(limits):
-    with pytest.raises(ValueError, match="expected 1 or more of each"):
-        DynamicTree(*limits)
 
 
 def test_a_search_has_as_many_candidates_as_it_verifies():

@@ -1,4 +1,6 @@
-"""Other projects' checkpoint layouts, as published."""
+"""Other projects' checkpoint layouts, as published: Medusa's, EAGLE's, those of block heads of
+DeepSpec and z-lab, and Hydra's.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from plain_drafting import DEPTH
 from safetensors.torch import save_file
-from tiny_targets import VOCABULARY
+from tiny_targets import VOCABULARY, tiny_target
 from torch import Tensor
 from trained_heads import trained
 
 from draftheads.heads.base import DraftHead
+from draftheads.heads.block import BlockHead
 from draftheads.heads.formats.hub import load_head
 from draftheads.heads.target.model import Target
 
@@ -75,3 +79,110 @@ SPECULATORS = {
     "norm_before_residual": True, "transformer_layer_config": LLAMA, **HEADLESS,
     "speculators_config": {"verifier": {"name_or_path": "tiny-llama", "architectures": []}},
 }  # fmt: skip
+
+
+HEAD = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5, "conditioning": "markov"}
+PLAIN = {"conditioning": "none", "sample_from_anchor": False}
+LAYER: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2, "vocab_size": VOCABULARY,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 128, "hidden_act": "silu",
+    "rope_theta": 10000.0, "model_type": "qwen3",
+}  # fmt: skip
+SHARED = {"mask_token_id": 7, "target_layer_ids": [0, 1]}
+DEEPSPEC = {
+    **LAYER, **SHARED, "architectures": ["Qwen3DSparkModel"], "block_size": 5,
+    "num_target_layers": 3, "markov_rank": 6, "markov_head_type": "vanilla", "num_anchors": 512,
+    "enable_confidence_head": False, "confidence_head_with_markov": False,
+    "tie_word_embeddings": False, "layer_types": ["full_attention"] * 2, "sliding_window": None,
+}  # fmt: skip
+ZLAB = {
+    **LAYER, "architectures": ["DFlashDraftModel"], "block_size": 5, "num_target_layers": 3,
+    "dflash_config": SHARED,
+}  # fmt: skip
+
+
+def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def tensors_of(head: BlockHead, prefix: str = "") -> dict[str, Tensor]:
+    """As published, with copies of the target's matrices and tables that nobody reads."""
+    model = tiny_target().model
+    copies = {
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach(),
+        "lm_head.weight": model.get_output_embeddings().weight.detach(),
+        "rotary_emb.inv_freq": torch.ones(4),
+    }
+    return {f"{prefix}{name}": each for name, each in kept({**copies, **head.state_dict()}).items()}
+
+
+def head_of(choices: dict[str, Any]) -> Any:
+    return trained("block", **{**HEAD, "intermediate_size": 48, **choices})
+
+
+BLOCK_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_size": 32,
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_target_layers": 3, "block_size": 5,
+    "mask_token_id": 7, "target_layer_ids": [0, 1], "rope_theta": 1e4, "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 64, "markov_rank": 6,
+    "markov_head_type": "vanilla", "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}  # fmt: skip
+
+
+def block_of(path: Path, tensors: dict[str, torch.Tensor] | None = None, **config: Any) -> Path:
+    if tensors is None:
+        tensors = dict(block().state_dict())
+    return folder_of(path / "head", "model.safetensors", tensors, {**BLOCK_CONFIG, **config})
+
+
+def block(**choices: Any) -> DraftHead:
+    given = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5, "confidence": True}
+    return trained("block", **{**given, "conditioning": "markov", **choices})
+
+
+WIDTH, LAYERS = 32, 3
+HYDRA_CONFIG = {
+    "base_model_name_or_path": "base/model",
+    "grounded_heads": True,
+    "hidden_state_offset": 0,
+    "hydra_num_heads": DEPTH + 4,  # published configs are wrong about both
+    "hydra_num_layers": LAYERS + 2,
+    "transformers_version": "4.33.2",
+}
+PREFIX = "prefix_embeding_layer"
+
+
+def places(architecture: str) -> list[int]:
+    """Of the residual blocks in a head: behind a prefix layer, dropout stands before each."""
+    return [1, 3, 5] if architecture == "prefix-mlp" else [0, 1, 2]
+
+
+def last_matrix(architecture: str, k: int) -> str:
+    return f"hydra_lm_head.{k}.1" if architecture == "prefix-mlp" else f"hydra_lm_head.{k}"
+
+
+def published_hydra(architecture: str) -> dict[str, torch.Tensor]:
+    """The state dict of a random head."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for k in range(DEPTH):
+        first, *others = places(architecture)
+        wide = (WIDTH, (k + 2) * WIDTH)
+        shapes[f"hydra_mlp.{k}.{first}.linear.weight"] = wide
+        shapes[f"hydra_mlp.{k}.{first}.res_connection.weight"] = wide
+        shapes |= {f"hydra_mlp.{k}.{j}.linear.weight": (WIDTH, WIDTH) for j in others}
+        shapes[f"{last_matrix(architecture, k)}.weight"] = (VOCABULARY, WIDTH)
+    shapes |= {name.replace("weight", "bias"): shape[:1] for name, shape in shapes.items()}
+    if architecture == "prefix-mlp":
+        layer = f"{PREFIX}.layers.0"
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (WIDTH, WIDTH) for part in "qo"}
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (WIDTH // 2, WIDTH) for part in "kv"}
+        shapes |= {f"{layer}.mlp.{part}_proj.weight": (24, WIDTH) for part in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj.weight"] = (WIDTH, 24)
+        norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+        shapes |= {f"{PREFIX}.{norm}.weight": (WIDTH,) for norm in norms}
+        shapes[f"{PREFIX}.embed_tokens.weight"] = (VOCABULARY, WIDTH)
+        shapes[f"{layer}.self_attn.rotary_emb.inv_freq"] = (4,)
+    torch.manual_seed(3)
+    return {name: 2 * torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}

@@ -2,6 +2,7 @@
 then trains as each recipe says. Leaves what it found beside the first recipe.
 
     placement_worker.py TIED UNTIED RECIPE...        folders of targets, recipes
+    placement_worker.py FOLDER                       prints why this target is refused
 """
 
 from __future__ import annotations
@@ -84,8 +85,16 @@ def compare(folder: str) -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
-    tied, untied, *recipes = sys.argv[1:]
+def refuse(folder: str) -> None:
+    dist.init_process_group("gloo")
+    try:
+        Target.load(folder, placement="sharded")
+    except ValueError as error:
+        print(error, flush=True)
+    dist.destroy_process_group()
+
+
+def main(tied: str, untied: str, *recipes: str) -> None:
     accelerator = make_accelerator(load_recipe(recipes[0]))
     out = {"tied": compare(tied), "untied": compare(untied)}
     left = Path(recipes[0]).with_name(f"rank-{accelerator.process_index}.json")
@@ -94,3 +103,7 @@ if __name__ == "__main__":
         accelerator = make_accelerator(recipe := load_recipe(path))
         fit(recipe, accelerator)
     accelerator.end_training()
+
+
+if __name__ == "__main__":
+    (main if sys.argv[2:] else refuse)(*sys.argv[1:])

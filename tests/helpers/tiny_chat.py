@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -21,7 +22,7 @@ from draftheads.heads.target.model import Decoded, Target
 from draftheads.train.data.answers import columns, journals, read_ids, read_manifest
 from draftheads.train.data.distill import DistillOptions
 from draftheads.train.data.prompts import Prompt
-from draftheads.train.data.shards import read_batch
+from draftheads.train.data.shards import Shard, read_batch
 
 CONTEXT = 256
 END = 258
@@ -156,3 +157,12 @@ def records(folder: Path) -> list[dict[str, Any]]:
         known = [record for record in found if record["id"] in places]
         found = [record | {"id": places[record["id"]]} for record in known]
     return sorted(found, key=lambda record: record["id"])
+
+
+def shuffled(path: Path) -> None:
+    """Other token ids, all in the vocabulary, in a file of the same size."""
+    content = bytearray(path.read_bytes())
+    tokens = Shard(read_batch(path)).tokens_N.copy()
+    at = bytes(content).index(tokens.tobytes())
+    content[at : at + tokens.nbytes] = np.random.default_rng(0).permutation(tokens).tobytes()
+    path.write_bytes(content)

@@ -224,7 +224,6 @@ def test_damaged_end_tokens_are_refused_alike_with_and_without_weights(tmp_path,
 # ---------------------------------------------------------------- templates that rewrite turns
 
 
-FORGETFUL = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
 TURNS = 3
 CHOSEN = {"max_new_tokens": 40, "batch_size": 2}
 
@@ -246,37 +245,26 @@ def thought(tokens: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def forgetful(tmp_path_factory):
-    target = llama(eos=(END,), template=FORGETFUL)
+    target = llama(eos=(END,), template=STRIPPING)
     made = tmp_path_factory.mktemp("forgetful")
     target.model.save_pretrained(made)
     target.tokenizer.save_pretrained(made)
     return made
 
 
-class Thinking:
+def think(
+    engine: Any, rule: Any, most: int, take: Callable[[], Request | None]
+) -> Iterator[tuple[Request, list[int], None]]:
     """Takes the place of the engine, and answers one request after the other."""
-
-    asked = 0
-    interrupted_at: int | None = None
-
-    @staticmethod
-    def answer_all(
-        engine: Any, rule: Any, most: int, take: Callable[[], Request | None]
-    ) -> Iterator[tuple[Request, list[int], None]]:
-        while (request := take()) is not None:
-            if Thinking.asked == Thinking.interrupted_at:
-                raise KeyboardInterrupt
-            Thinking.asked += 1
-            yield request, thought(list(request.prompt)), None
+    while (request := take()) is not None:
+        yield request, thought(list(request.prompt)), None
 
 
 @pytest.fixture
 def thinking(monkeypatch):
     """It thinks, and its template forgets the thoughts of earlier turns."""
-    monkeypatch.setattr("draftheads.train.data.distill.answer_all", Thinking.answer_all)
-    monkeypatch.setattr(Thinking, "asked", 0)
-    monkeypatch.setattr(Thinking, "interrupted_at", None)
-    return llama(eos=(END,), template=FORGETFUL)
+    monkeypatch.setattr("draftheads.train.data.distill.answer_all", think)
+    return llama(eos=(END,), template=STRIPPING)
 
 
 def log(request: Json) -> Json:
@@ -381,16 +369,11 @@ def write(folder: Path, turns: Any) -> Path:
 
 @pytest.mark.mend("arguments that were encoded twice were the text of an input")
 @pytest.mark.parametrize("turns", [SHAREGPT, OPENAI, TWICE], ids=["sharegpt", "openai", "twice"])
-def test_tool_turns_are_kept_or_dropped(tmp_path, turns):
+def test_tool_turns_are_kept_or_dropped_and_answers_up_to_the_last_kept(tmp_path, turns):
     path = write(tmp_path, turns)
     assert read_prompts(path, tools="keep") == [Prompt(0, messages=(*KEPT, THANKS))]
     assert read_prompts(path, tools="drop") == [Prompt(0, messages=(KEPT[0], THANKS))]
     assert read_prompts(path) == read_prompts(path, tools="drop")
-
-
-@pytest.mark.parametrize("turns", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
-def test_conversations_keep_answers_up_to_the_last(tmp_path, turns):
-    path = write(tmp_path, turns)
     said = {"role": "assistant", "content": "<think>easy</think>It is 3."}
     assert read_conversations(path) == [Prompt(0, (*KEPT, said))]
     assert read_conversations(path, tools="drop") == [Prompt(0, (KEPT[0], said))]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from tiny_chat import options, prompts
+from tiny_chat import options, prompts, shuffled
 from tiny_training import VOCABULARY, random_answers, tiny_recipe, write_answers, write_target
 
 from draftheads.scripts.cli import main
@@ -59,15 +59,6 @@ def with_column(name: str, value: Any) -> Callable[[pa.RecordBatch], pa.RecordBa
         return pa.RecordBatch.from_pylist(rows, schema=shards.SCHEMA)
 
     return change
-
-
-def shuffled(path: Path) -> None:
-    """Other token ids, all in the vocabulary, in a file of the same size."""
-    content = bytearray(path.read_bytes())
-    tokens = shards.Shard(shards.read_batch(path)).tokens_N.copy()
-    at = bytes(content).index(tokens.tobytes())
-    content[at : at + tokens.nbytes] = np.random.default_rng(0).permutation(tokens).tobytes()
-    path.write_bytes(content)
 
 
 def trusted(folder: Path) -> None:

@@ -19,7 +19,6 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from launching import CPU, become_one_of_a_launch, fork, free_port, place
 from local_server import HANG, Fault, Json, LocalServer
@@ -35,6 +34,7 @@ from tiny_chat import (
     prompts,
     records,
     saved,
+    shuffled,
 )
 from tokenizers import processors
 
@@ -245,7 +245,6 @@ HAPPENS: dict[str, Callable[..., None]] = {
     "server denies": denying,
     "server fails at times": failing_at_times,
 }
-SERVED = [name for name in HAPPENS if name.startswith("server")]
 
 
 def with_numbers(becomes: Callable[[Prompts], Prompts]) -> Callable[[], Prompts]:
@@ -264,15 +263,6 @@ BECOMES: dict[str, Callable[[], Prompts]] = {
     "repeated": with_numbers(lambda old: [*old, old[0], old[0]]),
     "all at once": with_numbers(lambda old: [NEW, *old[:4:-1], MENDED]),
 }
-
-
-def shuffled(path: Path) -> None:
-    """Other token ids, all in the vocabulary, in a file of the same size."""
-    content = bytearray(path.read_bytes())
-    tokens = shards.Shard(shards.read_batch(path)).tokens_N.copy()
-    at = bytes(content).index(tokens.tobytes())
-    content[at : at + tokens.nbytes] = np.random.default_rng(0).permutation(tokens).tobytes()
-    path.write_bytes(content)
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {

@@ -230,19 +230,6 @@ def test_a_killed_writer_is_continued(tmp_path, target, monkeypatch):
     assert forwards.total() == len(whole.rows) - 6, "a whole store needs no target"
 
 
-@pytest.mark.parametrize("left", [0, 5, 100, -1])
-def test_a_truncated_shard_is_named_and_redone(tmp_path, target, left):
-    store = fill(store_of(tmp_path, target))
-    before = files(store.folder)
-    bad = store.folder / "shard-000001.safetensors"
-    bad.write_bytes(bad.read_bytes()[:left])
-    again = store_of(tmp_path, target)
-    with pytest.raises(ValueError, match=r"shard-000001\.safetensors: .*damaged .*; run again"):
-        again([4], store.rows.batch([4]))
-    fill(again)
-    assert files(store.folder) == before
-
-
 def rewritten(path: Path, change: Callable) -> None:
     """A shard with other features, and the checksums that it had."""
     with safe_open(path, framework="pt") as file:
@@ -282,16 +269,28 @@ def test_shards_that_have_changed_places_are_not_learned(tmp_path, target):
         again([store.shards[one][0]], rows.batch([store.shards[one][0]]))
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{
+        f"{left} bytes": lambda path, left=left: path.write_bytes(path.read_bytes()[:left])
+        for left in (0, 5, 100, -1)
+    },
+    "float64": lambda path: rewritten(path, lambda t: {"features": t["features"].double()}),
+    "narrow": lambda path: rewritten(
+        path, lambda t: {"features": t["features"][:, 1:].contiguous()}
+    ),
+}
+
+
 @pytest.mark.mend("stored features in float64 or of another width were learned")
-@pytest.mark.parametrize("change", [torch.Tensor.double, lambda f: f[:, 1:].contiguous()])
-def test_stored_features_of_another_dtype_or_width_are_written_again(tmp_path, target, change):
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_shard_is_named_and_written_again(tmp_path, target, name):
     store = fill(store_of(tmp_path, target))
     before = files(store.folder)
-    path = store.folder / "shard-000001.safetensors"
-    rewritten(path, lambda tensors: {"features": change(tensors["features"])})
-    with pytest.raises(ValueError, match=r"shard-000001.*damaged .expected"):
-        store_of(tmp_path, target)([4], store.rows.batch([4]))
-    fill(store_of(tmp_path, target))
+    DAMAGES[name](store.folder / "shard-000001.safetensors")
+    again = store_of(tmp_path, target)
+    with pytest.raises(ValueError, match=r"shard-000001\.safetensors: .*damaged .*; run again"):
+        again([4], store.rows.batch([4]))
+    fill(again)
     assert files(store.folder) == before
 
 
@@ -314,7 +313,14 @@ def test_a_damaged_manifest_is_named(tmp_path, target, content):
     assert files(store.folder) == before
 
 
+def of_other_weights() -> Target:
+    other = tiny_model()
+    other.model.norm.weight.data += 0.5
+    return Target(other, name="tiny")
+
+
 CHANGES: dict[str, dict[str, Any]] = {
+    "target ": {"target": of_other_weights},
     "target_bits ": {"bits": 8},
     "layers ": {"layers": (0, -1)},
     "rows ": {"rows": lambda: rows_of(50)},
@@ -335,21 +341,9 @@ def shuffled() -> Rows:
 def test_features_of_something_else_are_refused(tmp_path, target, key):
     store = fill(store_of(tmp_path, target))
     before = files(store.folder)
-    change = dict(CHANGES[key])
-    if "rows" in change:
-        change["rows"] = change["rows"]()
+    change = {name: made() if callable(made) else made for name, made in CHANGES[key].items()}
     with pytest.raises(ValueError, match=f"with {key}.*, got .*; use another features.path"):
-        fill(store_of(tmp_path, target, **change))
-    assert files(store.folder) == before
-
-
-def test_features_of_other_weights_are_refused(tmp_path, target):
-    store = fill(store_of(tmp_path, target))
-    before = files(store.folder)
-    other = tiny_model()
-    other.model.norm.weight.data += 0.5
-    with pytest.raises(ValueError, match="with target '.*, got .*; use another features.path"):
-        fill(store_of(tmp_path, Target(other, name="tiny")))
+        fill(store_of(tmp_path, **{"target": target, **change}))
     assert files(store.folder) == before
 
 

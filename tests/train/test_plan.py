@@ -134,11 +134,12 @@ def test_plan_and_run_say_who_will_refuse_the_head(made, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_the_tensors_of_a_checkpoint_are_counted(made, tmp_path, kind):
+    values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
+    plan = make_plan(recipe_of(values), probe=False)
+    assert list(tmp_path.iterdir()) == [], "a plan touches no output"
     assert run(made, tmp_path / "run", "run.steps=1", kind=kind) == 0
     files = (tmp_path / "run" / "step-000001").rglob("*.safetensors")
     stored = sum(x.nbytes for path in files for x in load_file(path).values())
-    values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
-    plan = make_plan(recipe_of(values), probe=False)
     assert plan.shapes.checkpoint == pytest.approx(stored, rel=0.01)
 
 
@@ -261,30 +262,15 @@ def test_missing_data_leaves_the_number_of_steps_open(made, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["head.dept=3"], "did you mean 'head.depth'"),
-        (["target=/nowhere/at/all"], "target /nowhere/at/all"),
-        (["head.kind=eagle3", "head.feature_layers=[9]"], "expected indices from 0"),
-        (["--engine", "zero9"], "expected one of ddp, zero1"),
-    ],
-)
-def test_mistakes_end_with_a_line_and_exit_code_2(
-    made, tmp_path, monkeypatch, capsys, arguments, message
-):
-    recipe = recipe_file(made, tmp_path)
-    assert command(monkeypatch, recipe, *arguments, "--no-probe") == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert "\n" not in error
-
-
-@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["target_placement=sharded"], "target_placement=sharded: expected several"),
         (["target_placement=sharded", "data.cache_gb=1"], "data.cache_gb"),
         (["data.path=SMALL"], "expected token ids below 97"),
+        (["head.dept=3"], "did you mean 'head.depth'"),
+        (["target=/nowhere/at/all"], "target /nowhere/at/all"),
+        (["head.kind=eagle3", "head.feature_layers=[9]"], "expected indices from 0"),
+        (["--engine", "zero9"], "expected one of ddp, zero1"),
     ],
 )
 def test_a_plan_refuses_what_training_refuses(
@@ -296,10 +282,10 @@ def test_a_plan_refuses_what_training_refuses(
     capsys.readouterr()
     assert command(monkeypatch, recipe_file(made, tmp_path), *overrides, "--no-probe") == 2
     planned = capsys.readouterr().err.strip()
-    assert run(made, tmp_path / "run", *overrides) == 2
-    trained = capsys.readouterr().err.strip()
-    assert message in planned and message in trained
-    assert planned.startswith("error: ") and "\n" not in planned
+    assert planned.startswith("error: ") and message in planned and "\n" not in planned
+    if overrides[0] != "--engine":  # which a launch decides
+        assert run(made, tmp_path / "run", *overrides) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_peak_is_the_sum_of_what_is_known(made):
@@ -307,13 +293,6 @@ def test_the_peak_is_the_sum_of_what_is_known(made):
     assert plan.time == {}
     assert "activations" not in plan.memory, "they are measured or unknown"
     assert plan.peak == sum(plan.memory.values())
-
-
-@pytest.mark.parametrize("kind", HEADS)
-def test_a_plan_touches_no_output(made, tmp_path, kind):
-    values = tiny_recipe(made, kind, output=str(tmp_path / "run"))
-    make_plan(recipe_of(values), probe=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def joint_recipe(made: Path, **adapter: Any) -> Recipe:
@@ -371,14 +350,3 @@ def test_an_adapter_is_probed_and_shown(made):
     plan = make_plan(joint_recipe(made))
     assert plan.reason == "" and plan.time
     assert f"and {plan.shapes.adapter:,} of an adapter trained" in printed(plan)
-
-
-def test_what_cannot_be_probed_is_not_told(made, monkeypatch):
-    def refuse(*_: object) -> None:
-        raise ValueError("adapter: its divergence cannot be measured")
-
-    monkeypatch.setattr(planning, "start", refuse)
-    plan = make_plan(joint_recipe(made))
-    assert not plan.time
-    assert "adapter: its divergence cannot be measured" in plan.reason
-    assert f"time: unknown: {plan.reason}" in printed(plan)

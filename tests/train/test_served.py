@@ -22,8 +22,8 @@ import pytest
 import torch
 import yaml
 from launching import ROOT, exit_code_of_a_fork, outputs_of_two_forks, two_forks
+from local_server import StatesServer
 from placement_worker import random_batch
-from states_server import StatesServer
 from tiny_training import (
     HEAD_SECTIONS,
     assert_same,
@@ -113,19 +113,11 @@ def test_heads_learn_the_same_as_online(made, server, tmp_path, kind):
 
 def test_a_step_without_layers_is_that_of_the_whole_target(made, server, tmp_path):
     """With the same stored features: bit for bit, soft labels and final norm included."""
-    stored = f"features.path={tmp_path / 'features'}"
     for kind in ("eagle3", "medusa"):
         data = f"data.path={made / 'data'}"
         stored = f"features.path={tmp_path / f'features-{kind}'}"
-        assert (
-            run(
-                made,
-                tmp_path / f"served-{kind}",
-                *options(server, stored, data, mode="cached"),
-                kind=kind,
-            )
-            == 0
-        )
+        chosen = options(server, stored, data, mode="cached")
+        assert run(made, tmp_path / f"served-{kind}", *chosen, kind=kind) == 0
         asked = len(server.asked)
         whole = ["features.mode=cached", stored, data]
         assert run(made, tmp_path / f"whole-{kind}", *whole, kind=kind) == 0
@@ -180,6 +172,10 @@ CHANGES: dict[str, tuple[Callable, str]] = {
         lambda t: t | {"hidden_states_scales": torch.ones(7)},
         "expected scales of tokens and states",
     ),
+    "other-embeddings": (
+        lambda t: t | {"hidden_states": t["hidden_states"].flip(1).contiguous()},
+        "expected the embeddings of",
+    ),
     "no-ids": (lambda t: {"hidden_states": t["hidden_states"]}, "expected tensors hidden_states"),
 }
 
@@ -187,6 +183,7 @@ CHANGES: dict[str, tuple[Callable, str]] = {
 @pytest.mark.mend(
     "ids or scales of another shape, or fp8 without scales, ended a run with a traceback"
 )
+@pytest.mark.mend("state 0 was compared in the first document alone")
 @pytest.mark.parametrize("number", [0, 9])
 @pytest.mark.parametrize("name", CHANGES)
 def test_nothing_is_learned_from_other_states(made, server, tmp_path, capsys, name, number):
@@ -194,17 +191,6 @@ def test_nothing_is_learned_from_other_states(made, server, tmp_path, capsys, na
     server.change = only(number, change)
     line = refused(made, server, tmp_path / "run", capsys, is_learned=number > 0)
     assert words in line and server.url in line and "nothing was learned" in line
-
-
-def test_a_server_of_another_model_is_refused(made, tmp_path, capsys):
-    other = tiny_model()
-    for name, parameter in other.named_parameters():
-        if "embed" in name:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    server = StatesServer(other, tmp_path / "exchange", ALL)
-    line = refused(made, server, tmp_path / "run", capsys)
-    assert "expected the embeddings of" in line and "use the same checkpoint" in line
-    server.close()
 
 
 def noise(states_PLH: torch.Tensor) -> torch.Tensor:
@@ -278,42 +264,29 @@ def test_one_of_two_servers_with_another_model_is_named(made, server, tmp_path, 
     other.close()
 
 
-@pytest.mark.mend("state 0 was compared in the first document alone")
-def test_embeddings_are_compared_in_each_document(made, server, tmp_path, capsys):
-    def swap(number: int, tensors: dict) -> dict:
-        if number < 10:
-            return tensors
-        return tensors | {"hidden_states": tensors["hidden_states"].flip(1).contiguous()}
-
-    server.change = swap
-    line = refused(made, server, tmp_path / "run", capsys, is_learned=True)
-    assert "expected the embeddings of" in line
-
-
-def test_a_file_outside_the_exchange_folder_is_not_read(made, server, tmp_path, capsys):
-    secret = tmp_path / "elsewhere.safetensors"
-    server.path_of = lambda number: secret
-    line = refused(made, server, tmp_path / "run", capsys)
-    assert "expected files cmpl-*.safetensors in" in line and "nothing was read" in line
-    server.path_of = lambda number: server.folder / ".." / "elsewhere.safetensors"
-    assert "nothing was read" in refused(made, server, tmp_path / "run2", capsys)
-    assert secret.is_file(), "nor deleted"
-    link = server.folder / "link.safetensors"
-    link.symlink_to(secret)
-    server.path_of = lambda number: link
-    server.change = lambda number, tensors: None
-    assert "nothing was read" in refused(made, server, tmp_path / "run3", capsys)
+PLACES: dict[str, Callable[[Path], Path]] = {
+    "elsewhere": lambda folder: folder.parent / "elsewhere.safetensors",
+    "above": lambda folder: folder / ".." / "elsewhere.safetensors",
+    "linked": lambda folder: folder / "link.safetensors",
+    "a model's": lambda folder: folder / "model-00001-of-00002.safetensors",
+    "below": lambda folder: folder / "sub" / "cmpl-1.safetensors",
+}
 
 
 @pytest.mark.mend("a server could have any file below the exchange folder deleted")
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "sub/cmpl-1.safetensors"])
-def test_a_file_that_is_no_answer_is_not_deleted(made, server, tmp_path, capsys, name):
-    mine = server.folder / name
+@pytest.mark.parametrize("name", PLACES)
+def test_a_file_that_is_no_answer_is_neither_read_nor_deleted(made, server, tmp_path, capsys, name):
+    path = PLACES[name](server.folder)
+    mine = path
+    if name == "linked":
+        mine = tmp_path / "elsewhere.safetensors"
+        path.symlink_to(mine)
     mine.parent.mkdir(exist_ok=True)
     mine.write_bytes(b"mine")
-    server.path_of = lambda number: mine
+    server.path_of = lambda number: path
     server.change = lambda number, tensors: None
-    assert "nothing was read" in refused(made, server, tmp_path / "run", capsys)
+    line = refused(made, server, tmp_path / "run", capsys)
+    assert "expected files cmpl-*.safetensors in" in line and "nothing was read" in line
     assert mine.read_bytes() == b"mine"
 
 

@@ -140,30 +140,40 @@ def test_a_prompt_that_cannot_be_read_is_one_line(tmp_path, record, expected):
     assert_refused(tmp_path, record, expected, partial(read_prompts, tools="keep"))
 
 
+SYSTEM = {"messages": said("S:s", "U:q", "A:a"), "input": "q", "system": "t", "solution": ""}
+PARTLY = [said("A:a")[0] | {"train_detail": [{"begin_offset": 0, "end_offset": 0, "train": False}]}]
+TWO = {"messages": said("U:q", "A:a", "U:r", "A:b")}
+UNREAD: list[tuple[Callable[..., Any], list[dict[str, Any]], str]] = [
+    (
+        read_conversations,
+        [SYSTEM, SYSTEM, {"prompt": "q", "answer": "a", "output": "b"}],
+        "2 input beside messages, 2 system beside messages, 1 answer beside prompt",
+    ),
+    (
+        read_prompts,
+        [{"prompt": "q", "answer": "a", "tools": [{"name": "f"}]}],
+        "1 tools beside prompt",
+    ),
+    (
+        read_conversations,
+        [{"conversations": said("U:q", "A:a", "U:r"), "chosen": said("A:b")[0]}],
+        "1 chosen beside conversations",
+    ),
+    (
+        read_conversations,
+        [{"messages": said("U:q", "A:", "U:r") + PARTLY, "label": 3}],
+        "1 empty answers, 1 train_detail of a turn, 1 label beside messages",
+    ),
+    (read_conversations, [TWO | {"label": False}], "1 answers with label false"),
+    (read_conversations, [TWO | {"kto_tag": "False"}], "1 answers with kto_tag false"),
+]
+
+
 @pytest.mark.mend("of two known keys the first was read, and the other not mentioned")
-def test_known_keys_that_are_not_read_are_said(tmp_path, caplog):
-    talk = {"messages": said("S:s", "U:q", "A:a"), "input": "q", "system": "t", "solution": ""}
-    path = write(tmp_path / "p.jsonl", talk, talk, {"prompt": "q", "answer": "a", "output": "b"})
-    read_conversations(path)
-    beside = "2 input beside messages, 2 system beside messages, 1 answer beside prompt"
-    assert caplog.messages == [f"left out: {beside}"]
-    caplog.clear()
-    read_prompts(write(path, {"prompt": "q", "answer": "a", "tools": [{"name": "f"}]}))
-    assert caplog.messages == ["left out: 1 tools beside prompt"]
-    caplog.clear()
-    chosen = {"conversations": said("U:q", "A:a", "U:r"), "chosen": said("A:b")[0]}
-    read_conversations(write(path, chosen))
-    assert caplog.messages == ["left out: 1 chosen beside conversations"]
-    caplog.clear()
-    turns = said("U:q", "A:", "U:r", "A:a")
-    turns[3]["train_detail"] = [{"begin_offset": 0, "end_offset": 0, "train": False}]
-    read_conversations(write(path, {"messages": turns, "label": 3}))
-    parts = "1 empty answers, 1 train_detail of a turn, 1 label beside messages"
-    assert caplog.messages == [f"left out: {parts}"]
-    for name, value in (("label", False), ("kto_tag", "False")):
-        caplog.clear()
-        read_conversations(write(path, {"messages": said("U:q", "A:a", "U:r", "A:b"), name: value}))
-        assert caplog.messages == [f"left out: 1 answers with {name} false"]
+@pytest.mark.parametrize(("read", "records", "left_out"), UNREAD)
+def test_known_keys_that_are_not_read_are_said(tmp_path, caplog, read, records, left_out):
+    read(write(tmp_path / "p.jsonl", *records))
+    assert caplog.messages == [f"left out: {left_out}"]
 
 
 @pytest.mark.mend("chat_template_kwargs and documents of a record were not read")
