@@ -235,7 +235,7 @@ class Speculator:
 
     @property
     def cache_key(self) -> tuple[object, torch.device, torch.dtype]:
-        """Tells for what caches are. It may change: a target can be moved."""
+        """Identifies what caches are for. It may change: a target can be moved."""
         return self, self.target.device, self.target.dtype
 
     def clock(self) -> float:
