@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -133,10 +132,6 @@ def test_the_revision_is_the_targets(run, target, tmp_path, monkeypatch, command
     rest = ["--out", tmp_path / "data"] if command == "distill" else ["--head", tmp_path / "head"]
     run(command, "--target", target, "--prompts", questions(tmp_path), *rest, "--revision", "v2")
     assert seen == [(str(target), "v2")]
-
-
-def test_the_version_is_the_packages(run):
-    assert run("--version") == (0, f"draftheads {importlib.metadata.version('draftheads')}\n", [])
 
 
 def test_all_keys_of_all_kinds_are_listed(run):

@@ -471,51 +471,6 @@ def test_a_shell_completes_commands(tmp_path):
     assert shown.stderr == ""
 
 
-WRONG = {
-    "bench --target ./none --head ngram --prompts p.txt": "target ./none",
-    "bench --target t/t --head ./none --prompts p.txt": "head ./none",
-    "bench --target t/t --head ngram --prompts none.txt": "none.txt",
-    "bench --target t/t --head ngram --prompts p.txt --json p.txt/a.json": "p.txt/a.json",
-    "chat": "expected --head or --target, got neither",
-    "chat --head ngram+./none --target t/t": "head ./none",
-    "chat --head model:./none --target t/t": "target ./none",
-    "convert ./none out --to vllm": "head ./none",
-    "convert a/b p.txt --to vllm": "p.txt already exists",
-    "data-preview none.txt": "none.txt",
-    "demo --out p.txt/out": "--out",
-    "distill --target ./none --prompts p.txt --out out": "target ./none",
-    "distill --target t/t --prompts none.txt --out out": "none.txt",
-    "distill --target t/t --prompts p.txt --out p.txt/out": "--out",
-    "doctor --target t/t --head ./none": "head ./none",
-    "import-answers none.jsonl --target t/t --out out": "none.jsonl",
-    "merge ./none out": "head ./none",
-    "plan none.yaml": "recipe none.yaml",
-    "publish none a/b": "head none",
-    "serve": "expected --head or --target, got neither",
-    "serve --head ./none": "head ./none",
-    "train none.yaml": "recipe none.yaml",
-    "tune --head ./none --prompts p.txt": "head ./none",
-}
-
-
-@pytest.mark.mend("wrong paths within 0.3 s of CPU, not 6")
-@pytest.mark.slow
-def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path):
-    """In one process, since nothing slow is imported for any of them."""
-    stub = tmp_path / "site" / "torch.py"
-    stub.parent.mkdir()
-    stub.write_text("raise SystemExit('torch was imported')\n")
-    (tmp_path / "p.txt").write_text("a prompt\n")
-    ends, said = ends_of([*WRONG], tmp_path)
-    wrong = {
-        line: end
-        for line, end in zip(WRONG, ends, strict=True)
-        if WRONG[line] not in end[0] or end[1] != "2"
-    }
-    assert wrong == {}
-    assert len(said.splitlines()) == 2 * len(WRONG), "one line each, and its exit code"
-
-
 def test_names_of_drafters_are_no_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a+b").mkdir()

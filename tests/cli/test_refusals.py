@@ -102,8 +102,6 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
             "distill --target mamba --prompts prompts.jsonl --out data",
             "no position_ids, which tree nodes need",
         ),
-        ("serve", "expected --head or --target, got neither; pass one"),
-        ("chat", "expected --head or --target, got neither; pass one"),
         *(
             (f"{command} {option}", said)
             for command in (

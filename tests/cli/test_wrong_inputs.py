@@ -111,6 +111,12 @@ SAID: dict[str, dict[str, list[str]]] = {
 """What is said at a place instead of the kind, and where it belongs."""
 
 LINES = {
+    "chat": "expected --head or --target, got neither; pass one",
+    "serve": "expected --head or --target, got neither; pass one",
+    "bench --target llm --head ngram --prompts prompts.jsonl --json notes.pdf/a.json": "notes.pdf/",
+    "convert me/heads notes.pdf --to vllm": "notes.pdf already exists",
+    "demo --out notes.pdf/out": "--out: expected a folder that can be written",
+    "distill --target llm --prompts prompts.jsonl --out notes.pdf/out": "--out: expected a folder",
     "chat --target part-00001-of-00003.gguf": "got a part of one; join its parts: llama-gguf-split",
     "chat --target parts": "expected one GGUF file, got a part of one; join its parts",
     "chat --target several": "expected one GGUF file, got a.gguf, b.gguf; pass one of them",
@@ -177,6 +183,7 @@ def test_each_input_is_of_its_kind(inputs):
     assert answers(inputs, ["chat --head model"]) == [None], "a folder, though a drafter's name"
 
 
+@pytest.mark.mend("wrong paths within 0.3 s of CPU, not 6")
 @pytest.mark.mend(
     "a file of another kind was read as something else, or refused after torch was loaded, as by "
     "scripts of accelerate launch"

@@ -37,7 +37,7 @@ def heads_home(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def relative(demo_target, heads_home) -> Callable[[str], Target]:
-    """relative(model_type): the demo target's weights in another architecture (relatives.py)."""
+    """relative(model_type): the demo target's weights in another architecture (real_engines.py)."""
 
     @cache
     def load(model_type: str) -> Target:

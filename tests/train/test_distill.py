@@ -112,8 +112,9 @@ def test_model_defaults_and_callers_randomness_stay_out(tmp_path):
     assert spoiled.model.generation_config is own
 
 
-def test_learned_spans_are_exactly_what_the_target_wrote(target, tmp_path):
-    distill(target, prompts(7, turns=3), options(tmp_path / "o", temperature=0))
+@pytest.mark.parametrize("greedy", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_learned_spans_are_exactly_what_the_target_wrote(target, tmp_path, greedy):
+    distill(target, prompts(7, turns=3), options(tmp_path / "o", **greedy))
     stored = records(tmp_path / "o")
     assert {record["turns"] for record in stored} == {1, 3}
     for record in stored:
