@@ -143,5 +143,6 @@ class ModelDrafter:
         table.reserve(queries, after=nodes - queries)
         positions_BQ = table.lengths_B[:, None] + depths_1P[:, -queries:]
         mask = self.masks(table.visible(seen_BQP), positions_BQ, table.positions(depths_1P))
-        logits_BQV, _ = self.model.call(tokens_BQ, mask, positions_BQ, self.slots)
+        with self.model.longrope.factors(positions_BQ + 1):  # else by the longest row
+            logits_BQV, _ = self.model.call(tokens_BQ, mask, positions_BQ, self.slots)
         return logits_BQV[:, :, : self.vocabulary].float()
