@@ -7,7 +7,7 @@
     print(answer, answer.tokens_per_step)
 
 `load` and `TextGenerator` take prompts; `Speculator` is the loop, which takes token ids. Rules say
-what is kept: `Greedy`, `Sampled`, the lossy `Typical`, or your own `Acceptance`.
+what is kept: `Greedy`, `Sampled`, the lossy `Typical` and `Lenient`, or your own `Acceptance`.
 A `Grammar` constrains answers. Other drafters: `NGram`, `DraftModel`,
 `Merged`. `speculative` is for transformers' own `generate`, `bench` measures.
 
@@ -28,6 +28,7 @@ __all__ = [
     "DraftModel",
     "Grammar",
     "Greedy",
+    "Lenient",
     "Merged",
     "NGram",
     "Sampled",
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from draftheads.infer.engine import Speculator
     from draftheads.infer.generate import speculative
     from draftheads.infer.grammar import Grammar
-    from draftheads.infer.lossy import Typical
+    from draftheads.infer.lossy import Lenient, Typical
     from draftheads.infer.measure.bench import BenchOptions, BenchReport, bench
     from draftheads.infer.pipeline.generator import Completion, TextGenerator, load
     from draftheads.infer.prompt import encode_prompt

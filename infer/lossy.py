@@ -63,6 +63,54 @@ class Typical(Acceptance):
         return logp, typical.scatter(-1, logits.argmax(-1, keepdim=True), True)
 
 
+@dataclass(frozen=True)
+class Lenient(Acceptance):
+    """Keep a draft token that the target nearly chose (lossy), besides its own choice.
+
+    top: it is among so many likeliest tokens, 0: any (blockwise parallel decoding, arXiv
+    1811.03115). gap: its log-probability is at most so many nats below the likeliest one's
+    (SpecDec, arXiv 2203.16487, with `top`; lenience l of arXiv 2211.17192 is a gap of -log l).
+    surprise: it is at least -surprise nats (the rollback of BiLD, arXiv 2302.07863). The token
+    after the longest path is the target's own choice. Raises ValueError for values that keep all.
+    """
+
+    top: int = 0
+    gap: float = math.inf
+    surprise: float = math.inf
+    lossless: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        is_limited = self.top >= 1 or min(self.gap, self.surprise) < math.inf
+        if not is_limited or self.top < 0 or not min(self.gap, self.surprise) >= 0:
+            raise ValueError(
+                "lenient: expected top of 1 or more, or gap or surprise of 0 or more nats, got top "
+                f"{self.top}, gap {self.gap}, surprise {self.surprise}; as in top=3,gap=1"
+            )
+
+    def __call__(self, logits_BNV: Tensor, tree: TokenTree) -> Accepted:
+        """Keep the longest path of such tokens."""
+        logp_BNV = logits_BNV.float().log_softmax(-1)
+        best_BN = logp_BNV.amax(-1)
+        least_BN = torch.minimum((best_BN - self.gap).clamp(min=-self.surprise), best_BN)
+        if self.top:
+            least_BN = least_BN.maximum(
+                logp_BNV.topk(min(self.top, logp_BNV.shape[-1])).values[..., -1]
+            )
+        at = _asked(tree)
+        scores_BN = logp_BNV[at]
+        is_near_BN = (scores_BN >= least_BN[at[:2]]) & (scores_BN > -torch.inf)  # else forbidden
+        last_B = _longest(tree, is_near_BN, scores_BN)
+        return take(tree, last_B, self.choose(logits_BNV[at[0][:, 0], last_B]))
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The argmax."""
+        return logits.max(-1).indices
+
+    def as_generate(self) -> dict[str, Any]:
+        """Greedy search, which has no lossy rule."""
+        return {"do_sample": False}
+
+
 def _asked(tree: TokenTree) -> tuple[Tensor, Tensor, Tensor]:
     """Where each node's token stands in what the target says at its parent: (B, N) each."""
     rows = tree.tokens_BN.shape[0]

@@ -226,6 +226,11 @@ class Speed:
 class Lossy:
     """Acceptance by other rules."""
 
+    lenient: Annotated[
+        str,
+        Option(help="also keep what the target nearly chose, as in top=3,gap=1 (nats): LOSSY"),
+    ] = ""
+
     typical: Annotated[bool, Option("--typical", help="typical acceptance: faster, but LOSSY")] = (
         False
     )
@@ -246,12 +251,37 @@ class Sampling:
 
         lossy = lossy or Lossy()
         rule: Acceptance = Greedy()
-        if lossy.typical:
+        if lossy.lenient:
+            if lossy.typical or self.temperature:
+                raise ValueError(
+                    "--lenient: expected greedy decoding by one rule, got it with "
+                    f"{'--typical' if lossy.typical else '--temperature'}; leave one out"
+                )
+            rule = parsed_lenient(lossy.lenient)
+        elif lossy.typical:
             rule = Typical(temperature=self.temperature or 0.7)
         elif self.temperature:
             rule = Sampled(self.temperature, self.top_p, self.top_k)
         rule.seed(seed)
         return rule
+
+
+def parsed_lenient(text: str) -> Acceptance:
+    """The value of --lenient. Raises ValueError as `Lenient`, and for other names."""
+    from draftheads.infer.lossy import Lenient
+
+    kinds: dict[str, type] = {"top": int, "gap": float, "surprise": float}
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            values[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"--lenient: expected top (a whole number), gap and surprise, got {part!r}; as in "
+                "top=3,gap=1"
+            ) from None
+    return Lenient(**values)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from draftheads.scripts import cli
 DISTILL = "distill --target target --out data"
 BENCH = "bench --target target --prompts prompts.jsonl"
 CHAT = "chat --target target"
+LENIENT = f"{CHAT} --head model:target --max-new-tokens 11 --lenient"
 DTYPE = "--dtype: expected auto, float32, bfloat16 or float16, got 'fp32'"
 DEVICE = "device: expected one of this machine, got '{}'; try "
 
@@ -182,6 +183,13 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         (f"{BENCH} --head ngram --tree 2,1", "got a fixed tree"),
         (f"{BENCH} --head head --tree 2,1 --nodes 4", "--nodes: expected a head without a --tree"),
         (f"{BENCH} --head me/heads --seed {2**63}", "--seed"),
+        (f"{LENIENT} top=2 --typical", "expected greedy decoding by one rule"),
+        (f"{LENIENT} top=2 --temperature 1", "got it with --temperature"),
+        *(
+            (f"{LENIENT} {value}", f"gap and surprise, got '{value}'")
+            for value in ("none=1", "top", "gap=x", "2", "top=1.5", "top=inf")
+        ),
+        (f"{LENIENT} top=0", "lenient: expected top of 1 or more"),
     ],
     "a server": [
         ("serve --target target --api-key-env NO_SUCH", "environment variable"),

@@ -4,6 +4,7 @@ formulas.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -28,7 +29,7 @@ from transformers import (
 from draftheads.heads.tree import StaticTree, TokenTree, Topology
 from draftheads.infer.accept import Greedy, Sampled, filtered_logits
 from draftheads.infer.draws import Draws
-from draftheads.infer.lossy import Typical
+from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.paths import stacked
 
 RULES = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 3), (0.9, 0.9, 4)]
@@ -141,13 +142,73 @@ def test_typical_threshold(epsilon, delta, passes):
     assert [drawn[word] > 0 for word in range(4)] == passes
 
 
+TABLE = torch.tensor([0.45, 0.30, 0.20, 0.05]).log()
+"""Log-probabilities of four words: gaps of 0, .405, .811 and 2.197 nats."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "passes"),
+    [
+        (Lenient(top=1), [True, False, False, False]),
+        (Lenient(top=2), [True, True, False, False]),
+        (Lenient(gap=0.5), [True, True, False, False]),
+        (Lenient(gap=1.0), [True, True, True, False]),
+        (Lenient(top=2, gap=1.0), [True, True, False, False]),
+        (Lenient(top=3, gap=0.5), [True, True, False, False]),
+        (Lenient(gap=-math.log(0.05)), [True, True, True, True]),  # lenience .05
+        (Lenient(surprise=1.5), [True, True, False, False]),  # -log .20 = 1.609
+        (Lenient(surprise=1.7), [True, True, True, False]),
+        (Lenient(surprise=0.1), [True, False, False, False]),  # the target's choice always counts
+        (Lenient(gap=0.0), [True, False, False, False]),
+        (Lenient(top=99), [True, True, True, True]),  # more than there are words
+    ],
+    ids=repr,
+)
+def test_lenient_keeps_what_the_target_nearly_chose(rule, passes):
+    """In any order of the children; the longest path counts, then the likelier one."""
+    words = [3, 1, 0, 2]
+    tree = TokenTree(torch.tensor([[0, *words]]), Topology(torch.tensor([[-1, 0, 0, 0, 0]])))
+    for word in range(4):
+        alone = TokenTree(torch.tensor([[0, word]]), Topology(torch.tensor([[-1, 0]])))
+        accepted = rule(TABLE.expand(1, 2, 4), alone)
+        assert accepted.count_B.tolist() == [1 + passes[word]]
+        assert accepted.bonus_B.tolist() == [0], "the target's own choice"
+    together = rule(TABLE.expand(1, 5, 4), tree)
+    assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(0)]
+    chain = TokenTree(torch.tensor([[0, 0, 1, 0]]), Topology(torch.tensor([[-1, 0, 0, 2]])))
+    deeper = rule(TABLE.expand(1, 4, 4), chain)
+    assert deeper.count_B.tolist() == [3 if passes[1] else 2]
+
+
+@pytest.mark.mend(
+    "a token without probability was near the target's choice where fewer than `top` were allowed"
+)
+@pytest.mark.parametrize("rule", [Lenient(top=3), Lenient(top=99), Lenient(gap=9.0)], ids=repr)
+def test_lenient_keeps_nothing_that_is_forbidden(rule):
+    """A constraint gives it no probability; the other words are compared as without it."""
+    words = [3, 1, 0, 2]
+    tree = TokenTree(torch.tensor([[0, *words]]), Topology(torch.tensor([[-1, 0, 0, 0, 0]])))
+    for allowed in ([0, 1, 2], [2]):
+        table = torch.full_like(TABLE, -torch.inf)
+        table[allowed] = TABLE[allowed]
+        for word in range(4):
+            alone = TokenTree(torch.tensor([[0, word]]), Topology(torch.tensor([[-1, 0]])))
+            accepted = rule(table.expand(1, 2, 4), alone)
+            assert accepted.count_B.tolist() == [1 + (word in allowed)]
+        together = rule(table.expand(1, 5, 4), tree)
+        assert together.path_BN[0, :2].tolist() == [0, 1 + words.index(allowed[0])]
+        chain = TokenTree(torch.tensor([[0, 0, 2, 0]]), Topology(torch.tensor([[-1, 0, 0, 1]])))
+        deeper = rule(table.expand(1, 4, 4), chain)
+        assert deeper.count_B.tolist() == [3 if 0 in allowed else 2]
+
+
 @pytest.mark.mend(
     "lossy rules kept copies of the last token that padded a row's tree, and a grammar beside "
     "other rows ended the batch"
 )
 @pytest.mark.parametrize(
     "rule",
-    [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0))],
+    [Greedy(), Sampled(draws=FreshDraws(3, 0)), Typical(draws=FreshDraws(3, 0)), Lenient(gap=1.0)],
     ids=repr,
 )
 @pytest.mark.parametrize("word", range(4))
@@ -163,4 +224,4 @@ def test_no_rule_keeps_a_node_that_pads_a_tree(rule, word):
 
 def test_rules_that_change_the_output_are_labelled_lossy():
     assert (Greedy().lossless, Sampled().lossless) == (True, True)
-    assert not Typical().lossless
+    assert (Typical().lossless, Lenient(top=2).lossless) == (False, False)

@@ -51,7 +51,7 @@ from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.drafters.named import named_drafts
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
-from draftheads.infer.lossy import Typical
+from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.paths import TokenPath
 
 LIMIT = 32
@@ -265,11 +265,12 @@ RULES: dict[str, Callable[[], Acceptance]] = {
     "greedy": Greedy,
     "sampled": lambda: Sampled(0.9, top_p=0.95),
     "typical": lambda: Typical(delta=0.9, temperature=2.0),
+    "lenient": lambda: Lenient(gap=2.0),
     "constrained": Greedy,
     "constrained-sampled": lambda: Sampled(1.2, top_k=9),
     "stopped": Greedy,
 }
-LOSSY = ("typical",)
+LOSSY = ("typical", "lenient")
 
 
 def manner_of(rule: str, target: str) -> Manner:
@@ -337,8 +338,11 @@ def answers_alone(case: Case) -> Answers:
     return answers
 
 
-def is_near(logits_V: Tensor, token: int) -> bool:
-    """Whether Medusa's typical acceptance may keep a token, by the formula of its paper."""
+def is_near(rule: str, logits_V: Tensor, token: int) -> bool:
+    """Whether a lossy rule may keep a token, by the formula of its paper."""
+    if rule == "lenient":
+        logp_V = logits_V.log_softmax(-1)
+        return bool(logp_V[token] >= logp_V.max() - 2.0 - SLACK)
     p_V = (logits_V / 2.0).softmax(-1)
     entropy = -(p_V * p_V.log()).sum()
     least = min(0.09, 0.9 * float((-entropy).exp()))
@@ -417,7 +421,7 @@ def check(case: Case) -> None:
     for question, answer in zip(rows, answers, strict=True):
         for place, token in enumerate(answer):
             logits_V = next_logits(case.target, (*question.prompt, *answer[:place]))
-            assert is_near(logits_V, token), case
+            assert is_near(case.rule, logits_V, token), case
 
 
 WAYS = [

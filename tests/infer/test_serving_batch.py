@@ -25,7 +25,7 @@ from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.generate import Processed
-from draftheads.infer.lossy import Typical
+from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.rows import Row
 from draftheads.infer.serve.logprobs import ScoredRule
 from draftheads.infer.slots import Slots
@@ -55,6 +55,7 @@ def rule(number: int) -> Acceptance:
         Sampled(1.3, top_k=7),
         Typical(temperature=0.9),
         Processed(warm, sample=True),
+        Lenient(gap=2.0),
     ]
     chosen = rules[number % len(rules)]
     chosen.seed(number)
