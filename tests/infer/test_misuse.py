@@ -29,7 +29,7 @@ from draftheads.infer.costs import NONE, fitted_costs
 from draftheads.infer.drafters.draft_model import DraftModel
 from draftheads.infer.drafters.merged import Merged
 from draftheads.infer.generate import Processed, speculative
-from draftheads.infer.lossy import Typical
+from draftheads.infer.lossy import Lenient, Typical
 from draftheads.infer.measure.bench import BenchOptions, bench
 from draftheads.infer.measure.tune import TuneOptions, tune
 from draftheads.infer.prompt import encode_prompt
@@ -170,6 +170,11 @@ ROWS: dict[str, list[Row]] = {
         *each(lambda k: Sampled(top_k=k), (-5, 2.5, NAN), "top_k {}.*expected"),
         *each(lambda epsilon: Typical(epsilon=epsilon), (-0.1, 2.0, NAN), "epsilon {}.*expected"),
         *each(lambda delta: Typical(delta=delta), (-0.1, NAN, INFINITE), "delta {}.*expected"),
+        *each(
+            lambda values: Lenient(**values),
+            ({}, {"top": -1}, {"gap": -0.5}, {"surprise": NAN}),
+            "lenient: expected top of 1 or more, or gap",
+        ),
         (lambda: Sampled("1"), "^temperature '1': expected above 0"),
         (lambda: Sampled(1.0, None), "^top_p None: expected 0 to 1"),
         (answer(temperature=-1), "temperature -1: expected above 0"),
