@@ -118,7 +118,8 @@ def measure(
         stock = {threads: generate_step(setup, target, threads) for threads in setup.threads}
         shape = setup.of(dtype)
         if setup.device == "cpu":
-            target.pack(8 if dtype == INT8 else None)
+            # the bytes that a step reads are those of torch's operators
+            target.pack(8 if dtype == INT8 else None, "torch" if dtype == INT8 else None)
         heads = {name: create_head(name, shape, target).pack(target) for name in setup.kinds}
         report["machine"] = describe_machine(target)
         for threads, batch, mode in product(setup.threads, setup.batches, setup.modes):

@@ -18,6 +18,7 @@ import yaml
 from launching import CPU, ROOT, forks
 from tiny_training import run, tiny_recipe
 
+from draftheads.heads.target.model import Target
 from draftheads.train.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -235,9 +236,10 @@ def test_a_skipped_step_has_no_numbers_to_draw(made, tmp_path, monkeypatch):
     ],
 )
 def test_a_tracker_that_is_not_there_is_one_line_before_anything_is_loaded(
-    made, tmp_path, capfd, name, says
+    made, tmp_path, capfd, monkeypatch, name, says
 ):
-    assert run(made, tmp_path / "run", f"run.trackers=[{name}]", "target=nowhere") == 2
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("it loads the target"))
+    assert run(made, tmp_path / "run", f"run.trackers=[{name}]") == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert says in line
