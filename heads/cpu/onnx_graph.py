@@ -149,7 +149,7 @@ class BoundSession:
         self._lock = Lock()
 
     def __call__(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> None:
-        """As of `Program`."""
+        """Run the session; see `Program`."""
         with self._lock:
             if self._outputs != outputs.keys():
                 self._binding.clear_binding_outputs()

@@ -77,18 +77,17 @@ class LayersGraph(Graph):
             self.output(states, f"states.{number}", shape)
 
     def _layer(self, layer: Any, kind: str, number: int, x: str) -> str:
-        # four norms (Gemma) or two
-        is_wrapped = hasattr(layer, "pre_feedforward_layernorm")
+        has_four_norms = hasattr(layer, "pre_feedforward_layernorm")
         before_mlp = layer.post_attention_layernorm
-        attended = self._attention(layer, kind, number, x)
-        if is_wrapped:
-            attended = self._norm(layer.post_attention_layernorm, attended)
+        out = self._attention(layer, kind, number, x)
+        if has_four_norms:
+            out = self._norm(layer.post_attention_layernorm, out)
             before_mlp = layer.pre_feedforward_layernorm
-        x = self("Add", x, attended)
-        mixed = self._mlp(layer.mlp, before_mlp, x)
-        if is_wrapped:
-            mixed = self._norm(layer.post_feedforward_layernorm, mixed)
-        return str(self("Add", x, mixed))
+        x = self("Add", x, out)
+        out = self._mlp(layer.mlp, before_mlp, x)
+        if has_four_norms:
+            out = self._norm(layer.post_feedforward_layernorm, out)
+        return str(self("Add", x, out))
 
     def _attention(self, layer: Any, kind: str, number: int, x: str) -> str:
         attention, shapes = layer.self_attn, self.shapes
@@ -110,21 +109,21 @@ class LayersGraph(Graph):
         shares = self("Cast", shares, to=TensorProto.DOUBLE)
         total = self("ReduceSum", shares, self._last, keepdims=1)
         earlier, new = self("Split", shares, f"slots.{kind}", axis=3, outputs=2)
-        mixed = self("Add", self("MatMul", earlier, past_v), self("MatMul", new, v))
-        mixed = self("Cast", self("Div", mixed, total), to=TensorProto.FLOAT)
-        mixed = self("Reshape", mixed, self.shape(0, shapes.heads, -1, shapes.width))
-        mixed = self("Transpose", mixed, perm=[0, 2, 1, 3])
-        mixed = self("Reshape", mixed, self.shape(0, 0, -1))
-        return self._product(mixed, attention.o_proj.weight, attention.o_proj.bias)
+        out = self("Add", self("MatMul", earlier, past_v), self("MatMul", new, v))
+        out = self("Cast", self("Div", out, total), to=TensorProto.FLOAT)
+        out = self("Reshape", out, self.shape(0, shapes.heads, -1, shapes.width))
+        out = self("Transpose", out, perm=[0, 2, 1, 3])
+        out = self("Reshape", out, self.shape(0, 0, -1))
+        return self._product(out, attention.o_proj.weight, attention.o_proj.bias)
 
     def _queries_keys_values(self, layer: Any, kind: str, x: str) -> tuple[str, str, str]:
         """(B, G, P N, W), or in parts (B, G parts, P N, W / parts); (B, G, N, W), or in parts; and
         (B, G, N, W) in float64.
         """
         attention, shapes = layer.self_attn, self.shapes
-        weight_OI, bias_O = stacked(attention, "q_proj", "k_proj", "v_proj")
-        read = getattr(attention, "qkv_proj", None) or attention.q_proj
-        qkv = self._normed_product(layer.input_layernorm, x, weight_OI, bias_O, read)
+        weight_OI, bias_O = joint_weights(attention, "q_proj", "k_proj", "v_proj")
+        linear = getattr(attention, "qkv_proj", None) or attention.q_proj
+        qkv = self._normed_product(layer.input_layernorm, x, weight_OI, bias_O, linear)
         qkv = self("Reshape", qkv, self.shape(0, 0, -1, shapes.width))
         qkv = self("Transpose", qkv, perm=[0, 2, 1, 3])
         sizes = self.shape(shapes.heads, shapes.groups, shapes.groups)
@@ -169,16 +168,16 @@ class LayersGraph(Graph):
     def _mlp(self, mlp: Any, norm: nn.Module, x: str) -> str:
         down = mlp.down_proj
         inverse_I = self._inverse(down, down.weight)
-        weight_OI, bias_O = stacked(mlp, "gate_proj", "up_proj")
+        weight_OI, bias_O = joint_weights(mlp, "gate_proj", "up_proj")
         weight_OI[len(inverse_I) :] *= inverse_I[:, None]
         if bias_O is not None:
             bias_O[len(inverse_I) :] *= inverse_I
-        read = getattr(mlp, "gate_up_proj", None) or mlp.gate_proj
-        both = self._normed_product(norm, x, weight_OI, bias_O, read)
+        linear = getattr(mlp, "gate_up_proj", None) or mlp.gate_proj
+        both = self._normed_product(norm, x, weight_OI, bias_O, linear)
         gate, up = self("Split", both, axis=2, num_outputs=2, outputs=2)
         operator, attributes = self._activation
-        mixed = self("Mul", self(operator, gate, **attributes), up)
-        return self._product(mixed, down.weight / inverse_I, down.bias)
+        out = self("Mul", self(operator, gate, **attributes), up)
+        return self._product(out, down.weight / inverse_I, down.bias)
 
     def _norm(self, norm: Any, x: str, inverse_I: Tensor | None = None) -> str:
         weight_I = norm.weight.float()
@@ -191,10 +190,10 @@ class LayersGraph(Graph):
         return str(self(operator, x, self.weight(weight_I), axis=-1, epsilon=eps))
 
     def _normed_product(
-        self, norm: nn.Module, x: str, weight_OI: Tensor, bias_O: Tensor | None, read: nn.Module
+        self, norm: nn.Module, x: str, weight_OI: Tensor, bias_O: Tensor | None, layer: nn.Module
     ) -> str:
-        """A product with what a norm returns. read: the linear layer whose inputs were sized."""
-        inverse_I = self._inverse(read, weight_OI)
+        """A product with what a norm returns. layer: the linear one that reads it."""
+        inverse_I = self._inverse(layer, weight_OI)
         return self._product(self._norm(norm, x, inverse_I), weight_OI / inverse_I, bias_O)
 
     def _product(self, x: str, weight_OI: Tensor, bias_O: Tensor | None) -> str:
@@ -210,13 +209,13 @@ class LayersGraph(Graph):
         return product if bias_O is None else str(self("Add", product, self.weight(bias_O)))
 
     def _inverse(self, layer: nn.Module, weight_OI: Tensor) -> Tensor:
-        """What the inputs of a layer are multiplied by; see `inverse`."""
+        """The factors of a layer's inputs (I,); see `inverse`."""
         if layer not in self._sizes:
             return torch.ones(weight_OI.shape[1])
         return inverse(self._sizes[layer], weight_OI)
 
 
-def stacked(module: Any, *names: str) -> tuple[Tensor, Tensor | None]:
+def joint_weights(module: Any, *names: str) -> tuple[Tensor, Tensor | None]:
     """Weights (O, I) and biases (O,) of layers that read the same states, one after another."""
     if hasattr(module, names[0]):
         layers = [getattr(module, name) for name in names]
@@ -236,7 +235,7 @@ def activation(config: Any) -> str:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a model's attention. parts: of a head's keys.
+    """The sizes of a model's attention. parts: into how many a head's keys are divided.
 
     Keys are (B, G parts, S, W / parts), values (B, G, S, W) in float64.
     """
@@ -249,7 +248,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: Any) -> Shapes:
-        """Those of a config."""
+        """Read them from a config."""
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         parameters = getattr(config, "rope_parameters", None) or {}

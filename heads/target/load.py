@@ -151,7 +151,7 @@ def pack_model(
         nn.Module.float(model)  # not transformers' own, which refuses what was a GGUF file
         with torch.no_grad():
             sizes = input_sizes(lambda: model(tokens_1T, use_cache=False), model)
-            if engine != "torch":
+            if engine != "torch" and onnx_decoder.decoder_of(model) is None:
                 _try_onnx(model, tokens_1T, sizes, is_chosen=engine is not None)
         pack_layers(model, bits, small=True, keep={head}, sizes=sizes)
     else:

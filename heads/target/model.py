@@ -337,7 +337,7 @@ class Target:
 
     @property
     def engine(self) -> Engine:
-        """What runs its layers."""
+        """The library that runs its layers."""
         return "torch" if onnx_decoder.decoder_of(self.model) is None else "onnx"
 
     @property
@@ -389,8 +389,8 @@ class Target:
         decoding alone; returns the target. Does nothing where torch has no such layout.
 
         bits=8: quantise them to int8, lm_head included; the rest becomes float32, in which sums of
-        int8 products come out. engine: what runs layers in int8; default: ONNX Runtime, where it is
-        installed and knows the architecture. Raises ValueError for a target that is quantised
+        int8 products come out. engine: what runs layers in int8; default: ONNX Runtime if
+        it can. Raises ValueError for a target that is quantised
         already or has few linear layers, and on CPUs for which torch has no int8 products.
         """
         can_pack = can_pack_model(self.model, self.name, bits)
@@ -403,7 +403,9 @@ class Target:
         return self
 
     def settle_threads(self) -> None:
-        """Free what another number of CPU threads than torch's present one would need."""
+        """Keep torch's present number of CPU threads for layers in ONNX Runtime, and free the
+        memory that another number would need.
+        """
         if decoder := onnx_decoder.decoder_of(self.model):
             decoder.settle()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3")
 """Types of models whose layers we can write as a graph."""
 MOST_ERROR = 0.25
-"""Of states in int8, relative to how much they vary."""
+"""The largest error of states in int8, relative to how much they vary."""
 GROWTH = 1.125
 """Factor by which caches grow: all their slots are read."""
 CHUNK = 128
@@ -37,7 +37,7 @@ CHUNK = 128
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """Why the layers of a model cannot run in ONNX Runtime; None if they can."""
+    """The reason for which the layers of a model cannot run in ONNX Runtime; None if they can."""
     if model.config.model_type not in FAMILIES:
         return f"expected one of {', '.join(FAMILIES)}, got {model.config.model_type}"
     from draftheads.heads.cpu.onnx_layers import ACTIVATIONS, activation
@@ -67,7 +67,7 @@ def run_layers(model: PreTrainedModel, tokens_1T: Tensor, sizes: Sizes) -> str |
 
 
 def decoder_of(model: PreTrainedModel) -> OnnxDecoder | None:
-    """The layers of a model that run in ONNX Runtime; None if they do not."""
+    """The forward of a model whose layers run in ONNX Runtime; None for another model."""
     forward: Any = getattr(decoder(model), "forward", None)
     return forward if isinstance(forward, OnnxDecoder) else None
 
@@ -105,7 +105,7 @@ class OnnxDecoder:
         output_hidden_states: bool | list[int] | None = None,
         **options: Any,
     ) -> BaseModelOutputWithPast:
-        """As of the decoder. Raises ValueError for padding."""
+        """Runs the decoder's forward. Raises ValueError for padding."""
         cache = options.get(self._cache_name)
         states_BTD = self._embed(input_ids) if inputs_embeds is None else inputs_embeds
         batch, tokens, _ = states_BTD.shape

@@ -113,9 +113,10 @@ def load_fast_target(
     from draftheads.heads.terminal import said_if_long
 
     set_threads(place.threads)
-    if (place.device or default_device()) != "cpu":
+    device = place.device or default_device()
+    if device != "cpu":
         if place.engine:
-            raise ValueError(f"engine={place.engine}: expected a CPU, got a GPU; leave it out")
+            raise ValueError(f"engine={place.engine}: expected a CPU, got {device}; leave it out")
         return load_target(name, place, revision, heads, template_args)
     bits = place.bits
     if bits == 4:  # saves memory, but no time

@@ -93,6 +93,8 @@ def test_heads_find_the_states_that_they_learned_from():
     for kind in ("medusa", "eagle3"):
         head = random_head(kind, target).pack(target)
         assert decode(target, head, prompts, max_new_tokens=12)[0] == plain
+    for again in (target, Target(target.model, name="again")):
+        assert decode(again.pack(8), None, prompts, max_new_tokens=12)[0] == plain
     assert target.unembed(torch.zeros(1, target.hidden_size)).shape == (1, target.vocab_size)
 
 
