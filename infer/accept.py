@@ -115,7 +115,7 @@ class Greedy(Acceptance):
 
     def choose(self, logits: Tensor) -> Tensor:
         """The argmax, the first of equals."""
-        return most_probable(logits)
+        return logits.max(-1).indices  # a CPU's argmax of bfloat16 takes six times as long
 
     def as_generate(self) -> dict[str, Any]:
         """Greedy search."""
@@ -171,11 +171,6 @@ def check_temperature(temperature: float) -> None:
             f"temperature {temperature!r}: expected above 0 ({LEAST_TEMPERATURE} or more); "
             "greedy decoding is temperature 0 in commands and the rule Greedy in Python"
         )
-
-
-def most_probable(logits: Tensor) -> Tensor:
-    """The argmax of logits (..., V), the first of equals."""
-    return logits.max(-1).indices  # a CPU's argmax of bfloat16 takes six times as long
 
 
 def follow(tree: TokenTree, chosen_BN: Tensor) -> Accepted:
