@@ -101,11 +101,14 @@ class Graph:
 
 
 class Program:
-    """A graph that ONNX Runtime runs, with as many threads as torch has, until it is settled."""
+    """A graph that ONNX Runtime runs, with as many threads as torch has, until it is settled.
+    nbytes: of its weights, which a run reads.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph.serialized()
         self._weights = graph.weights
+        self.nbytes = sum(each.tensor_size_in_bytes() for each in graph.weights.values())
         self._opened: dict[int, BoundSession] = {}  # by their threads
         self._settled: BoundSession | None = None
 

@@ -33,12 +33,12 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.profiler import profile
 from torch.utils._python_dispatch import _disable_current_modes
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.cpu.linear import PackedWeight
+from draftheads.heads.cpu.onnx_graph import Program
 from draftheads.heads.files import write_text
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree, StaticTree, Tree
@@ -118,8 +118,7 @@ def measure(
         stock = {threads: generate_step(setup, target, threads) for threads in setup.threads}
         shape = setup.of(dtype)
         if setup.device == "cpu":
-            # the bytes that a step reads are those of torch's operators
-            target.pack(8 if dtype == INT8 else None, "torch" if dtype == INT8 else None)
+            target.pack(8 if dtype == INT8 else None)
         heads = {name: create_head(name, shape, target).pack(target) for name in setup.kinds}
         report["machine"] = describe_machine(target)
         for threads, batch, mode in product(setup.threads, setup.batches, setup.modes):
@@ -230,15 +229,19 @@ def prompts(setup: Setup, target: Target, batch: int) -> list[list[int]]:
 
 @contextmanager
 def weights_read() -> Iterator[Reads]:
-    """Counts the bytes of weights that products read, packed ones included."""
-    product_of = PackedWeight.__call__
+    """Counts the bytes of weights that products read, packed ones and those of graphs included."""
 
-    def counting(weight: PackedWeight, x: Tensor) -> Tensor:
-        reads.bytes += weight.nbytes
-        with _disable_current_modes():
-            return product_of(weight, x)
+    def counted(kind: type[PackedWeight] | type[Program]) -> Any:
+        call = kind.__call__
 
-    with mock.patch.object(PackedWeight, "__call__", counting), Reads() as reads:
+        def counting(weights: Any, *arguments: Any) -> Any:
+            reads.bytes += weights.nbytes
+            with _disable_current_modes():
+                return call(weights, *arguments)
+
+        return mock.patch.object(kind, "__call__", counting)
+
+    with counted(PackedWeight), counted(Program), Reads() as reads:
         yield reads
 
 
