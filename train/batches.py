@@ -41,6 +41,10 @@ SPLIT_SEED = 20240119
 HELDOUT_TOKENS = 1 << 17
 """Held-out tokens to evaluate: more would delay checkpoints without changing the tree."""
 
+SHARED = 256
+"""Tokens with which conversations begin alike, such as a system prompt and tools, before they stand
+in one row. Less would not pay for the mask of such rows.
+"""
 MOST_IDS = 1 << 31
 """Bound of token ids where the vocabulary is not known."""
 CHUNK = 1 << 22
@@ -240,7 +244,7 @@ class Pieces:
     starts_P, stops_P: spans of tokens. learned_P: their learned tokens. prefixes_P: the tokens that
     a piece has in common with the one before it, with which it stands in one row as a branch of it;
     0: it stands by itself. So rows of 6 tokens come from four documents, of which b and c are turns
-    of one conversation and begin with the same two tokens:
+    of one conversation, or of two that begin alike, and have the same first two tokens:
 
         documents    aaaaaaaa  bbbb  bbcc  ddd
         cut          aaaaaa  aa  bbbb  bbcc  ddd
@@ -283,16 +287,34 @@ def cut(documents: Documents, spans_D2: Array, length: int) -> Pieces:
     return Pieces(starts_P, stops_P, learned_P, np.zeros_like(starts_P))
 
 
-def group(pieces: Pieces, documents: Documents, length: int) -> Pieces:
-    """These pieces with the prefixes that they share: a piece and its branches fit into a row, and
-    no branch begins behind its first learned token.
+def openings(pieces: Pieces, documents: Documents) -> Array:
+    """int64 (P,): where the first piece is whose conversation begins with the same SHARED tokens;
+    for a shorter one, where its own conversation begins.
     """
-    prefixes_P = np.zeros_like(pieces.starts_P)
     talks_P = documents.conversations()[documents.numbers(pieces.starts_P)]
+    firsts = np.flatnonzero(np.diff(talks_P, prepend=-1))
+    stops = pieces.stops_P[firsts]
+    places: dict[int, int] = {}
+    found = firsts.copy()
+    for number, start in enumerate(pieces.starts_P[firsts].tolist()):
+        if start + SHARED <= stops[number]:
+            opening = content_hash(documents.tokens(start, start + SHARED))
+            found[number] = places.setdefault(opening, firsts[number])
+    return np.repeat(found, np.diff(firsts, append=len(talks_P)))
+
+
+def group(pieces: Pieces, documents: Documents, length: int) -> Pieces:
+    """These pieces, those that begin alike one after another, with the prefixes that they share: a
+    piece and its branches fit into a row, and no branch begins behind its first learned token.
+    """
+    openings_P = openings(pieces, documents)
+    order = np.argsort(openings_P, kind="stable")
+    pieces = pieces.at(order)
+    prefixes_P = np.zeros_like(pieces.starts_P)
     spans = list(zip(pieces.starts_P.tolist(), pieces.stops_P.tolist(), strict=True))
     size = 0  # of the group of the piece before
     last = -1
-    for place in (np.flatnonzero(np.diff(talks_P) == 0) + 1).tolist():
+    for place in (np.flatnonzero(np.diff(openings_P[order]) == 0) + 1).tolist():
         earlier, own = (documents.tokens(*span) for span in spans[place - 1 : place + 1])
         learned = documents.mask(*spans[place])[1:].nonzero()[0][0]
         most = min(len(earlier), learned)
@@ -328,8 +350,9 @@ class Rows:
     cut into row-long pieces. A piece counts as a document: its positions start at 0. Pieces without
     learned tokens are dropped.
 
-    share_prefixes: where they fit, documents of a conversation stand in one row, which has the
-    prefix that two of them share once. The later one is a branch of the earlier one there.
+    share_prefixes: where they fit, documents of a conversation, and of those that begin with the
+    same SHARED tokens, stand in one row, which has the prefix that two of them share once. The
+    later one is a branch of the earlier one there.
     """
 
     def __init__(

@@ -154,7 +154,7 @@ def load_data(recipe: Recipe, target: Target, log: Log) -> TrainingData:
         f"{learned / tokens:.0%} learned"
     )
     if train.prefix_tokens:
-        log(f"{train.prefix_tokens:,} more tokens, of prefixes that turns share, are read once")
+        log(f"{train.prefix_tokens:,} more tokens, of prefixes that documents share, are read once")
     if train.cut:
         log(f"cut long documents in {train.cut} places; raise data.sequence_length to avoid it")
     if learned / tokens < LOW_SHARE:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tiny_targets import VOCABULARY
 
@@ -9,16 +11,18 @@ from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 
 
-def conversation(turns: int, seed: int, question: int = 4, answer: int = 5) -> list[Answer]:
+def conversation(
+    turns: int, seed: int, question: int = 4, answer: int = 5, opening: Sequence[int] = ()
+) -> list[Answer]:
     """What a template that drops reasoning from earlier turns makes of a chat: each document has
-    the history without it, and ends with an answer that has it.
+    the history without it, and ends with an answer that has it. opening: a system prompt.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def some(count: int) -> list[int]:
         return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
 
-    history: list[int] = []
+    history: list[int] = [*opening]
     documents = []
     for turn in range(turns):
         history += some(question)

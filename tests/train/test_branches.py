@@ -1,5 +1,6 @@
-"""The promise: documents of a conversation that begin alike are read once where they do, and all
-that is computed and learned is what it would be with each document in a row of its own.
+"""The promise: documents that begin alike, of a conversation or of several with the same system
+prompt, are read once where they do, and all that is computed and learned is what it would be with
+each document in a row of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.target import packing
 from draftheads.heads.target.model import Target
 from draftheads.heads.target.packing import shares_prefixes
+from draftheads.train import batches
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer, new_manifest, store_batch
 from draftheads.train.data.shards import rows_of as rows_of_line
@@ -34,10 +36,21 @@ from draftheads.train.features.states import StateFeatures, StateLayout
 NAMES = sorted({**CONFIGS, **UNEVEN, **MASKLESS, **HYBRIDS})
 
 
+SYSTEM = [*range(4, 16), *range(3, 15)]
+"""A system prompt, longer than SHARED is here."""
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    monkeypatch.setattr(batches, "SHARED", 20)
+
+
 @cache
 def documents() -> Documents:
     alone = [Answer(list(range(3, 3 + size)), [(1, size)]) for size in (9, 14)]
-    talks = [conversation(5, 1), alone[:1], conversation(2, 2), conversation(4, 3, 1), alone[1:]]
+    agents = [conversation(turns, seed, 3, 2, SYSTEM) for turns, seed in ((2, 4), (1, 5))]
+    talks = [conversation(5, 1), agents[0], alone[:1], conversation(2, 2)]
+    talks += [conversation(4, 3, 1), agents[1], alone[1:]]
     return Documents.read([answer for talk in talks for answer in talk])
 
 
@@ -103,8 +116,21 @@ def test_a_row_takes_as_many_documents_as_fit():
         size = size + len(answer.tokens) - begun[span] if begun[span] else len(answer.tokens)
 
 
+def test_conversations_with_the_same_tools_stand_in_one_row():
+    """Wherever they are in the data; not those that share less, or have no room there."""
+    first, second = (conversation(2, seed, opening=SYSTEM) for seed in (0, 1))
+    between = conversation(2, 2, opening=SYSTEM[:19])
+    documents = Documents.read([*first, *between, *second])
+    rows = rows_of(documents, 100)
+    held = [rows.document_numbers([row]) for row in range(len(rows))]
+    row = held.index([0, 1, 4, 5])
+    assert rows.prefixes_of(row)[2] == len(SYSTEM)
+    tight = rows_of(documents, rows.sizes[row] - 1)
+    assert [0, 1, 4, 5] not in [tight.document_numbers([row]) for row in range(len(tight))]
+
+
 def test_what_no_branch_can_be_made_of_stays_as_it_was():
-    """Other conversations, whatever they begin with; documents that do not begin alike; a row that
+    """Conversations that begin alike in a few tokens; documents that do not begin alike; a row that
     would be too long. Without branches, rows are those that they have always been.
     """
     same = Answer(list(range(3, 12)), [(5, 9)])
