@@ -11,6 +11,7 @@ import signal
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
 from draftheads.infer.engine import Speculator
 from draftheads.train.batches import Documents, Rows
+from draftheads.train.data.answers import Answer
 from draftheads.train.learn import learner as learning
 from draftheads.train.learn.learner import (
     PASSES,
@@ -39,6 +41,7 @@ from draftheads.train.learn.learner import (
     UseLearner,
     answer_of,
     is_apart,
+    learned_tokens,
 )
 from draftheads.train.learn.place import HeadStore, delete, place_of, rollback
 from draftheads.train.learn.texts import Texts
@@ -292,6 +295,48 @@ def test_parts_are_read_in_the_context_of_their_text(made, tmp_path, kind):
         assert torch.allclose(features_1TD, expected_1TD[:, first:at], atol=1e-5)
         at = first + 1
     assert sum(len(batch.learned()) for batch, _ in parts) == talk.answered
+    place.close()
+
+
+@pytest.mark.mend("an agent's turns were each read from their system prompt on")
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_two_texts_begin_with_is_read_once(made, tmp_path, bits, monkeypatch):
+    monkeypatch.setattr(learning, "BEFORE", 4)
+    learner, place = learner_in(made, "eagle3", tmp_path / "place", bits)
+    system = [token % 89 for token in range(60)]
+    first, second = (Answer([*system, *range(n, n + 20)], [(64, 80)]) for n in (3, 30))
+    read, chunks = [], learner.target.prefill_chunks
+
+    def counting(prompts, *arguments):
+        read.append(len(prompts[0]))
+        return chunks(prompts, *arguments)
+
+    monkeypatch.setattr(learner.target, "prefill_chunks", counting)
+
+    def features(*answers: Answer) -> torch.Tensor:
+        learner._text, learner._cache = [], None
+        parts = filter(None, learner._parts(answers, learner._training))
+        return torch.cat([part[0, batch.loss_mask_BT[0]] for batch, part in parts])
+
+    alone_MD = features(second)
+    together_MD = features(first, second, second)
+    assert read == [80, 80, 20, 20]
+    assert len(alone_MD) == 16
+    assert torch.allclose(together_MD[16:], alone_MD.repeat(2, 1), atol=1e-5)
+    place.close()
+
+
+@pytest.mark.mend("a round replayed a hundred times as much as an agent had answered")
+def test_what_is_replayed_is_counted_by_its_answers(made, tmp_path):
+    learner, place = learner_in(made, "medusa", tmp_path / "place")
+    learner.source = replace(learner.source, replay=Documents.open(made / "data", 97, "tiny"))
+    for seed in range(6):
+        learner.answered([seed, *[5] * 400], [seed] * 8)
+    lesson = learner._lesson()
+    new = [answer for answer in lesson if len(answer.tokens) == 409]
+    replayed = sum(map(learned_tokens, lesson)) - sum(map(learned_tokens, new))
+    longest = max(learned_tokens(answer) for answer in lesson)
+    assert 0 < replayed <= sum(map(learned_tokens, new)) + longest
     place.close()
 
 

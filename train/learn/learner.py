@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftheads.heads.batch import Batch
+from draftheads.heads.cache import SlotCache
 from draftheads.heads.formats.hub import HeadFolder, open_head, write_head
 from draftheads.heads.target.model import Target
 from draftheads.infer.background import Point
@@ -40,8 +42,8 @@ from draftheads.train.recipe import OptimChoices
 
 APART = 5
 """One of this many conversations is held out."""
-HELD_OUT = 4096
-"""Number of tokens of the newest held-out conversations on which heads are compared."""
+HELD_OUT = 2048
+"""Number of answered tokens of the newest held-out conversations on which heads are compared."""
 FEWEST = 128
 """Fewest tokens of held-out answers for a comparison."""
 NEWS = 512, 2048
@@ -51,15 +53,17 @@ even in a process that is often stopped.
 PASSES = 4
 """Number of times that a round reads the new answers."""
 REPLAY = 1.0
-"""Replayed tokens (earlier conversations and the head's own data) per new token of a round."""
+"""Replayed tokens (earlier conversations and the head's own data) per new one of a round. Answers
+count, not the prompts of agents, which are a hundred times as long.
+"""
 STEP = 256
 """Number of learned tokens in an optimizer step."""
 PIECE_SECONDS = 0.04
 """Seconds of a piece of work, for which a request may have to wait."""
 PIECE_TOKENS = 16, 1024
 """Fewest and most tokens of a piece."""
-LONGEST = 2048
-"""Most tokens of a conversation that are read in one context."""
+BEFORE = 256
+"""Tokens before the first answer that a head's own layers see, if a conversation has so many."""
 PATIENCE = 2
 """Rounds without improvement after which training starts from the served head again, slower."""
 PAUSE = 5.0
@@ -139,6 +143,8 @@ class UseLearner:
         new = [talk for talk in texts.conversations if talk.time > self._until]
         self._news = sum(talk.answered for talk in new if not is_apart(talk))
         self._adopted: Path | None = None
+        self._text: list[int] = []  # that was read last, and its keys and values
+        self._cache: SlotCache | None = None
         self._rounds = self._work()
         if memory is not None:
             for talk in texts.conversations:
@@ -186,6 +192,7 @@ class UseLearner:
                 yield PAUSE
             yield from self._train(self._lesson())
             yield from self._decide()
+            self._text, self._cache = [], None
 
     def _lesson(self) -> list[Answer]:
         """The documents of a round: each new one PASSES times, and a replay."""
@@ -198,11 +205,11 @@ class UseLearner:
         self._until, self._news = time.time(), 0
         chance = random.Random(int(self._until))
         lesson = [answer_of(talk) for talk in new] * PASSES
-        room = REPLAY * sum(len(answer.tokens) for answer in lesson)
+        room = REPLAY * sum(map(learned_tokens, lesson))
         for answer in replay(old, self.source.replay, chance):
             if room <= 0:
                 break
-            room -= len(answer.tokens)
+            room -= learned_tokens(answer)
             lesson.append(answer)
         chance.shuffle(lesson)
         return lesson
@@ -210,8 +217,7 @@ class UseLearner:
     def _train(self, lesson: Sequence[Answer]) -> Iterator[float]:
         """Optimizer steps over the lesson."""
         optim = self.source.optim
-        learned = sum(stop - start for answer in lesson for start, stop in answer.learn)
-        steps = max(1, learned // STEP)
+        steps = max(1, sum(map(learned_tokens, lesson)) // STEP)
         step = waiting = 0
         for number, answer in enumerate(lesson, start=1):
             for part in self._parts([answer], self._training):
@@ -289,42 +295,52 @@ class UseLearner:
         request may come first.
         """
         documents = Documents.read(answers)
-        length = min(LONGEST, self.target.context)
-        rows = Rows(documents, documents.spans, length, pack=False, seed=0)
-        for row in range(len(rows)):
-            [(first, end)] = rows.pieces(row)
-            features_1TD = yield from self._features(documents.tokens(first, end).tolist())
-            start = first
-            while start < end - 1:  # the first token of a part has no loss in it
-                stop = min(start + pace.tokens, end)
-                part = Rows(documents, [(start, stop)], length, pack=False, seed=0)
-                if len(part):
-                    with pace.measure(stop - start):
-                        batch = part.batch([0]).to(self.target.device)
-                        yield batch, features_1TD[:, start - first : stop - first]
-                    yield None
-                start = stop - 1
+        for first, end in documents.spans.tolist():
+            tokens = documents.tokens(first, end).tolist()
+            learned = int(documents.mask(first, end).argmax())
+            for start, features_1TD in self._features(tokens, learned):
+                yield None
+                stop = start + features_1TD.shape[1]
+                at = start
+                while at < stop - 1:  # the first token of a part has no loss in it
+                    until = min(at + pace.tokens, stop)
+                    span = (first + at, first + until)
+                    part = Rows(documents, [span], until - at, pack=False, seed=0)
+                    if len(part):
+                        with pace.measure(until - at):
+                            batch = part.batch([0]).to(self.target.device)
+                            yield batch, features_1TD[:, at - start : until - start]
+                        yield None
+                    at = until - 1
 
     @torch.no_grad()
-    def _features(self, tokens: list[int]) -> Generator[None, None, Tensor]:
-        """The features of a text by the alignment law. Uses the cache of the text that was read
-        before.
+    def _features(self, tokens: list[int], learned: int) -> Iterator[tuple[int, Tensor]]:
+        """The features of a text by the alignment law, chunk by chunk, with the place of the first.
+        A chunk begins with the last token of the one before. What the text has in common with the
+        one that was read before is left out, but not the tokens from `learned` on.
         """
-        size = len(tokens)
-        cache = self.target.new_cache(1, size)
-        states: list[Tensor] = []
-        read = 0
+        cache = self._cache or self.target.new_cache(1, len(tokens))
+        shared = len(commonprefix([self._text, tokens[: max(0, learned - BEFORE)]]))
+        start = cache.rewind(0 if self.target.has_long_rope else shared)
+        self._text, self._cache = tokens, cache
         chunks = self.target.prefill_chunks(
-            [tokens], cache, self.head.training_layers, self._reading.tokens
+            [tokens[start:]], cache, self.head.training_layers, self._reading.tokens
         )
-        while read < size:
-            with self._reading.measure(min(self._reading.tokens, size - read)):
+        features_1TD: Tensor | None = None
+        stop = start
+        while stop < len(tokens):
+            with self._reading.measure(min(self._reading.tokens, len(tokens) - stop)):
                 read, out = next(chunks)
             assert out.features_BND is not None
-            states.append(out.features_BND)
-            yield None
-        states_1TD = torch.cat(states, dim=1)
-        return F.pad(states_1TD[:, :-1], (0, 0, 1, 0))
+            # a token's feature is the state before it: so the last is of the token that comes next
+            if features_1TD is None:
+                features_1TD = F.pad(out.features_BND, (0, 0, 1, 0))
+                first = start
+            else:
+                features_1TD = torch.cat([features_1TD[:, -2:], out.features_BND], dim=1)
+                first = stop - 1
+            stop = start + read
+            yield first, features_1TD[:, :-1]
 
     def _heldout(self) -> list[Dialogue]:
         """The newest held-out conversations."""
@@ -332,7 +348,7 @@ class UseLearner:
         for talk in reversed(self.texts.conversations):
             if is_apart(talk) and tokens < HELD_OUT:
                 talks.append(talk)
-                tokens += len(talk.tokens)
+                tokens += talk.answered
         return talks
 
 
@@ -351,6 +367,11 @@ def is_apart(talk: Dialogue) -> bool:
 def answer_of(talk: Dialogue) -> Answer:
     """The conversation as a document whose answers are learned."""
     return Answer(talk.tokens.tolist(), talk.answers)
+
+
+def learned_tokens(answer: Answer) -> int:
+    """Number of tokens of a document that are learned."""
+    return sum(stop - start for start, stop in answer.learn)
 
 
 def replay(
