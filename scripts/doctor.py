@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,8 +27,11 @@ from draftheads.scripts.options import (
 )
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
+    from draftheads.train.advice.bounds import Bounds
     from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
 
@@ -142,8 +146,26 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
             f"a step costs {diagnosis.break_even:.2f} plain ones here (break-even τ): "
             f"{diagnosis.measured / diagnosis.break_even:.2f} times the speed without drafts"
         )
+    if diagnosis.bounds:
+        print_bounds(diagnosis.bounds, diagnosis.by_context, console)
     if not diagnosis.findings:
         console.print("healthy: no fault was found", style="green")
     for finding in diagnosis.findings:
         console.print(f"{finding.check}: {finding.found}", style="bold red")
         console.print(f"  next: {finding.advice}")
+
+
+def print_bounds(bounds: Bounds, by_context: Mapping[int, float], console: Console) -> None:
+    """Print what better trees, vocabularies and depths would bring, and where drafts are lost."""
+    lines = {
+        f"with the best fixed tree of {bounds.nodes} nodes for these texts": bounds.tree,
+        "and no token outside the draft vocabulary": bounds.vocabulary,
+        "or all depths as good as the first": bounds.depths,
+        "or every draft token right, in the head's own tree": bounds.oracle,
+    }
+    console.print(f"τ on these {bounds.tokens} tokens would be at most")
+    for what, tau in lines.items():
+        console.print(f"  {tau:5.2f}  {what}")
+    if len(by_context) > 1:
+        each = ", ".join(f"{tau:.2f} to {most:,}" for most, tau in by_context.items())
+        console.print(f"τ by tokens of context: {each}")

@@ -27,7 +27,9 @@ from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.target.model import Target
+from draftheads.heads.tree import StaticTree
 from draftheads.scripts import cli
+from draftheads.train.advice.bounds import bounds, by_context
 from draftheads.train.advice.doctor import Evidence
 from draftheads.train.data.answers import Answer
 from draftheads.train.evaluate import calibrate
@@ -158,6 +160,26 @@ def test_a_healthy_head_is_called_healthy(examine, good, kind):
     assert code == 0 and found["healthy"] and "healthy" in printed
     assert "next: draftheads chat --target" in printed
     assert found["measured"] > 3
+
+
+def test_bounds_are_those_of_a_head_in_which_one_thing_is_better():
+    """After ten roots, depth 1 is right seven times and depth 2 three times of these. Depth 2 would
+    be right once more as often as depth 1 is there, and three tokens more are out of vocabulary.
+    """
+    ranks_TK = torch.tensor([[0, 0], [0, -1], [-1, -1]] * 4)
+    ranks_TK[0, 1] = -1
+    unknown_TK = torch.tensor([[False, False], [False, True], [False, False]] * 4)
+    texts, unknown = [ranks_TK, ranks_TK[:2]], [unknown_TK, unknown_TK[:2]]
+    found = bounds(StaticTree(((0,), (0, 0))), texts, unknown)
+    assert (found.nodes, found.tokens, found.oracle) == (2, 10, 3.0)
+    assert found.tree == pytest.approx(1 + (7 + 3) / 10)
+    assert found.vocabulary == pytest.approx(1 + (7 + 6) / 10)
+    assert found.depths == pytest.approx(1 + (7 + 4) / 10)
+
+
+def test_context_is_divided_where_there_are_steps():
+    contexts = [10] * 40 + [300] * 31 + [2000] * 50
+    assert by_context(contexts, [2] * 71 + [1] * 50) == {256: 3.0, 4096: 2.0}
 
 
 @pytest.mark.mend("doctor from another folder")
@@ -321,7 +343,10 @@ def test_an_untrained_head_is_named_first(examine, bench, tmp_path, kind, check)
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
 def test_a_small_draft_vocabulary_is_named_first(examine, bench, tmp_path, kind):
     head = by_heart(bench, kind, vocabulary=bench.words[::2])
-    assert first(examine(save(bench, head, tmp_path / "head"))) == "draft vocabulary"
+    _, found, printed = result = examine(save(bench, head, tmp_path / "head"))
+    assert first(result) == "draft vocabulary"
+    assert found["bounds"]["vocabulary"] > found["bounds"]["tree"] + 0.5
+    assert f"{found['bounds']['vocabulary']:5.2f}  and no token outside" in printed
 
 
 def test_prompts_of_another_kind_are_named_first(examine, good, tmp_path):

@@ -26,6 +26,7 @@ from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.rows import Statistics, Step
+from draftheads.train.advice.bounds import Bounds, bounds, by_context
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
@@ -54,12 +55,13 @@ SENTINEL = "Prompt42"
 
 @dataclass(frozen=True)
 class DecodedAnswers:
-    """Decoded answers. accepted: draft tokens accepted in each step. tokens_per_step: with the
-    target's own token, without prefill. seconds: of each step.
+    """Decoded answers. accepted: draft tokens accepted in each step. contexts: tokens before each
+    step. tokens_per_step: with the target's own token, without prefill. seconds: of each step.
     """
 
     answers: list[Answer]
     accepted: Tensor
+    contexts: list[int]
     tokens_per_step: float
     seconds: list[float]
 
@@ -144,6 +146,20 @@ class Evidence:
         inside_M = truth(self.decoded_rows, ranks_MK.shape[1])[:, -1] >= 0
         return ranks_MK[inside_M] if inside_M.any() else ranks_MK
 
+    @cached_property
+    def bounds(self) -> Bounds | None:
+        """How far the head is from what is possible with it; None if all answers are short."""
+        rows, ids_v = self.decoded_rows, self.head.token_map
+        ranks_MK = self.ranks_of(rows)
+        truth_MK = truth(rows, ranks_MK.shape[1])
+        unknown_MK = torch.zeros_like(truth_MK, dtype=torch.bool)
+        if ids_v is not None:
+            unknown_MK = ~torch.isin(truth_MK, ids_v.cpu())
+        if not self.head.tree.draft_nodes or max(rows.learned) <= ranks_MK.shape[1]:
+            return None
+        sizes = [*rows.learned]
+        return bounds(self.head.tree, torch.split(ranks_MK, sizes), torch.split(unknown_MK, sizes))
+
     @property
     def observed_MK(self) -> Tensor:
         """Ranks as training would count them."""
@@ -180,18 +196,21 @@ class Evidence:
             )
         answers: list[Answer] = []
         steps: list[Step] = []
+        contexts: list[int] = []
         engine = Speculator(self.target, self.head if drafts else None)
         for opening in room:
             limit = min(self.new_tokens, context - len(opening))
             text = [*opening]
             for step in engine.generate(opening, max_new_tokens=limit):
-                text += step.tokens
                 if step.accepted >= 0:  # not the prefill
                     steps.append(step)
+                    contexts.append(len(text))
+                text += step.tokens
             answers.append(Answer(text, [(len(opening), len(text))]))
         return DecodedAnswers(
             answers,
             torch.tensor([step.accepted for step in steps]),
+            contexts,
             Statistics.of(steps).tokens_per_step,
             [step.draft_seconds + step.verify_seconds for step in steps],
         )
@@ -426,7 +445,7 @@ class Diagnosis:
 
     Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
     prediction that training recorded), break_even (as fast as decoding without drafts; 0: not
-    measured).
+    measured), by_context (see there).
     """
 
     findings: list[Finding]
@@ -434,6 +453,8 @@ class Diagnosis:
     predicted: float
     expected: float | None
     break_even: float
+    bounds: Bounds | None
+    by_context: dict[int, float]
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -452,4 +473,6 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         predicted=evidence.predicted,
         expected=evidence.training.get("predicted_tokens_per_step"),
         break_even=evidence.break_even,
+        bounds=evidence.bounds if evidence.finite else None,
+        by_context=by_context(evidence.decoded.contexts, evidence.decoded.accepted.tolist()),
     )
