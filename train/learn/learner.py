@@ -48,7 +48,7 @@ FEWEST = 128
 """Fewest tokens of held-out answers for a comparison."""
 NEWS = 512, 2048
 """Number of new tokens that a round waits for, and the most that it takes, so that a round ends
-even in a process that is often stopped.
+even in a process that is often stopped. The others are for the next rounds of this process.
 """
 PASSES = 4
 """Number of times that a round reads the new answers."""
@@ -140,8 +140,10 @@ class UseLearner:
         self._reading, self._training, self._comparing = Pace(), Pace(), Pace()
         known = max((point.time for point in versions.state.points), default=0.0)
         self._until = min(known, time.time())  # the clock may have been wrong
-        new = [talk for talk in texts.conversations if talk.time > self._until]
-        self._news = sum(talk.answered for talk in new if not is_apart(talk))
+        # of each conversation, by its key, the answered tokens that were learned
+        self._learned = {
+            talk.key: talk.answered for talk in texts.conversations if talk.time <= self._until
+        }
         self._adopted: Path | None = None
         self._text: list[int] = []  # that was read last, and its keys and values
         self._cache: SlotCache | None = None
@@ -155,8 +157,6 @@ class UseLearner:
         if not answer:
             return
         talk = self.texts.add(prompt, answer)
-        if not is_apart(talk):
-            self._news += len(answer)
         if self.memory is not None:
             self.memory.append(talk.tokens.tolist())
 
@@ -187,7 +187,7 @@ class UseLearner:
     def _work(self) -> Iterator[float]:
         """Work in pieces forever; yields the seconds to wait before the next piece."""
         while True:
-            while self._news < NEWS[0] or sum(talk.answered for talk in self._heldout()) < FEWEST:
+            while not self._is_due():
                 self.texts.tidy()
                 yield PAUSE
             yield from self._train(self._lesson())
@@ -199,10 +199,11 @@ class UseLearner:
         talks = [talk for talk in self.texts.conversations if not is_apart(talk)]
         new: list[Dialogue] = []
         for talk in reversed(talks):
-            if talk.time > self._until and sum(each.answered for each in new) < NEWS[1]:
+            if self._unlearned(talk) and answered(new) < NEWS[1]:
                 new.append(talk)
         old = [talk for talk in talks if talk not in new]
-        self._until, self._news = time.time(), 0
+        self._learned |= {talk.key: talk.answered for talk in new}
+        self._until = time.time()
         chance = random.Random(int(self._until))
         lesson = [answer_of(talk) for talk in new] * PASSES
         room = REPLAY * sum(map(learned_tokens, lesson))
@@ -342,6 +343,16 @@ class UseLearner:
             stop = start + read
             yield first, features_1TD[:, :-1]
 
+    def _is_due(self) -> bool:
+        """True if there is enough to learn, and to compare heads on."""
+        talks = [talk for talk in self.texts.conversations if not is_apart(talk)]
+        news = sum(map(self._unlearned, talks))
+        return news >= NEWS[0] and answered(self._heldout()) >= FEWEST
+
+    def _unlearned(self, talk: Dialogue) -> int:
+        """Number of answered tokens of a conversation that no round of this process has taken."""
+        return talk.answered - self._learned.get(talk.key, 0)
+
     def _heldout(self) -> list[Dialogue]:
         """The newest held-out conversations."""
         talks, tokens = [], 0
@@ -367,6 +378,11 @@ def is_apart(talk: Dialogue) -> bool:
 def answer_of(talk: Dialogue) -> Answer:
     """The conversation as a document whose answers are learned."""
     return Answer(talk.tokens.tolist(), talk.answers)
+
+
+def answered(talks: Sequence[Dialogue]) -> int:
+    """Number of tokens in their answers."""
+    return sum(talk.answered for talk in talks)
 
 
 def learned_tokens(answer: Answer) -> int:
