@@ -1,4 +1,6 @@
-"""An HTTP server with OpenAI's interface in front of one engine, and a page to chat on."""
+"""An HTTP server with the interfaces of OpenAI and Anthropic in front of one engine, and a page to
+chat on.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,7 @@ from draftheads.infer.accept import Greedy
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve.gate import Gate, error_response
+from draftheads.infer.serve.messages import CountBody, MessagesBody, MessagesReply
 from draftheads.infer.serve.protocol import (
     ApiError,
     ChatRequest,
@@ -31,6 +34,7 @@ from draftheads.infer.serve.protocol import (
     GenerationRequest,
     Json,
 )
+from draftheads.infer.serve.responses import ResponsesBody, ResponsesReply
 from draftheads.infer.serve.scheduler import Scheduler
 from draftheads.infer.serve.service import ServeOptions, Service
 
@@ -73,11 +77,12 @@ def create_app(
         if error.status_code == 404 and not isinstance(error, ApiError):
             path = http.url.path
             error = ApiError(404, f"expected a path such as /v1/chat/completions, got {path:.80}")
-        return error_response(error)
+        return error_response(error, http.scope)
 
     @app.exception_handler(Exception)
-    async def failed(http: Request, error: Exception) -> JSONResponse:
-        return error_response(ApiError(500, "the server failed at this request; its log says why"))
+    async def failed(http: Request, _: Exception) -> JSONResponse:
+        error = ApiError(500, "the server failed at this request; its log says why")
+        return error_response(error, http.scope)
 
     _add_answers(app, service)
     _add_state(app, service)
@@ -107,6 +112,19 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def complete(http: Request) -> Any:
         return await service.respond(CompletionRequest, http)
+
+    @app.post("/v1/responses")
+    async def respond(http: Request) -> Any:
+        return await service.respond(ResponsesBody, http, ResponsesReply)
+
+    @app.post("/v1/messages")
+    async def message(http: Request) -> Any:
+        return await service.respond(MessagesBody, http, MessagesReply)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request) -> Any:
+        _, [prompt] = await service.reader.read(CountBody, http)
+        return {"input_tokens": len(prompt)}
 
     @app.get("/v1/models")
     async def models() -> Any:
