@@ -15,7 +15,6 @@ from draftheads.infer.serve.conversation import (
     Options,
     Texts,
     ToolChoice,
-    system_turn,
 )
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.protocol import (
@@ -67,7 +66,8 @@ class CountBody(ConversationBody):
         """The same as a chat."""
         choice = self.tool_choice or ToolChoice()
         return self.chat(
-            [*system_turn(self.system), *self.messages],
+            self.system,
+            self.messages,
             self.tools or (),
             (self.output_config, self.thinking),
             max_tokens=self.max_tokens,
@@ -87,25 +87,25 @@ class MessagesReply(BlockReply):
 
     waiting = {"type": "ping"}
 
-    def begun(self) -> Iterator[Json]:
+    def start(self) -> Iterator[Json]:
         """The message without blocks."""
         yield {"type": "message_start", "message": self.answer(())}
 
-    def opened(self, block: Block) -> Iterator[Json]:
+    def open(self, block: Block) -> Iterator[Json]:
         """An empty block."""
         content = _content(block)
         yield {"type": "content_block_start", "index": block.number, "content_block": content}
 
-    def grown(self, block: Block, text: str) -> Json:
+    def delta(self, block: Block, text: str) -> Json:
         """A piece of a text or of arguments."""
         delta = {"type": DELTAS[block.kind], KEYS[block.kind]: text}
         return {"type": "content_block_delta", "index": block.number, "delta": delta}
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close(self, block: Block) -> Iterator[Json]:
         """The end of a block."""
         yield {"type": "content_block_stop", "index": block.number}
 
-    def ended(self, jobs: Sequence[Job]) -> Iterator[Json]:
+    def finish(self, jobs: Sequence[Job]) -> Iterator[Json]:
         """Why the message ended, and its usage."""
         yield {"type": "message_delta", "delta": self._stop, "usage": self._usage(jobs)}
         yield {"type": "message_stop"}
