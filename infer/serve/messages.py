@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from draftheads.infer.serve.blocks import Block, BlockReply
 from draftheads.infer.serve.conversation import (
@@ -165,7 +166,7 @@ def _arguments(text: str) -> Any:
     """
     try:
         arguments = from_json(text, allow_partial=True)
-        to_json(arguments, inf_nan_mode="strings")
+        json.dumps(arguments, allow_nan=False)
     except ValueError:
         return {}
     return arguments

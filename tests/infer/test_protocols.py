@@ -196,6 +196,16 @@ def test_a_required_call_streams_as_it_is_written(says, path, arguments):
     assert (name, said) == ("look_up", arguments)
 
 
+@pytest.mark.parametrize("value", ["1e999", "1" * 5000, '"\\ud800"', '"a'])
+def test_arguments_that_json_cannot_hold_are_an_empty_object(says, value):
+    """They are sent as they are where a protocol has their text."""
+    text = LOOK_UP.replace('{"word": "heron"}', f'{{"n": {value}}}')
+    options = {"tools": CUSTOM, "tool_choice": {"type": "any"}}
+    assert whole(says, MESSAGES, text, **options)[2] == [("look_up", "{}")]
+    [(_, said)] = streamed(says, MESSAGES, text, **options)[2]
+    assert said.startswith(f'{{"n": {value}')
+
+
 @pytest.mark.mend("arguments of a required call came in one piece at the end")
 @pytest.mark.parametrize("path", PATHS)
 def test_each_step_of_a_required_call_is_an_event(says, path):
