@@ -128,8 +128,8 @@ class AnswerText:
 
     text: all text so far. accepted[i]: whether character i belongs to an accepted draft token.
     settled: number of characters that are final; later ones may be the beginning of a stop string.
-    stop: the strings before which the text ends. clean: a function applied to the text, such as
-    `printable`.
+    stop: the strings before which the text ends. stopped: the one of them that ended it. clean: a
+    function applied to the text, such as `printable`.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class AnswerText:
         self.text = ""
         self.accepted: list[bool] = []
         self.settled = 0
+        self.stopped: str | None = None
         self._stream = stream
         self._stop = stop
         self._clean = clean
@@ -164,8 +165,10 @@ class AnswerText:
         end, because the engine ends an answer at the token that completes one.
         """
         self._append(self._stream.flush(), False)
-        places = [self.text.find(stop, self.settled) for stop in self._stop]
-        self.settled = min((place for place in places if place >= 0), default=len(self.text))
+        places = {stop: self.text.find(stop, self.settled) for stop in self._stop}
+        found = {stop: place for stop, place in places.items() if place >= 0}
+        self.stopped = min(found, key=found.__getitem__, default=None)
+        self.settled = len(self.text) if self.stopped is None else found[self.stopped]
         self.text = self.text[: self.settled]
         del self.accepted[self.settled :]
 

@@ -1,4 +1,6 @@
-"""An HTTP server with OpenAI's interface in front of one engine, and a page to chat on."""
+"""An HTTP server with the interfaces of OpenAI and Anthropic in front of one engine, and a page to
+chat on.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ from draftheads.infer.accept import Greedy
 from draftheads.infer.background import Background
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve.gate import Gate, error_response
+from draftheads.infer.serve.messages import CountBody, MessagesBody, MessagesReply
 from draftheads.infer.serve.protocol import (
     ApiError,
+    Body,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Json,
 )
+from draftheads.infer.serve.reply import Reply
+from draftheads.infer.serve.responses import ResponsesBody, ResponsesReply
 from draftheads.infer.serve.scheduler import Scheduler
 from draftheads.infer.serve.service import ServeOptions, Service
 
@@ -73,19 +79,38 @@ def create_app(
         if error.status_code == 404 and not isinstance(error, ApiError):
             path = http.url.path
             error = ApiError(404, f"expected a path such as /v1/chat/completions, got {path:.80}")
-        return error_response(error)
+        return error_response(error, http.scope)
 
     @app.exception_handler(Exception)
-    async def failed(http: Request, error: Exception) -> JSONResponse:
-        return error_response(ApiError(500, "the server failed at this request; its log says why"))
+    async def failed(http: Request, _: Exception) -> JSONResponse:
+        error = ApiError(500, "the server failed at this request; its log says why")
+        return error_response(error, http.scope)
 
     _add_answers(app, service)
+    _add_models(app, service)
     _add_state(app, service)
     _add_page(app)
     return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
+    def add(path: str, kind: type[Body], answer: type[Reply]) -> None:
+        @app.post(path)
+        async def respond(http: Request) -> Any:
+            return await service.respond(kind, answer, http)
+
+    add("/v1/chat/completions", ChatRequest, Reply)
+    add("/v1/completions", CompletionRequest, Reply)
+    add("/v1/responses", ResponsesBody, ResponsesReply)
+    add("/v1/messages", MessagesBody, MessagesReply)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(http: Request) -> Any:
+        _, [prompt] = await service.reader.read(CountBody, http)
+        return {"input_tokens": len(prompt)}
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
     created = int(time.time())
 
     def model() -> Json:
@@ -99,14 +124,6 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             "drafts": f"{nodes} draft nodes" if nodes else "",
             "learns": service.background is not None,
         }
-
-    @app.post("/v1/chat/completions")
-    async def chat(http: Request) -> Any:
-        return await service.respond(ChatRequest, http)
-
-    @app.post("/v1/completions")
-    async def complete(http: Request) -> Any:
-        return await service.respond(CompletionRequest, http)
 
     @app.get("/v1/models")
     async def models() -> Any:

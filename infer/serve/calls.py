@@ -37,7 +37,8 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any, ClassVar
@@ -246,7 +247,7 @@ class CallForm:
                 pairs, rest = self.syntax.read(rest, schemas)
                 after, next_start, rest = rest.partition(start) if start else (rest, "", "")
                 has_more = bool(next_start)
-                closed = re.match(self._closing, after)
+                closed = re.match(loose(self.closing), after)
                 if is_cut and not closed and not self.syntax.is_json:
                     raise ValueError("expected the last of the parameters")
                 for name, arguments in pairs:
@@ -262,10 +263,21 @@ class CallForm:
                 return [], text
         return calls, self.outside(prose, not is_cut)
 
-    @property
-    def _closing(self) -> str:
-        """An expression for the closing, whose blanks may differ."""
-        return r"\s*" + r"\s*".join(map(re.escape, without_blanks(self.closing)))
+    def partial_call(self, text: str, names: Iterable[str]) -> tuple[str, str] | None:
+        """The name of the call with which a text begins, one of these names, and its arguments
+        as far as they are written, as they are written; None before they begin.
+        """
+        match = EXAMPLE.fullmatch(self.example)
+        if match is None or ONE not in match[1]:
+            return None
+        for name in names:
+            start = re.match(loose(match[1].replace(ONE, name)) + r"\s*(?=\{)", text)
+            if start:
+                arguments = text[start.end() :]
+                with suppress(ValueError, RecursionError):
+                    arguments = arguments[: DECODER.raw_decode(arguments)[1]]
+                return name, arguments
+        return None
 
     def grammar(self, tools: Sequence[Tool], tokenizer: Any) -> str:
         """The language of one call of one of these tools, in Lark's syntax. Raises ValueError for a
@@ -286,6 +298,19 @@ class CallForm:
             schema = with_options(tool.function.parameters.closed)
             calls.append(f"{start} %json {json.dumps(schema)} {end}")
         return "start: " + "\n | ".join(calls)
+
+
+def loose(text: str) -> str:
+    """An expression for a text whose blanks may differ."""
+    return r"\s*" + r"\s*".join(map(re.escape, without_blanks(text)))
+
+
+def all_whole(calls: Sequence[Json]) -> bool:
+    """Whether there are calls, none with arguments that break off."""
+    try:
+        return bool([json.loads(call["function"]["arguments"]) for call in calls])
+    except (ValueError, RecursionError):
+        return False
 
 
 def call_entry(index: int, name: Any, arguments: Any) -> Json:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftheads.infer.serve.hosts import names_server
+from draftheads.infer.serve.messages import error_body
 from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.service import Service
 
@@ -46,7 +47,7 @@ class Gate:
         if refusal is None:
             await self.app(scope, limit_arrival(receive), counted)
         else:
-            await error_response(refusal)(scope, receive, counted)
+            await error_response(refusal, scope)(scope, receive, counted)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a request that may not pass by its head; None if it may."""
@@ -65,13 +66,15 @@ class Gate:
         if is_open or options.key is None:
             return None
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        keys = [headers.get(b"x-api-key", b"")]  # as Anthropic's clients send it
+        if scheme.lower() == b"bearer":
+            keys.append(key)
         # in a time that does not tell how much of the key is right
-        is_right = hmac.compare_digest(key.strip(), options.key.encode())
-        if is_right and scheme.lower() == b"bearer":
+        if any(hmac.compare_digest(each.strip(), options.key.encode()) for each in keys):
             return None
         return ApiError(
             401,
-            "expected the server's API key; send Authorization: Bearer KEY",
+            "expected the server's API key; send Authorization: Bearer KEY, or x-api-key: KEY",
             "invalid_api_key",
             **{"WWW-Authenticate": "Bearer"},
         )
@@ -108,8 +111,10 @@ def limit_arrival(receive: Receive) -> Receive:
     return message_in_time
 
 
-def error_response(error: HTTPException) -> JSONResponse:
-    """Render an error in OpenAI's form."""
+def error_response(error: HTTPException, scope: Scope) -> JSONResponse:
+    """Render an error in the form of the protocol whose path was asked for."""
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, str(error.detail), None, **(error.headers or {}))
-    return JSONResponse(error.body(), error.status_code, error.headers)
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    body = error_body(error) if path.startswith("/v1/messages") else error.body()
+    return JSONResponse(body, error.status_code, error.headers)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 from draftheads.infer.prompt import CLOSE, OPEN
 from draftheads.infer.serve.calls import CallForm, Schemas
 from draftheads.infer.serve.protocol import Json
-from draftheads.infer.text import begun
+from draftheads.infer.text import CALL_ID, begun, tool_call
 
 REASONING_KEYS = ("reasoning_content", "reasoning")
 """Keys for reasoning of DeepSeek and of vLLM; clients read one of them."""
@@ -16,10 +17,12 @@ REASONING_KEYS = ("reasoning_content", "reasoning")
 @dataclass(frozen=True)
 class AnswerForm:
     """Splits an answer into its parts while it grows. Calls are only returned at its end, because
-    it is unknown before whether they are complete.
+    it is unknown before whether they are complete, except for the one call of a grammar: it grows
+    with the answer, and its arguments are the text that was written.
 
     start: OPEN if the prompt has opened the reasoning. has_reasoning: if not, reasoning stays in
     the text, and so do calls without their form. most: the most calls to return.
+    is_constrained: if a grammar lets the answer be one call.
     """
 
     start: str = ""
@@ -27,6 +30,8 @@ class AnswerForm:
     calls: CallForm | None = None
     schemas: Schemas = field(default_factory=dict)
     most: int | None = None
+    is_constrained: bool = False
+    call_id: str = field(default_factory=lambda: uuid4().hex[: len(CALL_ID)])
 
     def parts(self, text: str, finish: str | None) -> Json:
         """The parts of an answer, under the names of messages. Of the beginning of an answer, only
@@ -48,7 +53,11 @@ class AnswerForm:
         if self.calls is not None:
             text, rest = self.calls.divide(text)
             text = self.calls.outside(text, finish == "stop" or bool(rest))
-            if finish:
+            call = self.calls.partial_call(rest, self.schemas) if self.is_constrained else None
+            if call is not None:
+                calls = [{"index": 0, **tool_call(*call, self.call_id)}]
+                text = text.rstrip()
+            elif finish:
                 calls, left = self.calls.read_all(rest, self.schemas, finish == "length")
                 text = text + rest if left == rest else text.rstrip() + left
             else:

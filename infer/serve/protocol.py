@@ -8,7 +8,9 @@ the results of each forward pass of the target.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -47,12 +49,14 @@ OFF = {
 }
 """Unsupported options, which have no effect if they are 0, false or empty."""
 NEUTRAL = {
+    "background": False,
     "best_of": 1,
     "include_reasoning": True,
     "length_penalty": 1,
     "modalities": ["text"],
     "repetition_penalty": 1,
     "spaces_between_special_tokens": True,
+    "truncation": "disabled",
 }
 """Other unsupported options, and their values without effect. Null never has an effect."""
 HARMLESS = {
@@ -67,6 +71,12 @@ HARMLESS = {
     "user",
 }
 """Options that are ignored, because no value of them changes an answer."""
+ADVICE = {
+    "background": "stream the answer",
+    "conversation": "send the whole input",
+    "previous_response_id": "send the whole input",
+}
+"""What to do without an unsupported option, where it is more than to leave it out."""
 TEMPLATE_VARIABLES = {"documents": None, "reasoning_effort": "medium", "verbosity": "medium"}
 """Options that are variables of chat templates, and their values without effect."""
 SAY_NOTHING = {"type", "properties", "required", "title", "description", "$schema"}
@@ -86,7 +96,6 @@ SeveralPrompts = Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 Choices = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)]
-R = TypeVar("R", bound="GenerationRequest")
 
 
 class ApiError(HTTPException):
@@ -169,28 +178,22 @@ class StructuredOutputs(BaseModel):
     disable_fallback: bool | None = None  # not read: there is no other backend
 
 
-class GenerationRequest(BaseModel):
-    """The options that chats and completions share."""
+class Body(BaseModel, ABC):
+    """The body of a request, in any protocol. harmless: options that are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    harmless: ClassVar[Collection[str]] = HARMLESS
 
     model: str | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    stop: StopString | StopStrings | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
-    seed: int | None = None
-    n: int | None = Field(1, ge=1, le=MOST_CHOICES)
-    return_token_ids: bool | None = False
-    skip_special_tokens: bool | None = True
-    draft: bool | None = True
     store: bool | None = None  # false: not kept for learning
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+
+    @abstractmethod
+    def generation(self) -> GenerationRequest:
+        """What the engine is asked for. Raises ApiError and ValidationError."""
 
     @model_validator(mode="before")
     @classmethod
@@ -200,15 +203,35 @@ class GenerationRequest(BaseModel):
         """
         if not isinstance(body, dict):
             raise ValueError("expected a JSON object")
-        supported = cls.model_fields.keys() | HARMLESS
+        supported = cls.model_fields.keys() | cls.harmless
         for name, value in body.items():
             is_off = value is None or (name in OFF and not value) or value == NEUTRAL.get(name)
             if name not in supported and not is_off:
                 # others than identifiers may have line breaks
                 shown = name[:64] if name.isidentifier() else repr(name[:64])
-                message = f"{shown} is not supported; leave it out"
+                message = f"{shown} is not supported; {ADVICE.get(name, 'leave it out')}"
                 raise ApiError(400, message, "unsupported_parameter", shown)
         return body
+
+
+class GenerationRequest(Body):
+    """The options that chats and completions share."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
+    seed: int | None = None
+    n: int | None = Field(1, ge=1, le=MOST_CHOICES)
+    return_token_ids: bool | None = False
+    skip_special_tokens: bool | None = True
+    draft: bool | None = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def generation(self) -> GenerationRequest:
+        """The request itself."""
+        return self
 
     @property
     def grammars(self) -> list[tuple[Any, Any]]:
@@ -268,26 +291,31 @@ class GenerationRequest(BaseModel):
         return bool(self.stream_options and self.stream_options.include_steps)
 
 
-def parsed(kind: type[R], body: bytes) -> R:
-    """Parse a request of this kind. Raises ApiError."""
+def parsed(kind: type[Body], body: bytes) -> GenerationRequest:
+    """Parse a body of this kind. Raises ApiError."""
     if body.count(b"[") + body.count(b"{") > MOST_BRACKETS:
         raise ApiError(400, f"expected at most {MOST_BRACKETS} brackets, got more; send fewer")
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body).generation()
     except ValidationError as error:
         raise _in_one_line(error) from None
 
 
 def _in_one_line(error: ValidationError) -> ApiError:
     """The most informative fault: of a union's alternatives, one of the right type."""
-    faults = error.errors(include_url=False, include_context=False)
+    faults = error.errors(include_url=False)
     typed = [each for each in faults if not each["type"].endswith(("_type", "_parsing"))]
     fault: Any = max(typed or faults, key=lambda each: len(each["loc"]))
     parts = [str(part)[:64] for part in fault["loc"] if part != "str"]
     place = ".".join(part for part in parts if part.replace("_", "").isalnum())
     message = expected(fault["msg"])
-    if fault["type"] == "missing":
+    if fault["type"].startswith("union_tag"):
+        place += ".type"
+    if fault["type"] in ("missing", "union_tag_not_found"):
         message = "expected a value, got none"
+    elif fault["type"] == "union_tag_invalid":
+        context = fault["ctx"]
+        message = f"expected one of {context['expected_tags']}, got {context['tag']!r:.40}"
     elif fault["type"] == "extra_forbidden":
         message = "expected no such option; leave it out"
     elif fault["type"] not in ("value_error", "json_invalid"):

@@ -17,10 +17,11 @@ from draftheads.infer.serve.protocol import (
     MOST_CHOICES,
     TEMPLATE_VARIABLES,
     ApiError,
+    Body,
     ChatRequest,
     CompletionRequest,
+    GenerationRequest,
     Json,
-    R,
     parsed,
 )
 
@@ -50,8 +51,10 @@ class Reader:
         self.calls = find_form(target)
         self._turn = Lock()  # tokenizers in Python are for one thread at a time
 
-    async def read(self, kind: type[R], http: Request) -> tuple[R, list[list[int]]]:
-        """Returns a request of this kind and its prompts. Raises ApiError, and Gone."""
+    async def read(
+        self, kind: type[Body], http: Request
+    ) -> tuple[GenerationRequest, list[list[int]]]:
+        """Returns the request in a body of this kind, and its prompts. Raises ApiError, Gone."""
         content_type = http.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise ApiError(
@@ -70,7 +73,7 @@ class Reader:
         message = f"expected model {self.name!r}, got {model!r:.80}; see /v1/models"
         return ApiError(404, message, "model_not_found", "model")
 
-    def _parsed(self, kind: type[R], body: bytes) -> tuple[R, list[list[int]]]:
+    def _parsed(self, kind: type[Body], body: bytes) -> tuple[GenerationRequest, list[list[int]]]:
         request = parsed(kind, body)
         if request.model not in (None, self.name):
             raise self.unknown(request.model)

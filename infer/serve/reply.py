@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftheads.infer.prompt import CLOSE, OPEN
 from draftheads.infer.rows import Step
-from draftheads.infer.serve.calls import CallForm
+from draftheads.infer.serve.calls import CallForm, all_whole
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import (
     TokenScore,
@@ -25,7 +25,7 @@ from draftheads.infer.serve.logprobs import (
     chat_logprobs,
     completion_logprobs,
 )
-from draftheads.infer.serve.parts import AnswerForm
+from draftheads.infer.serve.parts import REASONING_KEYS, AnswerForm
 from draftheads.infer.serve.protocol import ApiError, ChatRequest, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone
 from draftheads.infer.text import AnswerText, TextStream
@@ -55,6 +55,7 @@ class Choice:
         self.steps: list[Step] = []
         self.scored: list[TokenScore] = []
         self.finish: str | None = None
+        self.reasoning_tokens = 0  # of the steps that have added reasoning
         self._texts = texts
         self._scored_characters = 0  # of the tokens whose log-probabilities were sent
         skip = request.skip_special_tokens is not False
@@ -100,10 +101,17 @@ class Choice:
         self.scored += scored
         before = self.parts
         self.parts = self._form.parts(self._text.text[: settled.stop], self.finish)
-        if self.finish == "stop" and self.parts["tool_calls"]:
+        if self.finish == "stop" and all_whole(self.parts["tool_calls"]):
             self.finish = "tool_calls"
-        parts = {key: part[len(before.get(key, "")) :] for key, part in self.parts.items()}
+        parts = growth(before, self.parts)
+        if parts[REASONING_KEYS[0]]:
+            self.reasoning_tokens += len(tokens)
         return Piece(self, parts, tokens, scored, facts)
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended this choice."""
+        return self._text.stopped
 
     def whole(self) -> Json:
         """The finished choice, in OpenAI's form."""
@@ -155,7 +163,21 @@ def form_of(request: ChatRequest, calls: CallForm | None, start: str) -> AnswerF
         calls=calls if tools else None,
         schemas={tool.function.name: tool.function.parameters.properties for tool in tools},
         most=1 if request.parallel_tool_calls is False else None,
+        is_constrained=bool(request.required_tools or request.grammars),
     )
+
+
+def growth(before: Json, parts: Json) -> Json:
+    """What parts of `AnswerForm` have more than those of the step before: new calls, or more
+    arguments of the only one.
+    """
+    more = {key: part[len(before.get(key, "")) :] for key, part in parts.items()}
+    if before.get("tool_calls"):
+        [known], [call] = before["tool_calls"], parts["tool_calls"]
+        start = len(known["function"]["arguments"])
+        rest = call["function"]["arguments"][start:]
+        more["tool_calls"] = [{"index": 0, "function": {"arguments": rest}}] if rest else []
+    return more
 
 
 @dataclass(frozen=True)
@@ -171,8 +193,10 @@ class Piece:
 
 class Reply:
     """The answers to a request, as OpenAI's clients read them. prompts: each has as many choices as
-    the request asks for.
+    the request asks for. end: the last line of a stream.
     """
+
+    end = "data: [DONE]"
 
     def __init__(
         self,
@@ -231,6 +255,10 @@ class Reply:
         if has_usage:
             yield {**self.head, "choices": [], "usage": self.usage(jobs)}
 
+    def failure(self, error: ApiError) -> Json:
+        """The chunk that ends a stream with an error."""
+        return error.body()
+
     def usage(self, jobs: Sequence[Job]) -> Json:
         """Counts in OpenAI's names, over all choices; a prompt counts once, and so do those of its
         tokens that its first job did not compute again. seconds: of the engine.
@@ -250,6 +278,7 @@ class Reply:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": right,
                 "rejected_prediction_tokens": drafted - right,
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
             },
             "steps": len(steps),
             "seconds": round(sum(job.seconds for job in jobs), 6),
@@ -268,15 +297,26 @@ class Reply:
         return {}
 
 
+def event(chunk: Json | None) -> str:
+    """A chunk as a server-sent event, which has the name of its type; a comment for None."""
+    if chunk is None:
+        return ": waiting"
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return f"{name}data: {json.dumps(chunk)}"
+
+
 class EventStream(StreamingResponse):
     """Sends chunks as server-sent events, and a comment while a chunk is awaited. An error ends the
     stream, and so does a client that leaves, or reads nothing for a minute. opening: the first
     chunk.
     """
 
-    def __init__(self, opening: Json | None, chunks: AsyncGenerator[Json | None]) -> None:
+    def __init__(
+        self, reply: Reply, opening: Json | None, chunks: AsyncGenerator[Json | None]
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__((), media_type="text/event-stream", headers=headers)
+        self.reply = reply
         self.opening = opening
         self.chunks = chunks
 
@@ -292,12 +332,13 @@ class EventStream(StreamingResponse):
         try:
             async with aclosing(self.chunks):
                 await send(start)
-                await write(f"data: {json.dumps(self.opening)}")
+                await write(event(self.opening))
                 async for chunk in self.chunks:
-                    await write(f"data: {json.dumps(chunk)}" if chunk else ": waiting")
-                await write("data: [DONE]")
+                    await write(event(chunk))
+                if self.reply.end:
+                    await write(self.reply.end)
         except (Gone, TimeoutError):
             return  # the connection is closed
         except ApiError as error:
-            await write(f"data: {json.dumps(error.body())}")
+            await write(event(self.reply.failure(error)))
         await send({"type": "http.response.body", "body": b""})

@@ -27,7 +27,7 @@ from draftheads.infer.prompt import PromptRenderer
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.logprobs import ScoredRule, TokenScore, TokenTexts, prompt_scores
-from draftheads.infer.serve.protocol import ApiError, GenerationRequest, Json
+from draftheads.infer.serve.protocol import ApiError, Body, GenerationRequest, Json
 from draftheads.infer.serve.reader import Gone, Reader
 from draftheads.infer.serve.reply import Choice, EventStream, Piece, Reply
 from draftheads.infer.serve.scheduler import Scheduler
@@ -124,10 +124,10 @@ class Service:
         marks = PromptRenderer(self.target, self.target.template_args).marks
         self._texts = TokenTexts(self.target.tokenizer, marks)
 
-    async def respond(self, kind: type[GenerationRequest], http: Request) -> Response:
-        """Answer a request of this kind."""
+    async def respond(self, kind: type[Body], answer: type[Reply], http: Request) -> Response:
+        """Answer a request whose body is of this kind with such an answer."""
         request, prompts = await self.reader.read(kind, http)
-        reply = Reply(request, self.options.name, prompts, self._texts, self.reader.calls)
+        reply = answer(request, self.options.name, prompts, self._texts, self.reader.calls)
         events = Events()
         constraint = await asyncio.to_thread(self._constraint, reply)
         jobs = [self._job(choice, constraint, events) for choice in reply.choices]
@@ -139,7 +139,7 @@ class Service:
         if request.stream:
             chunks = reply.chunks(pieces, jobs)
             opening = await anext(chunks)  # after it is queued; an earlier error has its own status
-            return EventStream(opening, chunks)
+            return EventStream(reply, opening, chunks)
         async for _ in pieces:  # the choices collect the pieces
             pass
         return JSONResponse(reply.whole(jobs))
