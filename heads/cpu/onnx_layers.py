@@ -206,7 +206,7 @@ class LayersGraph(Graph):
             "MatMulIntegerToFloat", steps, weight, self._steps, scales, self._zero, domain=MICROSOFT
         )
         product = self("Mul", product, largest)
-        return product if bias_O is None else str(self("Add", product, self.weight(bias_O)))
+        return product if bias_O is None else str(self("Add", product, self.weight(bias_O.float())))
 
     def _inverse(self, layer: nn.Module, weight_OI: Tensor) -> Tensor:
         """The factors of a layer's inputs (I,); see `inverse`."""

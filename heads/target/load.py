@@ -148,12 +148,12 @@ def pack_model(
     if bits:
         ids = tokenizer(SAMPLE)["input_ids"] if tokenizer else range(len(head.weight))
         tokens_1T = torch.tensor([[*ids[:128]]])
-        nn.Module.float(model)  # not transformers' own, which refuses what was a GGUF file
-        with torch.no_grad():
+        with torch.no_grad():  # in its own dtype: all of it in float32 may not fit
             sizes = input_sizes(lambda: model(tokens_1T, use_cache=False), model)
             if engine != "torch" and onnx_decoder.decoder_of(model) is None:
                 _try_onnx(model, tokens_1T, sizes, is_chosen=engine is not None)
         pack_layers(model, bits, small=True, keep={head}, sizes=sizes)
+        nn.Module.float(model)  # not transformers' own, which refuses what was a GGUF file
     else:
         pack_layers(model, None, keep={head})
     for parameter in model.parameters():  # views of a file would keep all of it in memory

@@ -54,9 +54,11 @@ def run_layers(model: PreTrainedModel, tokens_1T: Tensor, sizes: Sizes) -> str |
     of these tokens stay the same but for rounding; returns the fault if not. sizes: of the inputs
     of linear layers.
     """
-    layers = OnnxDecoder(model, sizes)
     own: Any = decoder(model)
-    before_TD, after_TD = (each(tokens_1T).last_hidden_state[0] for each in (own, layers))
+    before_TD = own(tokens_1T).last_hidden_state[0].float()
+    layers = OnnxDecoder(model, sizes)
+    nn.Module.float(model.get_input_embeddings())
+    after_TD = layers(tokens_1T).last_hidden_state[0]
     spread = (before_TD - before_TD.mean(0)).norm(dim=-1).mean()
     error = (after_TD - before_TD).norm(dim=-1).median() / spread
     if not error <= MOST_ERROR:

@@ -23,16 +23,26 @@ from draftheads.infer.pipeline.loading import Place
 pytestmark = pytest.mark.skipif(not has_int8(), reason="torch has no int8 products for this CPU")
 
 
-def in_onnx(name: str = "llama") -> Target:
-    return Target(ONNX_MODELS[name](), name=name).pack(8, "onnx")
+def in_onnx(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+    return Target(ONNX_MODELS[name]().to(dtype), name=name).pack(8, "onnx")
 
 
-@pytest.mark.parametrize("name", ONNX_MODELS)
+HALF = ("llama", "qwen2", "gemma3-window")
+"""Models that are packed in bfloat16, too, as they are stored."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ONNX_MODELS),
+        *((name, torch.bfloat16) for name in HALF),
+    ],
+)
 @torch.no_grad()
-def test_layers_compute_what_they_computed(name):
-    """All states of a text, and its logits."""
-    before = ONNX_MODELS[name]().eval()
-    target = in_onnx(name)
+def test_layers_compute_what_they_computed(name, dtype):
+    """All states of a text, and its logits, in float32."""
+    before = ONNX_MODELS[name]().to(dtype).float().eval()
+    target = in_onnx(name, dtype)
     assert target.engine == "onnx" and target.precision == "int8"
     tokens = torch.tensor(some_prompts(30, 30))
     expected, got = (
