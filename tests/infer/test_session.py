@@ -244,7 +244,7 @@ def test_a_prompt_that_is_read_in_turns_changes_nothing(name, target_name):
 def test_a_prompt_given_up_halfway_leaves_the_session_right():
     target, session, [prompt] = tiny_target(), Session(), some_prompts(23)
     engine = Speculator(target, random_head("eagle3", target))
-    for stop in (2, 4):
+    for stop in (2, 3):
         steps = in_turns(engine, prompt, NEW, 4, session)
         for _ in range(stop):
             assert next(steps) is None
