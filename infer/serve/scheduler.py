@@ -85,8 +85,6 @@ class Scheduler:
         """
         self._drafting = ContinuousBatch(speculator, self.slots)
         self.speculator = speculator
-        # recurrent states, and what other drafters remember, are of a whole text
-        self._can_copy = speculator.rows_may_leave and not speculator.target.is_hybrid
         self._idle = [Session() for _ in range(self.slots)]  # the least recently used first
 
     def submit(self, *jobs: Job) -> None:
@@ -224,7 +222,8 @@ class Scheduler:
         """
         if job.draft:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
-            least = session.asked - OPENING if self._can_copy else session.length / 2
+            can_copy = self.speculator.rows_may_leave
+            least = session.asked - OPENING if can_copy else session.length / 2
             if session.shared(job.prompt) < least:
                 session = self._idle[0]
             self._idle.remove(session)
@@ -251,7 +250,9 @@ class Scheduler:
         start = perf_counter()
         try:
             engine = job.batch.engine
-            if job.session is not None and self._can_copy:
+            # in the midst of a prompt, a hybrid may have no states of what another slot shares
+            may_copy = job.reading is None or not engine.target.is_hybrid
+            if job.session is not None and engine.rows_may_leave and may_copy:
                 self._copy_beginning(job.session, job)
             if job.reading is None:
                 reserved = min(job.max_new_tokens, ROOM)
