@@ -37,7 +37,7 @@ OPENING = 8
 later turns, such as Qwen3's empty block of reasoning.
 """
 FEWEST = 32
-"""Tokens that are worth a copy."""
+"""Tokens that are worth a copy, which takes as long as to read about 7 of them (SmolLM2, a CPU)."""
 
 logger = logging.getLogger("draftheads")
 
@@ -216,9 +216,10 @@ class Scheduler:
         self.background = None
 
     def _enter(self, job: Job) -> None:
-        """Give a job the slot of the conversation that it continues, which has the last prompt's
-        beginning in common with it; else the one that was not used for the longest time. Drafts
-        that cannot be copied continue what they share the most with, if that is most of it.
+        """Give a job the slot whose newest prompt its own prompt continues; else the one that was
+        not used for the longest time, into which `_copy_beginning` may copy. Drafters other than
+        heads cannot be copied: they get the slot that has the most of the prompt, if that is most
+        of what the slot has.
         """
         if job.draft:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
