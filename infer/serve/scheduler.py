@@ -252,7 +252,8 @@ class Scheduler:
         try:
             engine = job.batch.engine
             # in the midst of a prompt, a hybrid may have no states of what another slot shares
-            may_copy = job.reading is None or not engine.target.is_hybrid
+            is_new = job.reading is None
+            may_copy = is_new or not engine.target.is_hybrid
             if job.session is not None and engine.rows_may_leave and may_copy:
                 self._copy_beginning(job.session, job)
             if job.reading is None:
@@ -264,7 +265,7 @@ class Scheduler:
             self._tell(job, error)
             return
         job.seconds += perf_counter() - start
-        if job.session is not None:
+        if is_new and job.session is not None:
             job.reused = job.session.reused
         if not is_read:
             return
