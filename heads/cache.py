@@ -407,9 +407,12 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.join(new, places)
                 new.empty()
 
-    def take(self, other: SlotCache, place: int) -> None:
-        """Copy the row at this place of `other` here, where it is the only one."""
-        length = other.table.lengths[place]
+    def take(self, other: SlotCache, place: int, most: int) -> None:
+        """Copy the first `most` tokens of the row at this place of `other` here, where it is the
+        only one. Recurrent states are those of all its tokens, until `rewind`.
+        """
+        whole = other.table.lengths[place]
+        length = min(whole, most)
         self.table.hold(length)
         for layer, source in zip(self.layers, other.layers, strict=True):
             if source.is_initialized:
@@ -417,4 +420,4 @@ class SlotCache(Cache):  # type: ignore[misc]
                 layer.keys[0] = source.keys[place, :, :length]
                 layer.values[0] = source.values[place, :, :length]
         if self.states is not None and other.states is not None:
-            self.states.take(other.states, place, length)
+            self.states.take(other.states, place, whole)

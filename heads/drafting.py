@@ -112,7 +112,7 @@ class DraftCache:
         if not self.memories:  # the first token of a text has no feature and forms no pair
             committed = committed.since(1)
             rows, length = committed.tokens_BC.shape
-            self._start(rows, length + ROOM)
+            self.start(rows, length + ROOM)
         tokens_BC = committed.tokens_BC
         features_BCD = committed.features_BCD
         counts = committed.counts
@@ -154,7 +154,7 @@ class DraftCache:
     def join(self, other: DraftCache, places: Sequence[int]) -> None:
         """See `SlotCache.join`."""
         if not self.memories:
-            self._start(0, other.table.longest)
+            self.start(0, other.table.longest)
         self.cache.join(other.cache, places)
 
     def rewind(self, length: int) -> None:
@@ -166,7 +166,8 @@ class DraftCache:
         lengths_B1 = self.table.lengths_B[:, None]
         return self.rope(lengths_B1 + torch.arange(count, device=lengths_B1.device))
 
-    def _start(self, rows: int, capacity: int) -> None:
+    def start(self, rows: int, capacity: int) -> None:
+        """Make the cache, without pairs."""
         self.cache = SlotCache(self.layers, rows, capacity, self.device)
         self.table = self.cache.table
         self.memories = [CachedMemory(each) for each in self.cache.layers]

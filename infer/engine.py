@@ -213,6 +213,7 @@ class Speculator:
             capacity = min(longest + reserved, self.target.context) + self.tree.nodes
             slots = self.new_slots(len(rows), capacity)
         session.slots = slots
+        session.asked = len(rows[0].text)
         session.reused = prefix
         # another generation with this rule may run meanwhile
         return Reading(slots, rows, rule.branch(), prefix, chunk)

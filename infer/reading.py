@@ -22,12 +22,12 @@ class Session:
     """A text whose keys and values, the target's and the drafter's, outlive a generation: the next
     one computes only what differs from it.
 
-    reused: tokens of the newest prompt that were not computed again. Another engine starts anew. An
-    interrupted generation leaves what its complete steps computed.
+    asked: tokens of the newest prompt. reused: those that were not computed again. Another engine
+    starts anew. An interrupted generation leaves what its complete steps computed.
     """
 
     def __init__(self) -> None:
-        self.reused = 0
+        self.asked = self.reused = 0
         self.slots: Slots | None = None  # of one row
 
     @property
@@ -96,10 +96,12 @@ class Reading:
             logits_BNV = out.logits_BNV[:, -1:]
             logits_BNV = apply_constraints(slots.rows, logits_BNV, [[()]] * len(slots.rows))
             slots.committed = self._unread(end, slots.rule.choose(logits_BNV[:, 0]))
-        elif drafts is not None and len(slots.rows) == 1:
+        elif len(slots.rows) == 1:
             # the drafter reads along; of several rows, some may have ended in an earlier part
-            next_B = torch.tensor([self._prompts[0][end]], device=slots.target.device)
-            drafts.commit(self._unread(end, next_B))
+            if drafts is not None:
+                next_B = torch.tensor([self._prompts[0][end]], device=slots.target.device)
+                drafts.commit(self._unread(end, next_B))
+            slots.length = slots.known()
         self._seconds += slots.clock() - start
         if is_last:
             tokens = slots.committed.last_tokens_B()[:, None].tolist()

@@ -218,11 +218,20 @@ class Slots:
         self.runner.end(self)
         self._join_rules()
         if kept is not None:
-            for mine, their in zip(self.caches, kept.caches, strict=True):
-                their.take(mine, place)
-            kept.length = min(kept.known(), len(row.text))
+            kept.take(self, row, len(row.text))
         for each in self.caches:
             each.table.empty(place)
+
+    def take(self, other: Slots, row: Row, most: int) -> None:
+        """Copy the first `most` tokens of a row of other slots, as far as both caches have them."""
+        drafts = self.drafter.cache
+        if drafts is not None and not drafts.memories:
+            drafts.start(1, most)
+        place = other.rows.index(row)
+        for mine, theirs in zip(self.caches, other.caches, strict=True):
+            mine.take(theirs, place, most)
+        self.rows = [row]
+        self.length = min(self.known(), most)
 
     def drop_finished(self) -> None:
         """Remove finished rows from the caches, but for the last, if there are enough of them."""

@@ -152,7 +152,7 @@ class Address:
 class Requests:
     """Requests."""
 
-    slots: Annotated[int, Option(min=1, max=64, help="requests decoded at a time")] = 4
+    slots: Annotated[int, Option(min=1, max=64, help="requests at a time, and texts kept")] = 4
     waiting: Annotated[
         int, Option("--queue", min=1, help="requests that may wait; more get 429")
     ] = 64

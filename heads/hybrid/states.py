@@ -216,6 +216,7 @@ class States:
     def take(self, other: States, place: int, length: int) -> None:
         """Continue from a row of `other` with `length` tokens, and from its known past."""
         self._begin(length, _each(other.committed, lambda state: state[[place]]))
+        self._snapshots = self._snapshots or list(other._snapshots)
 
 
 def _each(states: StatesByLayer, change: Callable[[Tensor], Tensor]) -> StatesByLayer:

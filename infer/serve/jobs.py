@@ -29,7 +29,7 @@ class Job:
     constraint: Constraint | None = None
     # what becomes of it
     seconds: float = 0.0  # of the engine, so far
-    reused: int = 0  # tokens of the prompt that were not computed again
+    reused: int = 0  # tokens of the prompt that were in slots when its reading began
     cancelled: bool = False
     row: Row = field(init=False)  # once it is checked
     batch: ContinuousBatch = field(init=False)  # once it has a slot

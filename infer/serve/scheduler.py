@@ -4,7 +4,8 @@ One thread decodes. A request has one job or several, its answers, and up to `sl
 active. Prompts are read one part at a time, the next of the job that has used the least time, and
 after each part the `ContinuousBatch` of all jobs whose prompts were read makes a step. Jobs with
 drafts that cannot be batched have a batch each. Each slot keeps its keys and values, for a job that
-continues the same text. While nothing is asked, a `Background` works.
+continues the same text, and for copies of its beginning. While nothing is asked, a `Background`
+works.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ from draftheads.infer.serve.protocol import ApiError
 
 TURN = 256
 """Prompt tokens that are read in one turn."""
+OPENING = 8
+"""Tokens at the end of a prompt that open its answer, at most. Templates leave some of them out in
+later turns, such as Qwen3's empty block of reasoning.
+"""
+FEWEST = 32
+"""Tokens that are worth a copy, which takes as long as to read about 7 of them (SmolLM2, a CPU)."""
 
 logger = logging.getLogger("draftheads")
 
@@ -209,12 +216,16 @@ class Scheduler:
         self.background = None
 
     def _enter(self, job: Job) -> None:
-        """Give a job the slot that has the most of its prompt, if that is most of what the slot
-        has; else the one that was not used for the longest time.
+        """Give a job the slot whose newest prompt its own prompt continues; else the one that was
+        not used for the longest time, into which `_copy_beginning` may copy. Drafters other than
+        heads cannot be copied: they get the slot that has the most of the prompt, if that is most
+        of what the slot has.
         """
         if job.draft:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
-            if 2 * session.shared(job.prompt) < session.length:
+            can_copy = self.speculator.rows_may_leave
+            least = session.asked - OPENING if can_copy else session.length / 2
+            if session.shared(job.prompt) < least:
                 session = self._idle[0]
             self._idle.remove(session)
             job.session = session
@@ -239,9 +250,14 @@ class Scheduler:
         """Read one part of a job's prompt; after the last, let it enter its batch."""
         start = perf_counter()
         try:
+            engine = job.batch.engine
+            # in the midst of a prompt, a hybrid may have no states of what another slot shares
+            is_new = job.reading is None
+            may_copy = is_new or not engine.target.is_hybrid
+            if job.session is not None and engine.rows_may_leave and may_copy:
+                self._copy_beginning(job.session, job)
             if job.reading is None:
                 reserved = min(job.max_new_tokens, ROOM)
-                engine = job.batch.engine
                 job.reading = engine.read([job.row], job.sampling, job.session, reserved, TURN)
             is_read = job.reading.advance()
         except Exception as error:  # the other jobs do not fail with it
@@ -249,7 +265,7 @@ class Scheduler:
             self._tell(job, error)
             return
         job.seconds += perf_counter() - start
-        if job.session is not None:
+        if is_new and job.session is not None:
             job.reused = job.session.reused
         if not is_read:
             return
@@ -262,6 +278,22 @@ class Scheduler:
             except Exception as error:
                 self._read_again(job.batch, error)
         self._tell(job, step)
+
+    def _copy_beginning(self, session: Session, job: Job) -> None:
+        """Copy the longest beginning of a job's prompt that a slot has, idle or not, to the job's
+        own slot, if that has less. So jobs that begin together read in turns what they share.
+        """
+        sessions = [*self._idle, *(each.session for each in self.active if each.session)]
+        source = max(sessions, key=lambda each: each.shared(job.prompt))
+        length = source.shared(job.prompt)
+        if source.slots is None or length < session.shared(job.prompt) + FEWEST:
+            return
+        [row] = source.slots.rows
+        batch = job.batch
+        holder = batch.slots if batch.slots and row in batch.rows else source.slots
+        session.slots = batch.engine.new_slots(1)
+        session.slots.take(holder, row, length)
+        job.reading = None  # another follows, from there on
 
     def _step(self, batch: ContinuousBatch) -> None:
         """One step of a batch, whose jobs share its time."""

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 from asked import Asked
+from hybrid_targets import hybrid_model
 from served import Scripted
 from tiny_heads import random_head
-from tiny_targets import greedy, some_prompts, tiny_target
+from tiny_targets import greedy, random_model, some_prompts, tiny_target
 from torch import Tensor
 
+from draftheads.heads.cpu.linear import has_int8
+from draftheads.heads.target.model import Target
 from draftheads.infer.accept import Greedy, Sampled
 from draftheads.infer.constraint import Constraint, ConstraintError
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.fixed import steps as compiled
 from draftheads.infer.paths import TokenPath
+from draftheads.infer.reading import Reading
 from draftheads.infer.rows import Step
 from draftheads.infer.serve.protocol import ApiError
 from draftheads.infer.serve.scheduler import Closing
@@ -154,6 +158,133 @@ def test_the_queue_takes_all_jobs_of_a_request_or_none(schedulers):
     asked = [Asked([1, n]) for n in range(3)]
     scheduler.submit(*(each.job for each in asked))
     assert [len(each.answer()) for each in asked] == [NEW] * 3
+
+
+TOOLS = 24
+"""Tokens at the beginning of every agent's prompts, of 28 in the first turn."""
+
+
+class Agents:
+    """Conversations that begin with the same tools, each with what it is asked next. Templates
+    leave out the ends of earlier answers.
+    """
+
+    def __init__(self, engine: Speculator, number: int) -> None:
+        self.engine = engine
+        tools, *own = some_prompts(TOOLS, *[4] * number)
+        self.texts = [[*tools, number, *text] for number, text in enumerate(own, start=3)]
+
+    def fresh(self, agent: int) -> list[int]:
+        """The answer of an engine that has read nothing before."""
+        steps = self.engine.generate(self.texts[agent], max_new_tokens=NEW)
+        return [token for step in steps for token in step.tokens]
+
+    def turn(self, scheduler: Any, *agents: int) -> list[int]:
+        """Ask these at the same time, which get the answers of `fresh`; returns the tokens of each
+        prompt that were not computed again.
+        """
+        asked = [Asked(self.texts[agent]) for agent in agents]
+        scheduler.submit(*(each.job for each in asked))
+        for agent, each in zip(agents, asked, strict=True):
+            answer = each.answer()
+            assert answer == self.fresh(agent)
+            self.texts[agent] = [*self.texts[agent], *answer[:-3], 5, 6, 7]
+        return [each.job.reused for each in asked]
+
+
+@pytest.fixture
+def short_texts(monkeypatch) -> None:
+    """Texts of tests are shorter than those of agents."""
+    for name, tokens in {"TURN": 5, "OPENING": 2, "FEWEST": 4}.items():
+        monkeypatch.setattr(f"draftheads.infer.serve.scheduler.{name}", tokens)
+
+
+AGENTS = [
+    *(("llama", name) for name in ("medusa", "eagle3", "")),
+    ("gemma3-window", "eagle3"),
+    ("int8", "eagle3"),
+    ("qwen3.5", "medusa"),
+]
+
+
+@pytest.mark.usefixtures("short_texts")
+@pytest.mark.mend("agents with the same tools took each other's slots, or read the tools again")
+@pytest.mark.parametrize(("name", "head"), AGENTS)
+def test_agents_with_the_same_tools_read_them_once(schedulers, steps, name, head):
+    """Each in a slot of its own, with answers as if all were read."""
+    if name == "int8" and not has_int8():
+        pytest.skip("torch has no int8 products for this CPU")
+    engine_of_int8 = "torch" if steps == "recorded" else "onnx"
+    makers = {
+        "int8": lambda: Target(random_model("llama")).pack(8, engine_of_int8),
+        "qwen3.5": lambda: Target(hybrid_model(name)),
+    }
+    target = makers[name]() if name in makers else tiny_target(name)
+    engine = Speculator(target, random_head(head, target) if head else None)
+    agents, scheduler = Agents(engine, 2), schedulers(engine, slots=3)
+    asked = [len(text) for text in agents.texts]
+    assert agents.turn(scheduler, 0) == [0]
+    # the states of a hybrid are known after each part of a prompt
+    assert agents.turn(scheduler, 1) == [21 if target.is_hybrid else TOOLS]
+    for _ in range(2):
+        for agent in range(2):
+            [reused] = agents.turn(scheduler, agent)
+            assert reused >= asked[agent]
+            asked[agent] = len(agents.texts[agent]) - NEW
+    later = agents.turn(scheduler, 0, 1)
+    assert all(reused >= length for reused, length in zip(later, asked, strict=True))
+
+
+@pytest.mark.usefixtures("short_texts", "steps")
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("head", ["medusa", "eagle3"])
+def test_what_is_being_decoded_is_copied_too(schedulers, head, others):
+    """From the slots of a row alone, or from its place in a batch; its own text stays the same."""
+    target = tiny_target()
+    engine = Speculator(target, random_head(head, target))
+    agents, scheduler = Agents(engine, 2), schedulers(engine, slots=4)
+    prompts = [agents.texts[0], *some_prompts(*[9] * others)]
+    long = [Asked(prompt, new=90) for prompt in prompts]
+    scheduler.submit(*(each.job for each in long))
+    beginnings = [each.events.get(timeout=20).tokens for each in long]
+    assert agents.turn(scheduler, 1) == [TOOLS]
+    for prompt, beginning, each in zip(prompts, beginnings, long, strict=True):
+        assert beginning + each.answer() == greedy(target, prompt, 90)
+
+
+@pytest.mark.usefixtures("short_texts")
+def test_agents_that_begin_together_read_what_they_share_in_turns(schedulers, monkeypatch):
+    parts: list[int] = []
+    advance = Reading.advance
+
+    def note(reading: Reading) -> bool:
+        parts.append(1)
+        return advance(reading)
+
+    engine = Speculator(tiny_target(), random_head("eagle3", tiny_target()))
+    agents, scheduler = Agents(engine, 4), schedulers(engine, slots=4)
+    monkeypatch.setattr(Reading, "advance", note)
+    agents.turn(scheduler, 0, 1, 2, 3)
+    fresh = 4  # readings of one part, for the comparison
+    assert len(parts) - fresh <= 5 + 4 * 2, "alone, each reads 6 parts"
+
+
+@pytest.mark.usefixtures("short_texts")
+def test_of_more_agents_than_slots_the_least_recently_used_goes(schedulers):
+    engine = Speculator(tiny_target(), random_head("eagle3", tiny_target()))
+    agents, scheduler = Agents(engine, 3), schedulers(engine, slots=2)
+    for agent in range(3):
+        agents.turn(scheduler, agent)
+    length = len(agents.texts[1]) - NEW
+    assert agents.turn(scheduler, 1)[0] >= length
+    assert agents.turn(scheduler, 0) == [TOOLS], "the tools alone, from another slot"
+
+
+@pytest.mark.usefixtures("short_texts")
+def test_drafts_that_cannot_be_copied_take_the_slot_with_most_of_a_prompt(schedulers):
+    engine = Speculator(tiny_target(), NGram())
+    agents, scheduler = Agents(engine, 2), schedulers(engine, slots=3)
+    assert [agents.turn(scheduler, agent) for agent in range(2)] == [[0], [TOOLS]]
 
 
 @dataclass

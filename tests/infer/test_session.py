@@ -241,13 +241,36 @@ def test_a_prompt_that_is_read_in_turns_changes_nothing(name, target_name):
                 assert read == (len(prompt) - 1) // chunk
 
 
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "block"])
+def test_a_copy_of_a_beginning_has_its_keys_alone_and_leaves_the_owner_as_it_was(name):
+    target, owner, [prompt] = tiny_target(), Session(), some_prompts(40)
+    engine = Speculator(target, random_head(name, target))
+    steps_of(engine, prompt, 3, session=owner)
+    layers = [layer for cache in owner.slots.caches for layer in cache.layers]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
+    copy = Session()
+    copy.slots = engine.new_slots(1)
+    copy.slots.take(owner.slots, owner.slots.rows[0], 20)
+    copies = [layer for cache in copy.slots.caches for layer in cache.layers]
+    for layer, (keys, values) in zip(copies, before, strict=True):
+        assert layer.keys.shape[2] == 20, "however long the owner's text is"
+        assert torch.equal(layer.keys, keys[:, :, :20])
+        assert torch.equal(layer.values, values[:, :, :20])
+    other = [*prompt[:20], 3, 4, 5]
+    assert shown(steps_of(engine, other, 99, session=copy)) == shown(steps_of(engine, other, 99))
+    assert copy.reused == 20
+    for layer, (keys, values) in zip(layers, before, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+
+
 def test_a_prompt_given_up_halfway_leaves_the_session_right():
     target, session, [prompt] = tiny_target(), Session(), some_prompts(23)
     engine = Speculator(target, random_head("eagle3", target))
-    for stop in (2, 4):
+    for stop, reused in ((2, 0), (3, 8)):
         steps = in_turns(engine, prompt, NEW, 4, session)
         for _ in range(stop):
             assert next(steps) is None
+        assert session.reused == reused, "what was read is kept"
         del steps
     assert shown(steps_of(engine, prompt, 99, session=session)) == shown(
         steps_of(engine, prompt, 99)
