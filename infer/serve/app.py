@@ -29,11 +29,13 @@ from draftheads.infer.serve.gate import Gate, error_response
 from draftheads.infer.serve.messages import CountBody, MessagesBody, MessagesReply
 from draftheads.infer.serve.protocol import (
     ApiError,
+    Body,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     Json,
 )
+from draftheads.infer.serve.reply import Reply
 from draftheads.infer.serve.responses import ResponsesBody, ResponsesReply
 from draftheads.infer.serve.scheduler import Scheduler
 from draftheads.infer.serve.service import ServeOptions, Service
@@ -105,21 +107,15 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             "learns": service.background is not None,
         }
 
-    @app.post("/v1/chat/completions")
-    async def chat(http: Request) -> Any:
-        return await service.respond(ChatRequest, http)
+    def add(path: str, kind: type[Body], answer: type[Reply]) -> None:
+        @app.post(path)
+        async def respond(http: Request) -> Any:
+            return await service.respond(kind, answer, http)
 
-    @app.post("/v1/completions")
-    async def complete(http: Request) -> Any:
-        return await service.respond(CompletionRequest, http)
-
-    @app.post("/v1/responses")
-    async def respond(http: Request) -> Any:
-        return await service.respond(ResponsesBody, http, ResponsesReply)
-
-    @app.post("/v1/messages")
-    async def message(http: Request) -> Any:
-        return await service.respond(MessagesBody, http, MessagesReply)
+    add("/v1/chat/completions", ChatRequest, Reply)
+    add("/v1/completions", CompletionRequest, Reply)
+    add("/v1/responses", ResponsesBody, ResponsesReply)
+    add("/v1/messages", MessagesBody, MessagesReply)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(http: Request) -> Any:

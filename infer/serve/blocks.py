@@ -4,11 +4,11 @@ opened, grows and is closed. A whole answer is made of the same blocks as a stre
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from draftheads.infer.serve.jobs import Job
@@ -16,26 +16,25 @@ from draftheads.infer.serve.parts import REASONING_KEYS
 from draftheads.infer.serve.protocol import Json
 from draftheads.infer.serve.reply import Piece, Reply
 
-Kind = Literal["reasoning", "text", "call"]
-
 
 @dataclass
 class Block:
-    """A part of an answer. number: its place in the answer. text: of a call, its arguments. call:
-    its id and name.
+    """A part of an answer. kind: "reasoning", "text" or "call". number: its place in the answer.
+    id, name: of a call. text: of a call, its arguments.
     """
 
-    kind: Kind
+    kind: str
     number: int
-    call: Json
+    id: str
+    name: str = ""
     text: str = ""
-    id: str = field(default_factory=lambda: uuid4().hex)
 
 
-class BlockReply(Reply):
+class BlockReply(Reply, ABC):
     """The answer to a request in blocks. Subclasses say what its events are."""
 
     end = ""
+    waiting: Json | None = None  # sent while nothing is decoded; None: a comment
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
@@ -67,10 +66,6 @@ class BlockReply(Reply):
     def answer(self, jobs: Sequence[Job]) -> Json:
         """The answer as far as it has grown."""
 
-    def waiting(self) -> Json | None:
-        """What is sent while nothing is decoded; None: a comment."""
-        return None
-
     def whole(self, jobs: Sequence[Job]) -> Json:
         """The answer at once, after it is complete."""
         for _ in self._add(self.choice.parts):
@@ -87,14 +82,11 @@ class BlockReply(Reply):
                 yield event
             async for piece in pieces:
                 if piece is None:
-                    yield self.waiting()
+                    yield self.waiting
                     continue
                 for event in self._add(piece.parts):
                     yield event
-        for block in self.blocks[-1:]:
-            for event in self.closed(block):
-                yield event
-        for event in self.ended(jobs):
+        for event in (*self._close(), *self.ended(jobs)):
             yield event
 
     def _add(self, parts: Json) -> Iterator[Json]:
@@ -102,17 +94,25 @@ class BlockReply(Reply):
         yield from self._extend("reasoning", parts[REASONING_KEYS[0]])
         yield from self._extend("text", parts["content"])
         for call in parts["tool_calls"]:
-            yield from self._extend("call", call["function"]["arguments"], call)
+            if "id" in call:
+                yield from self._open("call", call["id"], call["function"]["name"])
+            yield from self._extend("call", call["function"]["arguments"])
 
-    def _extend(self, kind: Kind, text: str, call: Json | None = None) -> Iterator[Json]:
-        is_new_call = call is not None and "id" in call
-        last = self.blocks[-1] if self.blocks else None
-        if is_new_call or (text and (last is None or last.kind != kind)):
-            if last is not None:
-                yield from self.closed(last)
-            last = Block(kind, len(self.blocks), call or {})
-            self.blocks.append(last)
-            yield from self.opened(last)
-        if text and last is not None:
-            last.text += text
-            yield self.grown(last, text)
+    def _extend(self, kind: str, text: str) -> Iterator[Json]:
+        if not text:
+            return
+        if not self.blocks or self.blocks[-1].kind != kind:
+            yield from self._open(kind, uuid4().hex)
+        block = self.blocks[-1]
+        block.text += text
+        yield self.grown(block, text)
+
+    def _open(self, kind: str, *identity: str) -> Iterator[Json]:
+        yield from self._close()
+        block = Block(kind, len(self.blocks), *identity)
+        self.blocks.append(block)
+        yield from self.opened(block)
+
+    def _close(self) -> Iterator[Json]:
+        for block in self.blocks[-1:]:
+            yield from self.closed(block)

@@ -90,7 +90,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 SeveralPrompts = Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)
 Choices = Annotated[list[Text], Field(min_length=1, fail_fast=True)]
-FunctionName = Annotated[str, Field(pattern=r"^[\w.-]{1,128}$")]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 StopStrings = Annotated[list[StopString], Field(max_length=MOST_STOPS, fail_fast=True)]
 
@@ -183,6 +182,10 @@ class Body(BaseModel, ABC):
 
     model: str | None = None
     stream: bool | None = False
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    store: bool | None = None  # false: not kept for learning
 
     @abstractmethod
     def generation(self) -> GenerationRequest:
@@ -211,9 +214,6 @@ class GenerationRequest(Body):
     """The options that chats and completions share."""
 
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     stop: StopString | StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
@@ -222,7 +222,6 @@ class GenerationRequest(Body):
     return_token_ids: bool | None = False
     skip_special_tokens: bool | None = True
     draft: bool | None = True
-    store: bool | None = None  # false: not kept for learning
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -389,7 +388,7 @@ class ArgumentsSchema(Described):
 class Function(Described):
     """A function that may be called."""
 
-    name: FunctionName
+    name: str = Field(pattern=r"^[\w.-]{1,128}$")
     description: str | None = ""
     parameters: Annotated[ArgumentsSchema, BeforeValidator(_or_empty)] = ArgumentsSchema()
 

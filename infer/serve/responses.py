@@ -7,224 +7,70 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
 from draftheads.infer.serve.blocks import Block, BlockReply
 from draftheads.infer.serve.conversation import (
-    call,
-    chat_messages,
-    joined,
-    result,
-    thinking_variables,
-    thought,
+    ConversationBody,
+    Items,
+    Options,
+    Texts,
+    system_turn,
 )
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.protocol import (
     HARMLESS,
-    MOST_MESSAGES,
-    MOST_PARTS,
     MOST_TOOLS,
     ApiError,
-    Body,
-    CalledFunction,
     ChatRequest,
+    Described,
     Function,
     Json,
-    Text,
     ToolName,
 )
 
-STRICT = ConfigDict(strict=True)
-PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
-"""Of the ids of items."""
-TEXT_TYPES = {"reasoning": "reasoning_text", "text": "output_text"}
-"""Types of the parts of items, and of their events."""
-
-
-class ItemText(BaseModel):
-    """A part of an item."""
-
-    model_config = STRICT
-
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
-    text: str
-
-
-Parts = Annotated[list[ItemText], Field(max_length=MOST_PARTS, fail_fast=True)]
-
-
-class MessageItem(BaseModel):
-    """A message."""
-
-    model_config = STRICT
-
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Parts
-
-    def message(self) -> Json:
-        """As chats have it."""
-        return {"role": self.role, "content": joined(self.content)}
-
-
-class ReasoningItem(BaseModel):
-    """The reasoning of an answer."""
-
-    model_config = STRICT
-
-    type: Literal["reasoning"]
-    content: Parts | None = None
-    summary: Parts = []
-
-    def message(self) -> Json:
-        """As chats have it."""
-        return thought(joined(self.content or self.summary))
-
-
-class CallItem(CalledFunction):
-    """A call of a function."""
-
-    type: Literal["function_call"]
-    call_id: Text
-
-    def message(self) -> Json:
-        """As chats have it."""
-        return call(self.name, self.arguments, self.call_id)
-
-
-class ResultItem(BaseModel):
-    """The result of a call."""
-
-    model_config = STRICT
-
-    type: Literal["function_call_output"]
-    call_id: Text
-    output: str | Parts
-
-    def message(self) -> Json:
-        """As chats have it."""
-        return result(joined(self.output), self.call_id)
-
-
-def _with_type(item: Any) -> Any:
-    """Messages may leave out their type."""
-    return {"type": "message", **item} if isinstance(item, dict) else item
-
-
-Item = Annotated[
-    Annotated[MessageItem | ReasoningItem | CallItem | ResultItem, Field(discriminator="type")],
-    BeforeValidator(_with_type),
-]
+TYPES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+"""Of the parts of items, and of their events."""
 
 
 class FunctionTool(Function):
-    """A function that may be called. Calls follow its schema if one is required, strict or not."""
+    """A function that may be called."""
 
     type: Literal["function"]
 
 
-class HostedTool(BaseModel):
-    """A tool that Codex always lists. It is not shown to the model, so it is never called."""
+class UnshownTool(Described):
+    """A tool that Codex lists in every request. The model is not shown it, so it never calls it."""
 
     type: Literal["web_search", "namespace"]
 
 
-ToolItem = Annotated[FunctionTool | HostedTool, Field(discriminator="type")]
+Tools = list[Annotated[FunctionTool | UnshownTool, Field(discriminator="type")]]
 
 
-class NamedFunction(BaseModel):
-    """The only tool that may be called."""
-
-    model_config = STRICT
-
-    type: Literal["function"]
-    name: Text
-
-
-class TextFormat(BaseModel):
-    """The form of a text."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: Json | None = Field(None, alias="schema")
-
-    def response_format(self) -> Json:
-        """As chats have it."""
-        return {"type": self.type, "schema": self.schema_}
-
-
-class TextOptions(BaseModel):
-    """The form of a text, and how long it is."""
-
-    model_config = STRICT
-
-    format: TextFormat | None = None
-    verbosity: Text | None = None
-
-
-class ReasoningOptions(BaseModel):
-    """How much to reason."""
-
-    model_config = STRICT
-
-    effort: Text | None = None
-
-
-class ResponsesBody(Body):
+class ResponsesBody(ConversationBody):
     """A request of Responses."""
 
     harmless = HARMLESS | {"client_metadata", "stream_options"}
 
-    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MOST_MESSAGES)]
-    instructions: str | None = None
-    tools: list[ToolItem] | None = Field(None, max_length=MOST_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    input: Items
+    instructions: Texts = []
+    tools: Tools | None = Field(None, max_length=MOST_TOOLS, fail_fast=True)
     parallel_tool_calls: bool | None = True
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, ge=0, le=1)
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    text: Options | None = None
+    reasoning: Options | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None  # not read
-    store: bool | None = None  # false: not kept for learning
 
     def generation(self) -> ChatRequest:
         """The same as a chat."""
-        items = self.input
-        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(items, str):
-            messages.append({"role": "user", "content": items})
-        else:
-            messages += [item.message() for item in items]
-        text = self.text or TextOptions()
-        variables = thinking_variables(self.reasoning.effort if self.reasoning else None)
-        if text.verbosity:
-            variables["verbosity"] = text.verbosity
-        choice: Any = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            choice = {"function": {"name": choice.name}}
-        return ChatRequest.model_validate(
-            {
-                **self.model_dump(include=SAME),
-                "messages": chat_messages(messages),
-                "tools": [
-                    {"type": "function", "function": tool.model_dump(include=FUNCTION)}
-                    for tool in self.tools or ()
-                    if isinstance(tool, FunctionTool)
-                ],
-                "tool_choice": choice,
-                "max_tokens": self.max_output_tokens,
-                "response_format": text.format and text.format.response_format(),
-                "chat_template_kwargs": variables,
-            }
+        return self.chat(
+            [*system_turn(self.instructions), *self.input],
+            [tool for tool in self.tools or () if isinstance(tool, FunctionTool)],
+            (self.text, self.reasoning),
+            max_tokens=self.max_output_tokens,
+            parallel_tool_calls=self.parallel_tool_calls,
         )
-
-
-SAME = {"model", "stream", "temperature", "top_p", "store", "parallel_tool_calls"}
-"""Options that chats have, too."""
-FUNCTION = {"name", "description", "parameters"}
-"""What templates read of a function."""
 
 
 class ResponsesReply(BlockReply):
@@ -234,33 +80,29 @@ class ResponsesReply(BlockReply):
 
     def begun(self) -> Iterator[Json]:
         """The answer without items."""
-        for name in ("created", "in_progress"):
-            yield self._event(name, response=self._response("in_progress"))
+        for kind in ("created", "in_progress"):
+            yield self._event(kind, response=self._response("in_progress"))
 
     def opened(self, block: Block) -> Iterator[Json]:
         """An item, and the part in it."""
-        item = _item(block, "in_progress")
+        item = {**_item(block), "status": "in_progress"}
         yield self._event("output_item.added", output_index=block.number, item=item)
         if block.kind != "call":
-            yield self._event("content_part.added", block, part=_part(block))
+            yield self._event("content_part.added", **_place(block), part=_part(block))
 
     def grown(self, block: Block, text: str) -> Json:
         """A piece of a text or of arguments."""
-        more: Json = {"logprobs": []} if block.kind == "text" else {}
-        return self._event(f"{_name(block)}.delta", block, delta=text, **more)
+        kind = TYPES[block.kind]
+        return self._event(f"{kind}.delta", **_place(block), delta=text, logprobs=[])
 
     def closed(self, block: Block) -> Iterator[Json]:
         """The whole text or arguments, part and item."""
-        more: Json = {"text": block.text}
-        if block.kind == "call":
-            more = {"arguments": block.text, "name": block.call["function"]["name"]}
-        elif block.kind == "text":
-            more["logprobs"] = []
-        yield self._event(f"{_name(block)}.done", block, **more)
+        key = "arguments" if block.kind == "call" else "text"
+        whole = {key: block.text, "logprobs": []}
+        yield self._event(f"{TYPES[block.kind]}.done", **_place(block), **whole)
         if block.kind != "call":
-            yield self._event("content_part.done", block, part=_part(block))
-        item = _item(block, self._item_status(block))
-        yield self._event("output_item.done", output_index=block.number, item=item)
+            yield self._event("content_part.done", **_place(block), part=_part(block))
+        yield self._event("output_item.done", output_index=block.number, item=_item(block))
 
     def ended(self, jobs: Sequence[Job]) -> Iterator[Json]:
         """The whole answer."""
@@ -269,9 +111,11 @@ class ResponsesReply(BlockReply):
 
     def answer(self, jobs: Sequence[Job]) -> Json:
         """The answer with its items and usage."""
+        is_cut = self.choice.finish == "length"
         usage = self.usage(jobs)
         return {
-            **self._response(self._status),
+            **self._response("incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -283,17 +127,9 @@ class ResponsesReply(BlockReply):
 
     def failure(self, error: ApiError) -> Json:
         """The answer as far as it has come, and the error."""
-        code = error.code or "server_error"
+        code = "server_error" if error.status_code >= 500 else "invalid_prompt"
         fault = {"code": code, "message": error.detail}
         return self._event("failed", response={**self._response("failed"), "error": fault})
-
-    @property
-    def _status(self) -> str:
-        return "incomplete" if self.choice.finish == "length" else "completed"
-
-    def _item_status(self, block: Block) -> str:
-        """Of a closed item: the last one may be cut."""
-        return self._status if block is self.blocks[-1] else "completed"
 
     def _response(self, status: str) -> Json:
         request = self.request
@@ -301,60 +137,41 @@ class ResponsesReply(BlockReply):
         choice: Any = request.tool_choice or "auto"
         if isinstance(choice, ToolName):
             choice = {"type": "function", "name": choice.function.name}
-        is_cut = status == "incomplete"
+        tools = [{"type": "function", **tool.function.model_dump()} for tool in request.tools or ()]
         return {
             "id": f"resp_{self.id}",
             "object": "response",
             "created_at": self.head["created"],
             "status": status,
-            "model": self.head["model"],
-            "output": [_item(block, self._item_status(block)) for block in self.blocks],
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self.head["model"],
+            "output": [_item(block) for block in self.blocks],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "tool_choice": choice,
-            "tools": [
-                {"type": "function", "strict": None, **tool.function.model_dump()}
-                for tool in request.tools or ()
-            ],
-            "max_output_tokens": request.max_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "usage": None,
+            "tools": tools,
         }
 
-    def _event(self, name: str, block: Block | None = None, **fields: Any) -> Json:
-        """An event, and the place of its block."""
+    def _event(self, kind: str, **fields: Any) -> Json:
         number = self.sent
         self.sent += 1
-        place: Json = {}
-        if block is not None:
-            place = {"item_id": _id(block), "output_index": block.number}
-            if block.kind != "call":
-                place["content_index"] = 0
-        return {"type": f"response.{name}", "sequence_number": number, **place, **fields}
+        return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
 
-def _id(block: Block) -> str:
-    return PREFIXES[block.kind] + block.id
-
-
-def _name(block: Block) -> str:
-    return TEXT_TYPES.get(block.kind, "function_call_arguments")
+def _place(block: Block) -> Json:
+    return {"item_id": f"item_{block.id}", "output_index": block.number, "content_index": 0}
 
 
 def _part(block: Block) -> Json:
-    part = {"type": TEXT_TYPES[block.kind], "text": block.text}
-    return part if block.kind == "reasoning" else {**part, "annotations": [], "logprobs": []}
+    return {"type": TYPES[block.kind], "text": block.text, "annotations": []}
 
 
-def _item(block: Block, status: str) -> Json:
-    """A block as an item; an open one has no content yet."""
-    head = {"id": _id(block), "status": status}
+def _item(block: Block) -> Json:
+    """A block as an item; one that has just been opened has no content."""
+    head = {"id": f"item_{block.id}", "status": "completed"}
+    if block.kind == "call":
+        call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+        return {**head, "type": "function_call", **call}
     content = [_part(block)] if block.text else []
     if block.kind == "reasoning":
         return {**head, "type": "reasoning", "summary": [], "content": content}
-    if block.kind == "text":
-        return {**head, "type": "message", "role": "assistant", "content": content}
-    called = {"call_id": block.call["id"], "name": block.call["function"]["name"]}
-    return {**head, "type": "function_call", **called, "arguments": block.text}
+    return {**head, "type": "message", "role": "assistant", "content": content}

@@ -124,9 +124,7 @@ class Service:
         marks = PromptRenderer(self.target, self.target.template_args).marks
         self._texts = TokenTexts(self.target.tokenizer, marks)
 
-    async def respond(
-        self, kind: type[Body], http: Request, answer: type[Reply] = Reply
-    ) -> Response:
+    async def respond(self, kind: type[Body], answer: type[Reply], http: Request) -> Response:
         """Answer a request whose body is of this kind with such an answer."""
         request, prompts = await self.reader.read(kind, http)
         reply = answer(request, self.options.name, prompts, self._texts, self.reader.calls)
