@@ -47,7 +47,7 @@ class CustomTool(Function):
     """A tool that may be called."""
 
     type: Literal["custom"] | None = None
-    parameters: ArgumentsSchema = Field(alias="input_schema")
+    parameters: ArgumentsSchema = Field(ArgumentsSchema(), alias="input_schema")
 
 
 class CountBody(ConversationBody):

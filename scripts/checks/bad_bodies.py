@@ -7,7 +7,7 @@ good one with a strange value, a missing or unknown key, broken JSON, a wrong co
 nesting, endless lists. A fault of ours is
 
 * a status of 500 or more, or none within 30 s,
-* an error without OpenAI's shape, or with a message that is not one short line,
+* an error without the shape of its protocol, or with a message that is not one short line,
 * a good request that is answered otherwise afterwards, or waits while a bad one is read,
 * memory that grows by more than 300 MB.
 
@@ -38,11 +38,14 @@ from typer import Option
 
 TARGET = Path(__file__).parents[2] / "recipes" / "demo-target"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 QUESTION = {"role": "user", "content": "What does os.path.join do?"}
 CALLING = {"role": "assistant", "content": None}
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [QUESTION], "max_tokens": 8, "temperature": 0},
     TEXT: {"prompt": "What does", "max_tokens": 8, "temperature": 0},
+    RESPONSES: {"input": [QUESTION], "max_output_tokens": 8, "temperature": 0},
+    MESSAGES: {"messages": [QUESTION], "max_tokens": 8, "temperature": 0},
 }
 KEYS = (
     *("messages", "prompt", "max_tokens", "temperature", "top_p", "stop", "stream", "n", "seed"),
@@ -52,6 +55,9 @@ KEYS = (
     *("structured_outputs", "allowed_token_ids", "bad_words", "length_penalty", "nothing"),
     *("reasoning_effort", "verbosity", "documents", "modalities", "audio"),
     *("continue_final_message", "add_generation_prompt", "parallel_tool_calls"),
+    *("input", "instructions", "text", "reasoning", "include", "previous_response_id"),
+    *("background", "max_output_tokens", "truncation", "system", "thinking", "stop_sequences"),
+    *("output_config", "context_management", "mcp_servers"),
 )
 STRANGE: tuple[Any, ...] = (
     *(None, True, False, "", "x", "1", -1, 0, 1, 1.5, 1e308, -1e308, 10**30, -(2**63), [], {}),
@@ -63,6 +69,14 @@ STRANGE: tuple[Any, ...] = (
     *([{"type": "function", "function": {"name": "f", "parameters": None}}], ["text"]),
     *([QUESTION, {"role": "assistant", "content": "\ud83d"}], [{"role": "assistant"}]),
     *([{**CALLING, "tool_calls": [{"function": {"name": "f", "arguments": "[" * 2000}}]}],),
+    *([{"type": "function_call", "name": "f", "arguments": "{", "call_id": "a"}],),
+    *([{"type": "function_call_output", "call_id": 1, "output": [{"type": "input_image"}]}],),
+    *([{"type": "reasoning", "summary": None}], [{"type": "item_reference", "id": "a"}]),
+    *([{**QUESTION, "content": [{"type": "tool_use", "id": "a", "name": "", "input": 1}]}],),
+    *([{**QUESTION, "content": [{"type": "tool_result", "tool_use_id": "a", "content": [1]}]}],),
+    *([{**QUESTION, "content": []}], [{"type": "reasoning"}], {"type": "tool"}, {"type": "any"}),
+    *([{"name": "f", "input_schema": None}], [{"name": "f", "input_schema": {"type": "x"}}]),
+    *([{"type": "custom", "name": "f"}], {"effort": 1}, {"format": {"type": "json_schema"}}),
 )
 SLOWEST_S, WAIT_S, GROWTH_MB, LONGEST = 30, 8, 300, 400
 
@@ -230,9 +244,13 @@ def judge(body: Body) -> None:
     if not 400 <= body.status < 500:
         return
     try:
-        message = json.loads(body.answer)["error"]["message"]
+        answer = json.loads(body.answer)
+        message = answer["error"]["message"]
+        is_whole = answer.get("type") == "error" or "param" in answer["error"]
     except (ValueError, KeyError, TypeError):
-        body.complaints.append(f"not OpenAI's shape: {body.answer[:80]!r}")
+        is_whole = False
+    if not is_whole or (body.path == MESSAGES) != (answer.get("type") == "error"):
+        body.complaints.append(f"not the shape of its protocol: {body.answer[:80]!r}")
         return
     if not message or "\n" in message or len(message) > LONGEST:
         body.complaints.append(f"a message of {len(message)} characters")
@@ -307,7 +325,12 @@ def bad_bodies(
 def answer_text(body: Body) -> str:
     """The text of an answer."""
     assert body.status == 200, (body.status, body.answer)
-    choice = json.loads(body.answer)["choices"][0]
+    answer = json.loads(body.answer)
+    if body.path == RESPONSES:
+        answer = answer["output"][0]
+    if body.path in (RESPONSES, MESSAGES):
+        return str(answer["content"][0]["text"])
+    choice = answer["choices"][0]
     return str(choice.get("text") or choice["message"]["content"])
 
 

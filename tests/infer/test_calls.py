@@ -170,6 +170,12 @@ CHANNELS = (  # as gpt-oss
     "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+NAMES = HERMES.replace("<tool_call>\n", "").replace("\n</tool_call>", "")  # as Llama 3.1
+MARKED_NAMES = HERMES.replace(
+    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | '
+    "tojson }}}\n</tool_call>",
+    "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+)
 COMMENTARY = "<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>"
 TO = 'to=functions.look_up<|channel|>commentary json<|message|>{"word": "heron"}'
 WORD = "<tool_call>\n<function=look_up>\n<parameter=word>\n{}\n</parameter>\n"
@@ -249,6 +255,31 @@ def test_a_call_that_is_cut_is_left_out(template):
         cut = form.parts(f"I look.{whole[:end]}", "length")
         assert cut["content"].rstrip() == "I look."
         assert calls_of(cut) in ([], CALLS[:1])
+
+
+@pytest.mark.mend("arguments of a required call came in one piece at the end")
+@pytest.mark.parametrize("template", [HERMES, CHANNELS, NAMES, MARKED_NAMES])
+@pytest.mark.parametrize("arguments", ['{"word":"h\\u00e9ron" , "n":1e2}', "{}", '{"word": "}"}'])
+def test_arguments_of_a_constrained_call_grow_as_they_are_written(template, arguments):
+    """Wherever the answer ends, nothing that was told is taken back or told in other words."""
+    calls = form_of(template)
+    form = AnswerForm(
+        calls=calls, schemas={"look": {}, "look_up": {}, "a": {}}, is_constrained=True
+    )
+    example = re.sub(r'\{\s*"key_a".*?47\s*\}', lambda _: arguments, calls.example, flags=re.DOTALL)
+    whole = example.lstrip("\n").replace(ONE, "look_up")
+    shown = ""
+    for end in range(len(whole) + 1):
+        for finish in (None, "length", "stop"):
+            parts = form.parts(whole[:end], finish)
+            said = [call["function"]["arguments"] for call in parts["tool_calls"]]
+            if finish is None and said:
+                assert said[0].startswith(shown) and arguments.startswith(said[0])
+                [shown] = said
+            assert not shown or (said, parts["content"]) == ([shown], "")
+    assert shown == arguments
+    [call] = form.parts(whole, "stop")["tool_calls"]
+    assert (call["function"]["name"], call["id"]) == ("look_up", form.call_id)
 
 
 @pytest.mark.mend("conversations refused for calls with empty arguments")

@@ -636,11 +636,14 @@ def test_a_text_much_longer_than_the_context_is_not_tokenized(client, engine, mo
     [
         *((sent, 200) for sent in ("Bearer s3cret", "bearer s3cret", "BEARER s3cret")),
         *((sent, 401) for sent in ("", "Bearer s3cre", "s3cret", "Basic s3cret")),
+        ({"x-api-key": "s3cret"}, 200),
+        ({"x-api-key": "s3cret", "Authorization": "Bearer none"}, 200),
+        *(({"x-api-key": key}, 401) for key in ("", "s3cre", "Bearer s3cret")),
     ],
 )
 def test_a_key_is_asked_for(engine, sent, status):
     with TestClient(create_app(engine, replace(OPTIONS, key="s3cret"))) as client:
-        client.headers |= {"Authorization": sent} if sent else {}
+        client.headers |= {"Authorization": sent} if isinstance(sent, str) else sent
         paths = ("/v1/models", "/v1/learning")
         for response in (ask(client), *map(client.get, paths)):
             assert response.status_code == status
