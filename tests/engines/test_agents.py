@@ -1,7 +1,9 @@
 """The promise: coding agents, as they are, do a task with tools to its end against our server, with
-drafts, and read its prompt only once. Opt-in: `pytest -m engines`.
+drafts and without. Opt-in: `pytest -m engines`.
 
-Agents are searched for on PATH, or where their variables say (`agents.AGENTS`).
+DRAFTHEADS_AIDER, DRAFTHEADS_CLAUDE_CODE, DRAFTHEADS_CODEX, DRAFTHEADS_OPENCODE and
+DRAFTHEADS_QWEN_CODE: a program, by its name or its path; DRAFTHEADS_SMOLAGENTS: a Python that has
+smolagents. Numbers are printed with -s.
 """
 
 from __future__ import annotations
@@ -16,30 +18,41 @@ from served import running
 
 from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
+from draftheads.infer.sources import NoDraft
 
 pytestmark = [pytest.mark.engines, pytest.mark.filterwarnings("default")]
 SECONDS = 120
+COUNTS = ("prompt_tokens", "cached_tokens", "completion_tokens", "steps", "seconds")
 
 
+@pytest.mark.parametrize("drafts", [NGram(), NoDraft()], ids=["ngram", "plain"])
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_ends_its_task(name, tmp_path):
+def test_an_agent_ends_its_task(name, drafts, tmp_path):
     agent = AGENTS[name]
-    program = agent.path()
+    program = agent.place()
     home, folder = tmp_path / "home", tmp_path / "folder"
     home.mkdir()
     folder.mkdir()
     (folder / "notes.txt").write_text(f"{WORD}\n")
-    engine = Speculator(scripted_target(agent.script(folder)), NGram())
+    engine = Speculator(scripted_target(agent.script(folder)), drafts)
     with running(engine) as (url, service):
+        own = {key: value.format(url=url) for key, value in agent.environment.items()}
         done = subprocess.run(
             [program, *agent.command(url, home)],
             cwd=folder,
-            env={"PATH": os.environ["PATH"], "HOME": str(home), **agent.environment(url)},
+            env={"PATH": os.environ["PATH"], "HOME": str(home), **own},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=SECONDS,
         )
+        value = service.metrics.registry.get_sample_value
+        counts = {each: value(f"draftheads_{each}_total") or 0 for each in COUNTS}
+        [requests] = service.metrics.requests.collect()
+    statuses = {sample.labels["status"] for sample in requests.samples}
+    print(f"\n{name}: {counts}")
     assert (folder / "answer.txt").read_text().strip() == ANSWER, done.stderr
     assert PROSE in done.stdout
-    assert done.returncode == 0
+    assert (done.returncode, statuses) == (0, {"200"})
+    assert counts["cached_tokens"] > 0, "each prompt was read anew"
+    assert drafts.tree.draft_nodes == 0 or counts["steps"] < counts["completion_tokens"]
