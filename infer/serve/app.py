@@ -87,26 +87,13 @@ def create_app(
         return error_response(error, http.scope)
 
     _add_answers(app, service)
+    _add_models(app, service)
     _add_state(app, service)
     _add_page(app)
     return app
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    created = int(time.time())
-
-    def model() -> Json:
-        nodes = service.scheduler.speculator.tree.draft_nodes
-        return {
-            "id": service.options.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "draftheads",
-            "max_model_len": service.target.context,
-            "drafts": f"{nodes} draft nodes" if nodes else "",
-            "learns": service.background is not None,
-        }
-
     def add(path: str, kind: type[Body], answer: type[Reply]) -> None:
         @app.post(path)
         async def respond(http: Request) -> Any:
@@ -121,6 +108,22 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     async def count_tokens(http: Request) -> Any:
         _, [prompt] = await service.reader.read(CountBody, http)
         return {"input_tokens": len(prompt)}
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    created = int(time.time())
+
+    def model() -> Json:
+        nodes = service.scheduler.speculator.tree.draft_nodes
+        return {
+            "id": service.options.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "draftheads",
+            "max_model_len": service.target.context,
+            "drafts": f"{nodes} draft nodes" if nodes else "",
+            "learns": service.background is not None,
+        }
 
     @app.get("/v1/models")
     async def models() -> Any:

@@ -43,23 +43,23 @@ class BlockReply(Reply, ABC):
         self.blocks: list[Block] = []
 
     @abstractmethod
-    def begun(self) -> Iterator[Json]:
+    def start(self) -> Iterator[Json]:
         """The events at the start of a stream."""
 
     @abstractmethod
-    def opened(self, block: Block) -> Iterator[Json]:
+    def open(self, block: Block) -> Iterator[Json]:
         """The events of a new block."""
 
     @abstractmethod
-    def grown(self, block: Block, text: str) -> Json:
+    def delta(self, block: Block, text: str) -> Json:
         """The event of more text of a block."""
 
     @abstractmethod
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close(self, block: Block) -> Iterator[Json]:
         """The events after the last text of a block."""
 
     @abstractmethod
-    def ended(self, jobs: Sequence[Job]) -> Iterator[Json]:
+    def finish(self, jobs: Sequence[Job]) -> Iterator[Json]:
         """The events at the end of a stream."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class BlockReply(Reply, ABC):
         """Yields the events of a stream."""
         async with aclosing(pieces):
             await anext(pieces)
-            for event in self.begun():
+            for event in self.start():
                 yield event
             async for piece in pieces:
                 if piece is None:
@@ -86,7 +86,7 @@ class BlockReply(Reply, ABC):
                     continue
                 for event in self._add(piece.parts):
                     yield event
-        for event in (*self._close(), *self.ended(jobs)):
+        for event in (*self._end(), *self.finish(jobs)):
             yield event
 
     def _add(self, parts: Json) -> Iterator[Json]:
@@ -95,24 +95,24 @@ class BlockReply(Reply, ABC):
         yield from self._extend("text", parts["content"])
         for call in parts["tool_calls"]:
             if "id" in call:
-                yield from self._open("call", call["id"], call["function"]["name"])
+                yield from self._begin("call", call["id"], call["function"]["name"])
             yield from self._extend("call", call["function"]["arguments"])
 
     def _extend(self, kind: str, text: str) -> Iterator[Json]:
         if not text:
             return
         if not self.blocks or self.blocks[-1].kind != kind:
-            yield from self._open(kind, uuid4().hex)
+            yield from self._begin(kind, uuid4().hex)
         block = self.blocks[-1]
         block.text += text
-        yield self.grown(block, text)
+        yield self.delta(block, text)
 
-    def _open(self, kind: str, *identity: str) -> Iterator[Json]:
-        yield from self._close()
+    def _begin(self, kind: str, *identity: str) -> Iterator[Json]:
+        yield from self._end()
         block = Block(kind, len(self.blocks), *identity)
         self.blocks.append(block)
-        yield from self.opened(block)
+        yield from self.open(block)
 
-    def _close(self) -> Iterator[Json]:
+    def _end(self) -> Iterator[Json]:
         for block in self.blocks[-1:]:
-            yield from self.closed(block)
+            yield from self.close(block)

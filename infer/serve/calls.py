@@ -247,7 +247,7 @@ class CallForm:
                 pairs, rest = self.syntax.read(rest, schemas)
                 after, next_start, rest = rest.partition(start) if start else (rest, "", "")
                 has_more = bool(next_start)
-                closed = re.match(spaced(self.closing), after)
+                closed = re.match(loose(self.closing), after)
                 if is_cut and not closed and not self.syntax.is_json:
                     raise ValueError("expected the last of the parameters")
                 for name, arguments in pairs:
@@ -263,7 +263,7 @@ class CallForm:
                 return [], text
         return calls, self.outside(prose, not is_cut)
 
-    def written(self, text: str, names: Iterable[str]) -> tuple[str, str] | None:
+    def partial_call(self, text: str, names: Iterable[str]) -> tuple[str, str] | None:
         """The name of the call with which a text begins, one of these names, and its arguments
         as far as they are written, as they are written; None before they begin.
         """
@@ -271,7 +271,7 @@ class CallForm:
         if match is None or ONE not in match[1]:
             return None
         for name in names:
-            start = re.match(spaced(match[1].replace(ONE, name)) + r"\s*(?=\{)", text)
+            start = re.match(loose(match[1].replace(ONE, name)) + r"\s*(?=\{)", text)
             if start:
                 arguments = text[start.end() :]
                 with suppress(ValueError, RecursionError):
@@ -300,7 +300,7 @@ class CallForm:
         return "start: " + "\n | ".join(calls)
 
 
-def spaced(text: str) -> str:
+def loose(text: str) -> str:
     """An expression for a text whose blanks may differ."""
     return r"\s*" + r"\s*".join(map(re.escape, without_blanks(text)))
 

@@ -43,7 +43,7 @@ def _as_choice(choice: Any) -> Any:
     return {"type": choice} if isinstance(choice, str) else choice
 
 
-class Words(Described):
+class TextItem(Described):
     """A text."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
@@ -54,10 +54,10 @@ class Words(Described):
         return {"role": role, "content": self.text}
 
 
-Texts = Annotated[list[Words], Field(fail_fast=True), BeforeValidator(_in_parts)]
+Texts = Annotated[list[TextItem], Field(fail_fast=True), BeforeValidator(_in_parts)]
 
 
-class Thought(Described):
+class ReasoningItem(Described):
     """The reasoning of an answer; of what another server has encrypted, nothing."""
 
     type: Literal["reasoning", "thinking", "redacted_thinking"]
@@ -67,11 +67,11 @@ class Thought(Described):
 
     def message(self, role: str) -> Json:
         """As chats have it."""
-        text = self.thinking or joined(self.content or self.summary)
+        text = self.thinking or text_of(self.content or self.summary)
         return {**assistant(""), THOUGHT_KEY: text}
 
 
-class Call(CalledFunction):
+class CallItem(CalledFunction):
     """A call of a function."""
 
     type: Literal["function_call", "tool_use"]
@@ -83,7 +83,7 @@ class Call(CalledFunction):
         return {**assistant(""), "tool_calls": [call]}
 
 
-class Picture(Described):
+class PictureItem(Described):
     """A picture in the result of a call, in whose place the model reads that it cannot see it: its
     agent looked at a file, and would end at a refusal.
     """
@@ -92,36 +92,42 @@ class Picture(Described):
     text: ClassVar = "[a picture, which this model cannot see]"
 
 
-class Result(Described):
+class ResultItem(Described):
     """The result of a call. Templates have no key for an error; the text says it."""
 
     type: Literal["function_call_output", "tool_result"]
     call_id: Text = Field(validation_alias=AliasChoices("call_id", "tool_use_id"))
     content: Annotated[
-        list[Annotated[Words | Picture, Field(discriminator="type")]],
+        list[Annotated[TextItem | PictureItem, Field(discriminator="type")]],
         Field(fail_fast=True, validation_alias=AliasChoices("output", "content")),
         BeforeValidator(_in_parts),
     ] = []
 
     def message(self, role: str) -> Json:
         """As chats have it."""
-        return {"role": "tool", "tool_call_id": self.call_id, "content": joined(self.content)}
+        return {"role": "tool", "tool_call_id": self.call_id, "content": text_of(self.content)}
 
 
-class Turn(Described):
+Part = Annotated[
+    TextItem | ReasoningItem | CallItem | ResultItem,
+    Field(discriminator="type"),
+]
+
+
+class MessageItem(Described):
     """A message."""
 
     type: Literal["message"]
     role: Literal["user", "assistant", "system", "developer"]
     content: Annotated[
-        list[Annotated[Words | Thought | Call | Result, Field(discriminator="type")]],
+        list[Part],
         Field(max_length=MOST_PARTS, fail_fast=True),
         BeforeValidator(_in_parts),
     ]
 
 
 Item = Annotated[
-    Annotated[Turn | Words | Thought | Call | Result, Field(discriminator="type")],
+    Annotated[MessageItem | Part, Field(discriminator="type")],
     BeforeValidator(_typed),
 ]
 Items = Annotated[
@@ -135,13 +141,14 @@ class ToolChoice(Described):
     """Which tools may be called."""
 
     type: Literal["auto", "none", "required", "any", "function", "tool"] = "auto"
+    name: Text | None = None
     disable_parallel_tool_use: bool | None = False
 
     @property
     def choice(self) -> Any:
         """As chats have it."""
         if self.type in ("function", "tool"):
-            return {"function": self.model_dump()}
+            return {"function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
 
 
@@ -175,6 +182,7 @@ class ConversationBody(Body):
 
     def chat(
         self,
+        system: Sequence[TextItem],
         items: Sequence[Item],
         tools: Iterable[Function],
         options: Iterable[Options | None],
@@ -190,28 +198,28 @@ class ConversationBody(Body):
         return ChatRequest.model_validate(
             {
                 **self.model_dump(include={*Body.model_fields}),
-                "messages": chat_messages(items),
+                "messages": chat_messages(text_of(system), items),
                 "tools": [{"type": "function", "function": each} for each in functions],
                 **more,
             }
         )
 
 
-def joined(texts: Iterable[Words | Picture]) -> str:
+def text_of(texts: Iterable[TextItem | PictureItem]) -> str:
     """Texts with blank lines between them."""
     return "\n\n".join(each.text for each in texts)
 
 
-def chat_messages(items: Iterable[Item]) -> list[Json]:
+def chat_messages(system: str, items: Iterable[Item]) -> list[Json]:
     """The messages of a conversation as templates expect them: one of the system, at the beginning,
     and one for each turn. A later system message becomes the user's.
     """
-    chat: list[Json] = []
+    chat: list[Json] = [{"role": "system", "content": system}] if system else []
     for item in items:
-        role = item.role if isinstance(item, Turn) else "user"
+        role = item.role if isinstance(item, MessageItem) else "user"
         if role in ("system", "developer"):
             role = "system" if all(each["role"] == "system" for each in chat) else "user"
-        for part in item.content if isinstance(item, Turn) else [item]:
+        for part in item.content if isinstance(item, MessageItem) else [item]:
             _append(chat, part.message(role))
     return chat
 
@@ -225,8 +233,3 @@ def _append(chat: list[Json], message: Json) -> None:
     for key in message.keys() & {"content", THOUGHT_KEY}:
         last[key] = "\n\n".join(filter(None, (last.get(key), message[key])))
     last["tool_calls"] = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-
-
-def system_turn(content: Iterable[Words]) -> list[Turn]:
-    """The system's message before a conversation; without content, none."""
-    return [Turn(type="message", role="system", content=[*content])] if content else []

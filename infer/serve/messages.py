@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from draftheads.infer.serve.blocks import Block, BlockReply
 from draftheads.infer.serve.conversation import (
@@ -15,7 +16,6 @@ from draftheads.infer.serve.conversation import (
     Options,
     Texts,
     ToolChoice,
-    system_turn,
 )
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.protocol import (
@@ -67,7 +67,8 @@ class CountBody(ConversationBody):
         """The same as a chat."""
         choice = self.tool_choice or ToolChoice()
         return self.chat(
-            [*system_turn(self.system), *self.messages],
+            self.system,
+            self.messages,
             self.tools or (),
             (self.output_config, self.thinking),
             max_tokens=self.max_tokens,
@@ -87,25 +88,25 @@ class MessagesReply(BlockReply):
 
     waiting = {"type": "ping"}
 
-    def begun(self) -> Iterator[Json]:
+    def start(self) -> Iterator[Json]:
         """The message without blocks."""
         yield {"type": "message_start", "message": self.answer(())}
 
-    def opened(self, block: Block) -> Iterator[Json]:
+    def open(self, block: Block) -> Iterator[Json]:
         """An empty block."""
         content = _content(block)
         yield {"type": "content_block_start", "index": block.number, "content_block": content}
 
-    def grown(self, block: Block, text: str) -> Json:
+    def delta(self, block: Block, text: str) -> Json:
         """A piece of a text or of arguments."""
         delta = {"type": DELTAS[block.kind], KEYS[block.kind]: text}
         return {"type": "content_block_delta", "index": block.number, "delta": delta}
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close(self, block: Block) -> Iterator[Json]:
         """The end of a block."""
         yield {"type": "content_block_stop", "index": block.number}
 
-    def ended(self, jobs: Sequence[Job]) -> Iterator[Json]:
+    def finish(self, jobs: Sequence[Job]) -> Iterator[Json]:
         """Why the message ended, and its usage."""
         yield {"type": "message_delta", "delta": self._stop, "usage": self._usage(jobs)}
         yield {"type": "message_stop"}
@@ -168,7 +169,7 @@ def _arguments(text: str) -> Any:
     """
     try:
         arguments = from_json(text, allow_partial=True)
-        to_json(arguments, inf_nan_mode="strings")
+        json.dumps(arguments, allow_nan=False)
     except ValueError:
         return {}
     return arguments

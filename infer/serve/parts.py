@@ -53,9 +53,9 @@ class AnswerForm:
         if self.calls is not None:
             text, rest = self.calls.divide(text)
             text = self.calls.outside(text, finish == "stop" or bool(rest))
-            written = self.calls.written(rest, self.schemas) if self.is_constrained else None
-            if written:
-                calls = [{"index": 0, **tool_call(*written, self.call_id)}]
+            call = self.calls.partial_call(rest, self.schemas) if self.is_constrained else None
+            if call is not None:
+                calls = [{"index": 0, **tool_call(*call, self.call_id)}]
                 text = text.rstrip()
             elif finish:
                 calls, left = self.calls.read_all(rest, self.schemas, finish == "length")

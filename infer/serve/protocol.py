@@ -71,7 +71,11 @@ HARMLESS = {
     "user",
 }
 """Options that are ignored, because no value of them changes an answer."""
-ADVICE = {"background": "stream the answer", "previous_response_id": "send the whole input"}
+ADVICE = {
+    "background": "stream the answer",
+    "conversation": "send the whole input",
+    "previous_response_id": "send the whole input",
+}
 """What to do without an unsupported option, where it is more than to leave it out."""
 TEMPLATE_VARIABLES = {"documents": None, "reasoning_effort": "medium", "verbosity": "medium"}
 """Options that are variables of chat templates, and their values without effect."""

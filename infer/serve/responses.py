@@ -15,7 +15,6 @@ from draftheads.infer.serve.conversation import (
     Items,
     Options,
     Texts,
-    system_turn,
 )
 from draftheads.infer.serve.jobs import Job
 from draftheads.infer.serve.protocol import (
@@ -65,7 +64,8 @@ class ResponsesBody(ConversationBody):
     def generation(self) -> ChatRequest:
         """The same as a chat."""
         return self.chat(
-            [*system_turn(self.instructions), *self.input],
+            self.instructions,
+            self.input,
             [tool for tool in self.tools or () if isinstance(tool, FunctionTool)],
             (self.text, self.reasoning),
             max_tokens=self.max_output_tokens,
@@ -78,33 +78,32 @@ class ResponsesReply(BlockReply):
 
     sent = 0  # events
 
-    def begun(self) -> Iterator[Json]:
+    def start(self) -> Iterator[Json]:
         """The answer without items."""
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._response("in_progress"))
 
-    def opened(self, block: Block) -> Iterator[Json]:
+    def open(self, block: Block) -> Iterator[Json]:
         """An item, and the part in it."""
         item = {**_item(block), "status": "in_progress"}
         yield self._event("output_item.added", output_index=block.number, item=item)
         if block.kind != "call":
             yield self._event("content_part.added", **_place(block), part=_part(block))
 
-    def grown(self, block: Block, text: str) -> Json:
+    def delta(self, block: Block, text: str) -> Json:
         """A piece of a text or of arguments."""
-        kind = TYPES[block.kind]
-        return self._event(f"{kind}.delta", **_place(block), delta=text, logprobs=[])
+        return self._event(f"{TYPES[block.kind]}.delta", **_text_event(block), delta=text)
 
-    def closed(self, block: Block) -> Iterator[Json]:
+    def close(self, block: Block) -> Iterator[Json]:
         """The whole text or arguments, part and item."""
         key = "arguments" if block.kind == "call" else "text"
-        whole = {key: block.text, "logprobs": []}
-        yield self._event(f"{TYPES[block.kind]}.done", **_place(block), **whole)
+        whole = {**_text_event(block), key: block.text}
+        yield self._event(f"{TYPES[block.kind]}.done", **whole)
         if block.kind != "call":
             yield self._event("content_part.done", **_place(block), part=_part(block))
         yield self._event("output_item.done", output_index=block.number, item=_item(block))
 
-    def ended(self, jobs: Sequence[Job]) -> Iterator[Json]:
+    def finish(self, jobs: Sequence[Job]) -> Iterator[Json]:
         """The whole answer."""
         answer = self.answer(jobs)
         yield self._event(answer["status"], response=answer)
@@ -158,11 +157,19 @@ class ResponsesReply(BlockReply):
 
 
 def _place(block: Block) -> Json:
-    return {"item_id": f"item_{block.id}", "output_index": block.number, "content_index": 0}
+    """Where a block is; calls have no parts."""
+    place = {"item_id": f"item_{block.id}", "output_index": block.number}
+    return place if block.kind == "call" else {**place, "content_index": 0}
+
+
+def _text_event(block: Block) -> Json:
+    """What events about the text of a block have besides it."""
+    return {**_place(block), "logprobs": []} if block.kind == "text" else _place(block)
 
 
 def _part(block: Block) -> Json:
-    return {"type": TYPES[block.kind], "text": block.text, "annotations": []}
+    part = {"type": TYPES[block.kind], "text": block.text}
+    return {**part, "annotations": []} if block.kind == "text" else part
 
 
 def _item(block: Block) -> Json:

@@ -411,8 +411,11 @@ def called(response: Any) -> tuple[dict[str, Any], str]:
     choices = [body["choices"][0] for body in bodies]
     messages = [choice.get("delta") or choice.get("message", {}) for choice in choices]
     assert not any(message.get("content") for message in messages)
-    [call] = [call for message in messages for call in message.get("tool_calls", ())]
-    return call["function"], choices[-1]["finish_reason"]
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0] * len(calls)
+    assert ["id" in call for call in calls] == [True] + [False] * (len(calls) - 1)
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    return {**calls[0]["function"], "arguments": arguments}, choices[-1]["finish_reason"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from calling import COUNT, HISTORY, LOOK_UP, QUESTION, TOOLS, Calls, use
+from calling import COUNT, HERMES, HISTORY, LOOK_UP, QUESTION, TOOLS, Calls, use
 from pydantic import TypeAdapter
 from served import Says, running
 from starlette.testclient import TestClient
-from tiny_chat import llama
+from tiny_chat import END, llama
 
+from draftheads.infer.drafters.ngram import NGram
 from draftheads.infer.engine import Speculator
 from draftheads.infer.serve import service
 from draftheads.infer.serve.app import create_app
@@ -195,6 +196,16 @@ def test_a_required_call_streams_as_it_is_written(says, path, arguments):
     assert (name, said) == ("look_up", arguments)
 
 
+@pytest.mark.parametrize("value", ["1e999", "1" * 5000, '"\\ud800"', '"a'])
+def test_arguments_that_json_cannot_hold_are_an_empty_object(says, value):
+    """They are sent as they are where a protocol has their text."""
+    text = LOOK_UP.replace('{"word": "heron"}', f'{{"n": {value}}}')
+    options = {"tools": CUSTOM, "tool_choice": {"type": "any"}}
+    assert whole(says, MESSAGES, text, **options)[2] == [("look_up", "{}")]
+    [(_, said)] = streamed(says, MESSAGES, text, **options)[2]
+    assert said.startswith(f'{{"n": {value}')
+
+
 @pytest.mark.mend("arguments of a required call came in one piece at the end")
 @pytest.mark.parametrize("path", PATHS)
 def test_each_step_of_a_required_call_is_an_event(says, path):
@@ -205,6 +216,40 @@ def test_each_step_of_a_required_call_is_an_event(says, path):
         said = says[1].post(path, json=asked(path, **options)).text
         counts.append(len(events(said)))
     assert counts[1] == counts[0] + 10, "40 characters more, four of them in a step"
+
+
+@pytest.fixture(scope="module")
+def constrained() -> Iterator[tuple[Any, TestClient]]:
+    """A target that knows no script: only the grammar makes it write a call."""
+    target = llama(eos=(END,), template=HERMES)
+    target.context = 2048
+    engine = Speculator(target, NGram())
+    with TestClient(create_app(engine, OPTIONS)) as client:
+        yield engine, client
+
+
+@pytest.mark.parametrize("limit", [999, 52])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_grammar_holds_a_call_while_it_streams(constrained, path, limit):
+    """Also one that the limit cuts: a stream cannot take back what it said of it."""
+    schema = {"type": "object", "properties": {"bird": {"enum": ["heron", "egret"]}}}
+    schema |= {"required": ["bird"], "additionalProperties": False}
+    body = {
+        CHAT: {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]},
+        RESPONSES: {"tools": [{"type": "function", "name": "f", "parameters": schema}]},
+        MESSAGES: {"tools": [{"name": "f", "input_schema": schema}]},
+    }[path]
+    limits = {"max_output_tokens" if path == RESPONSES else "max_tokens": limit}
+    body = {**body, **limits, "tool_choice": REQUIRED[path]}
+    *_, [(name, arguments)], finish = streamed(constrained, path, "", **body)
+    birds = ['{"bird": "heron"}', '{"bird": "egret"}']
+    *_, [(_, said)], reason = whole(constrained, path, "", **body)
+    assert (name, finish, reason) == ("f", *["length" if limit == 52 else "tool_calls"] * 2)
+    if limit == 52:
+        assert arguments[0] == "{" and "}" not in arguments
+        assert said == (arguments if path != MESSAGES else "{}")
+    else:
+        assert arguments in birds and said == arguments
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,7 +28,7 @@ from huggingface_hub.utils import httpx
 from served import Says, running
 from tiny_chat import llama, saved
 
-from draftheads.infer.serve import app, gate, protocol, reader, reply, service
+from draftheads.infer.serve import app, gate, protocol, reader, reply, responses, service
 from draftheads.infer.serve.service import ServeOptions, Service
 
 CHAT = "/v1/chat/completions"
@@ -143,6 +143,12 @@ FLOODS = {
     "tokens": b'{"prompt": [%s]}' % b",".join([b"true"] * 80_000),
     "prompts": b'{"prompt": [%s]}' % b",".join([b"[1]"] * 100_000),
     "options": b"{%s}" % b",".join(b'"x%d": 1' % n for n in range(30_000)),
+    "items": b'{"input": [%s]}' % b",".join([b"1"] * 200_000),
+    "good items": b'{"input": [%s]}' % b",".join([b'{"role":"user","content":"a"}'] * 30_000),
+    "parts of items": b'{"input": [{"role": "u", "content": [%s]}]}' % b",".join([b"1"] * 200_000),
+    "summaries": b'{"input": [{"type": "reasoning", "summary": [%s]}]}'
+    % b",".join([b"1"] * 90_000),
+    "functions": b'{"input": "a", "tools": [%s]}' % b",".join([b"1"] * 200_000),
 }
 
 
@@ -158,7 +164,8 @@ def test_a_flood_of_wrong_values_is_one_error_made_off_the_event_loop(name, monk
         return one_line(fault)
 
     monkeypatch.setattr(protocol, "_in_one_line", note)
-    kind = protocol.CompletionRequest if b"prompt" in FLOODS[name] else protocol.ChatRequest
+    kinds = {b'{"prompt"': protocol.CompletionRequest, b'{"input"': responses.ResponsesBody}
+    kind = kinds.get(FLOODS[name].partition(b":")[0], protocol.ChatRequest)
     tracemalloc.start()
     with pytest.raises(protocol.ApiError) as caught:
         protocol.parsed(kind, FLOODS[name])
