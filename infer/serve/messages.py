@@ -150,7 +150,10 @@ def error_body(error: ApiError) -> Json:
     message = error.detail
     if error.code == "context_length_exceeded":  # Claude Code summarises at these words
         message = f"prompt is too long: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    body: Json = {"type": kind, "message": message}
+    if error.param == "thread":  # at this code, Anthropic's clients send whole conversations
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body}
 
 
 def _content(block: Block) -> Json:

@@ -91,6 +91,16 @@ def test_a_prompt_that_is_too_long_is_named_as_agents_know_it(client):
     assert errors["/v1/chat/completions"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.mend("the tool runner of Anthropic's client ended at the thread that it asks for")
+def test_a_client_that_asks_for_a_thread_goes_on_without(client):
+    body = {"max_tokens": 9, "messages": [QUESTION], "thread": {"type": "create"}}
+    answer = client.post("/v1/messages", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == "thread is not supported; leave it out"
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+
+
 @pytest.mark.mend("Claude Code's first request was refused with 405")
 def test_the_page_has_a_head(client):
     head = client.head("/")
