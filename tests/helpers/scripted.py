@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from draftheads.heads.hybrid.states import cache_argument
 from draftheads.heads.target.model import Target
 
-ROOT = Path(__file__).parent.parent.parent
 CONTEXT = 1 << 16
 VOCABULARY = 8192
 WIDTH = 32
@@ -43,7 +42,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on this project's documents: about three characters for a token."""
+    """Byte-level BPE, trained on what Python's help says: about three characters for a token."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,8 +53,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
-    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("infer/**/*.py")]
-    tokenizer.train(sorted(map(str, texts)), trainer)
+    tokenizer.train_from_iterator(topics.values(), trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     wrapped.chat_template = HERMES
     return wrapped
