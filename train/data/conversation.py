@@ -277,6 +277,11 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return
+    if not renderer.template_args.get("tools"):
+        logger.warning(
+            "calls without definitions of tools: the prompts differ from those that were answered; "
+            "`serve --learn` learns from the real ones"
+        )
     call = tool_call("look_up", {"word": "heron"})
     turn = {**assistant(""), "tool_calls": [call]}
     result = {"role": "tool", "name": "look_up", "tool_call_id": call["id"], "content": "A bird."}
