@@ -48,8 +48,10 @@ def _conversations(events: list[Record]) -> Iterator[list[Record]]:
         item = event.get("payload") or event.get("message") or {}
         model = item.get("model", model)
         turn = _turn(event["type"], item)
-        if turns and turns[-1]["role"] == turn.get("role") == "assistant":
-            turns[-1]["content"] += turn["content"]
+        number = turn.get("id")  # results may stand between the parts of an answer
+        last = [each for each in turns if number and each.get("id") == number] or turns[-1:]
+        if last and last[0]["role"] == turn.get("role") == "assistant":
+            last[0]["content"] += turn["content"]
         elif "role" in turn:
             turns.append(turn | {"model": model})
     yield turns
@@ -57,6 +59,8 @@ def _conversations(events: list[Record]) -> Iterator[list[Record]]:
 
 def _turn(kind: str, item: Record) -> Record:
     """The turn that the item of an event is, or is a part of; it has no role if it is none."""
+    if item.get("model") == "<synthetic>":  # an error that Claude Code shows
+        return {}
     if item.get("base_instructions"):
         return {"role": "system", "content": item["base_instructions"]["text"]}
     if "output" in item:
