@@ -247,7 +247,10 @@ def read_conversations(
                     message["learn"] = False
         conversations.append(prompt)
     if not conversations:
-        raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
+        raise ValueError(
+            f"{source}: expected at least one answer in a conversation, found none; in sessions of "
+            "agents, --model NAME says whose answers"
+        )
     return conversations
 
 
@@ -393,7 +396,7 @@ def _suffix(path: Path) -> str:
 
 def _file_records(path: Path) -> Records:
     try:
-        yield from with_sessions(READERS[_suffix(path)](path), QUESTIONS)
+        yield from with_sessions(READERS[_suffix(path)](path), {*QUESTIONS})
     except (  # codecs, pyarrow and pandas do not name the file, nor do events of unknown shapes
         AttributeError,
         KeyError,
@@ -594,8 +597,7 @@ def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[
         marks["model"] = [model == parts.model for model in models]
         if parts.model not in models:
             raise EmptyPromptError(
-                f"sessions of {', '.join(sorted(others))} without an answer of {parts.model} "
-                "(--model NAME names yours)"
+                f"sessions of {', '.join(sorted(others))} without an answer of {parts.model}"
             )
     for name, mark in marks.items():
         each = mark if isinstance(mark, list) else [mark] * len(turns)

@@ -21,13 +21,13 @@ class CutLineError(ValueError):
     """The last line of a file, whose writer was stopped in it."""
 
 
-def with_sessions(records: Records, questions: tuple[str, ...]) -> Records:
+def with_sessions(records: Records, questions: set[str]) -> Records:
     """Yield the records of a file; one that is a session has conversations instead of events.
     questions: keys of which a record that is no event has one.
     """
     for where, record in records:
         match record:
-            case {"type": _} if not record.keys() & {*questions}:
+            case {"type": _} if questions.isdisjoint(record):
                 events = [record]
                 with suppress(CutLineError):
                     events += (event for _, event in records)
@@ -42,16 +42,18 @@ def _conversations(events: list[Record]) -> Iterator[list[Record]]:
     turns: list[Record] = []
     model = ""
     for event in sorted(events, key=lambda event: event.get("isSidechain", False)):
-        if turns and (event["type"] == "compacted" or event.get("parentUuid", "") is None):
-            yield turns
-            turns = []
         item = event.get("payload") or event.get("message") or {}
+        history = item.get("replacement_history")
+        if turns and (history or event.get("parentUuid", "") is None):
+            yield turns
+            turns = [_turn("response_item", each) for each in history or ()]
         model = item.get("model", model)
         turn = _turn(event["type"], item)
-        number = turn.get("id")  # results may stand between the parts of an answer
-        last = [each for each in turns if number and each.get("id") == number] or turns[-1:]
-        if last and last[0]["role"] == turn.get("role") == "assistant":
-            last[0]["content"] += turn["content"]
+        same = turns[-1:]
+        if "uuid" in event:  # Claude Code's, where results may stand between parts of an answer
+            same = [each for each in turns if each.get("id") == turn.get("id", 0)]
+        if same and same[0]["role"] == turn.get("role") == "assistant":
+            same[0]["content"] += turn["content"]
         elif "role" in turn:
             turns.append(turn | {"model": model})
     yield turns
@@ -59,8 +61,6 @@ def _conversations(events: list[Record]) -> Iterator[list[Record]]:
 
 def _turn(kind: str, item: Record) -> Record:
     """The turn that the item of an event is, or is a part of; it has no role if it is none."""
-    if item.get("model") == "<synthetic>":  # an error that Claude Code shows
-        return {}
     if item.get("base_instructions"):
         return {"role": "system", "content": item["base_instructions"]["text"]}
     if "output" in item:
