@@ -265,7 +265,8 @@ def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]
 
 def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError if there are tool calls or results in prompts, and the chat template does
-    not render them. Definitions and documents that it does not render are said.
+    not render them. Definitions and documents that it does not render are said, and calls of tools
+    that nothing defines.
     """
     pairs = (pair for each in prompts for pair in each.template_args.items())
     renderer = renderer.with_variables(dict(pairs))
