@@ -151,8 +151,10 @@ ENDED = re.compile(
 )
 """The end of a text that a chat template rendered, with an answer."""
 PACKED = (".gz", ".bz2", ".zst")
-ABOUT = ("README", "LICENSE", "DATASET_INFO.JSON", "DATASET_DICT.JSON", "STATE.JSON")
-"""What people and `datasets` write beside a data set."""
+ABOUT = re.compile(
+    r"^(readme|license|dataset_info\.json$|dataset_dict\.json$|state\.json$)|\.meta\.json$", re.I
+)
+"""What people, `datasets` and agents write beside a data set."""
 
 logger = logging.getLogger("draftheads")
 
@@ -305,7 +307,7 @@ def prompt_files(folder: Path) -> list[Path]:
     files = []
     for file in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        is_about = file.name.upper().startswith(ABOUT) or file.stem.endswith(".meta")
+        is_about = ABOUT.search(file.name)
         is_ours = _suffix(file) in SUFFIXES and file.is_file()
         if is_ours and not (is_about or is_hidden):
             files.append(file)
@@ -477,9 +479,10 @@ def _json_records(path: Path) -> Records:
     except (ValueError, RecursionError):  # many Hub data sets name JSON lines .json
         yield from _json_lines(path)
         return
-    data = loaded.get("data", loaded) if isinstance(loaded, dict) else loaded
-    records = data if isinstance(data, list) else [data]
-    for number, record in enumerate(records, start=1):
+    data = loaded.get("data") if isinstance(loaded, dict) else loaded
+    if data is None:
+        data = [loaded]
+    for number, record in enumerate(data, start=1):
         yield f"{path} record {number}", record
 
 
@@ -591,14 +594,8 @@ def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[
             marks[name] = label
             del left[name]
             parts.left_out.update([f"answers with {name} false"] * (not label))
-    models = [bare_name(str(turn.get("model") or "")) for turn in turns if isinstance(turn, dict)]
-    others = {*models} - {"", parts.model}
-    if others and parts.model:
-        marks["model"] = [model == parts.model for model in models]
-        if parts.model not in models:
-            raise EmptyPromptError(
-                f"sessions of {', '.join(sorted(others))} without an answer of {parts.model}"
-            )
+    if parts.model:
+        marks["model"] = _of_model(turns, parts.model)
     for name, mark in marks.items():
         each = mark if isinstance(mark, list) else [mark] * len(turns)
         if len(each) != len(turns):
@@ -610,6 +607,18 @@ def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[
             if not _is_set(f"{where}, {name}", own) and isinstance(turns[place], dict):
                 turns[place] = {**turns[place], "learn": False}
     return turns
+
+
+def _of_model(turns: list[Any], model: str) -> list[bool]:
+    """Whether each turn may be of a model. Raises EmptyPromptError if all that name one are not."""
+    models = [
+        bare_name(str(turn.get("model") or "")) if isinstance(turn, dict) else "" for turn in turns
+    ]
+    if any(models) and model not in models:
+        raise EmptyPromptError(
+            f"sessions of {', '.join(sorted({*models} - {''}))} without an answer of {model}"
+        )
+    return [each in ("", model) for each in models]
 
 
 def _is_set(where: str, mark: Any) -> bool:
