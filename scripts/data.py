@@ -246,9 +246,7 @@ def import_answers(
     subset: PromptSet = PromptSet(tools="keep"),
     reasoning: Reasoning = "keep",
     learn: Annotated[Literal["all", "last"], Option(help="answers of each conversation")] = "all",
-    model: Annotated[
-        str, Option(help="the target's name in sessions of agents; default: its own")
-    ] = "",
+    model: Annotated[str, Option(help="its name in agents' sessions; default: TARGET's")] = "",
     template_args: TemplateArgs = "{}",
 ) -> None:
     """Make a training set from conversations that the target wrote earlier.
