@@ -290,7 +290,12 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: TALK * 16 + b'{"text": "a\n', "line 17: expected JSON .*fix or remove it"
     ),
     "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
-    "keys.json": (lambda: b'{"rows": []}', 'expected a list .*"data".* got keys rows'),
+    "keys.json": (lambda: b'{"rows": []}', "record 1: expected an object .* got keys rows"),
+    "cut.jsonl": (lambda: TALK * 2 + b'{"text": "a', "line 3: expected JSON .*fix or remove it"),
+    "log.jsonl": (lambda: b'{"type": "log", "message": "up"}\n', ANY),
+    "session.jsonl": (
+        lambda: b'{"type": "session_meta", "payload": {}}\n{"ty\n{}', "line 2: expected JSON"
+    ),
     "table.xls": (lambda: b"a,b\n", r"expected prompts .*; pass a folder of \.json, "),
     "text.jsonl": (lambda: with_turn(content=[{"text": 3}]), "turn 1: expected a string"),
     "zero.jsonl": (
