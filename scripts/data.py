@@ -54,6 +54,9 @@ SETS = {
         "mt-bench": "80 questions in 8 categories",
         "humaneval": "164 functions to complete",
         "gsm8k": "1,319 word problems",
+        "math500": "500 problems of contests",
+        "mbpp": "257 functions to write, sanitized",
+        "speed-bench": "386 of its 880 questions in 11 categories",
     },
 }
 """Ready sets of prompts, by what they are for."""

@@ -120,7 +120,12 @@ SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_datase
     "mt-bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+    "math500": {"path": "HuggingFaceH4/MATH-500", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "sanitized", "split": "test"},
+    "speed-bench": {"path": "nvidia/SPEED-Bench", "name": "qualitative", "split": "test"},
 }
+ELSEWHERE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+"""What SPEED-Bench has in the place of questions of other data sets."""
 PACKAGED = tuple(path.stem for path in RECIPES.glob("*.jsonl"))
 """Sets that come with the package."""
 ROLES = {  # our role -> names of it in data sets
@@ -537,6 +542,8 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     if key is None:
         raise EmptyPromptError
     turns = left.pop(key)
+    if isinstance(turns, list) and ELSEWHERE in turns:
+        raise EmptyPromptError("questions that only NVIDIA's specdec_bench fetches")
     text = _text(f"{where}, {key}", turns, parts) if key == "text" else ""
     if key == "text" and not text.strip():
         raise EmptyPromptError

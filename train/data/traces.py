@@ -17,6 +17,10 @@ Records = Iterator[tuple[str, Any]]
 """Each with its place, for messages."""
 
 
+EVENT_KEYS = {"payload", "sessionId", "uuid", "leafUuid", "messageId"}
+"""An event has one of them beside its type."""
+
+
 class CutLineError(ValueError):
     """The last line of a file, whose writer was stopped in it."""
 
@@ -27,7 +31,7 @@ def with_sessions(records: Records, questions: set[str]) -> Records:
     """
     for where, record in records:
         match record:
-            case {"type": _} if questions.isdisjoint(record):
+            case {"type": _} if record.keys() & EVENT_KEYS and questions.isdisjoint(record):
                 events = [record]
                 with suppress(CutLineError):
                     events += (event for _, event in records)
