@@ -9,12 +9,14 @@ Legend: K draft depth, R ranks.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -202,12 +204,36 @@ def report(outcome: Outcome) -> str:
     worth = f"{best.tokens_per_step:.2f} simulated, not decoded"
     if best.measured:
         worth = f"{best.measured['tokens_per_step']:.2f} decoded"
+    more = ""
+    rise = rise_per_doubling(read_metrics(output))
+    if rise is not None:
+        more = (
+            f"more tokens: a doubling brought τ {rise:.2f} before the learning rate fell;\n"
+            f"      another one would bring about {max(rise, 0) / 2:.2f} to {2 * max(rise, 0):.2f}\n"
+        )
     return (
-        f"{end}\nbest: step {best.step}, τ {worth}\n"
+        f"{end}\nbest: step {best.step}, τ {worth}\n{more}"
         f"next: draftheads tune --head {output} --prompts PROMPTS\n"
         "      finds the fastest tree, and says how fast it is; then "
         f"draftheads chat --head {output}"
     )
+
+
+def rise_per_doubling(lines: Sequence[Line]) -> float | None:
+    """Tokens per step that a doubling of the training tokens has brought, by evaluations between
+    3/8 and 3/4 of a run: those before say little about later ones, and behind, the learning rate
+    has fallen. None if there are fewer than two.
+    """
+    taus = {
+        line["step"]: line["heldout_tokens_per_step"]
+        for line in lines
+        if line.get("heldout_tokens_per_step")
+    }
+    last = max(taus, default=0)
+    steps = [step for step in taus if 3 * last <= 8 * step <= 6 * last]
+    if len(steps) < 2:
+        return None
+    return linear_regression(list(map(math.log2, steps)), [taus[step] for step in steps]).slope
 
 
 def read_metrics(output: str | Path) -> list[Line]:
