@@ -207,9 +207,10 @@ def report(outcome: Outcome) -> str:
     more = ""
     rise = rise_per_doubling(read_metrics(output))
     if rise is not None:
+        least, most = max(rise, 0) / 2, 2 * max(rise, 0)
         more = (
             f"more tokens: a doubling brought τ {rise:.2f} before the learning rate fell;\n"
-            f"      another one would bring about {max(rise, 0) / 2:.2f} to {2 * max(rise, 0):.2f}\n"
+            f"      another one would bring about {least:.2f} to {most:.2f}\n"
         )
     return (
         f"{end}\nbest: step {best.step}, τ {worth}\n{more}"
