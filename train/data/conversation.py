@@ -296,7 +296,7 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     if "look_up" not in shown or "A bird." not in shown:
         raise ValueError(
             "--tools: expected a chat template that renders tool calls and results, the one of "
-            f"{tokenizer.name_or_path} {problem}; leave them out with --tools drop"
+            f"{renderer.name} {problem}; leave them out with --tools drop"
         )
 
 
