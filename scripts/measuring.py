@@ -303,4 +303,5 @@ def tune(
         if not (dry_run or turns.stop):
             record_tuned(folder.path, tuned.best.tree, tuned.facts())
             say(f"written to {folder.path}")
+            say_next("report", head)
     say_next("chat", *target_options(name, model.lora), "--head", head)

@@ -216,7 +216,9 @@ def report(outcome: Outcome) -> str:
         f"{end}\nbest: step {best.step}, τ {worth}\n{more}"
         f"next: draftheads tune --head {output} --prompts PROMPTS\n"
         "      finds the fastest tree, and says how fast it is; then "
-        f"draftheads chat --head {output}"
+        f"draftheads chat --head {output}\n"
+        f"      draftheads report {output}\n"
+        "      writes a page with curves, tree and facts of this run"
     )
 
 
