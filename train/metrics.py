@@ -37,6 +37,11 @@ WIDEST = 80
 """Columns of the bar."""
 BAR = "{desc} {n_fmt}/{total_fmt} {bar} {elapsed}<{remaining}{postfix}"
 
+ANOTHER = 0.8, 2.4
+"""The next doubling of the tokens brings at least and at most so many times as much as the one that
+`rise_per_doubling` has seen: measured 0.86 to 2.37 times, on eight doublings of four kinds.
+"""
+
 Line = dict[str, Any]
 """One line of metrics.jsonl."""
 
@@ -207,7 +212,7 @@ def report(outcome: Outcome) -> str:
     more = ""
     rise = rise_per_doubling(read_metrics(output))
     if rise is not None:
-        least, most = max(rise, 0) / 2, 2 * max(rise, 0)
+        least, most = (share * max(rise, 0) for share in ANOTHER)
         more = (
             f"more tokens: a doubling brought τ {rise:.2f} before the learning rate fell;\n"
             f"      another one would bring about {least:.2f} to {most:.2f}\n"
