@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,11 @@ from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
     PROMPT_CHECK,
+    ApiKeyEnv,
     Json,
     MaybeTemplateArgs,
     Placement,
+    ServerModel,
     TargetName,
     parsed_template_args,
     say_next,
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
     from draftheads.train.advice.bounds import Bounds
     from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
+
+ENGINE = """compare a running server (vLLM, llama-server; http://HOST:PORT) with our own decoding,
+and name the first difference"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ def doctor(
         Option(callback=DATA_CHECK, help="answers of distill; default: the head's training data"),
     ] = None,
     template_args: MaybeTemplateArgs = None,
+    engine: Annotated[str | None, Option(help=ENGINE)] = None,
+    server_model: ServerModel = None,
+    api_key_env: ApiKeyEnv = None,
     json_out: Json = None,
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
@@ -65,8 +74,15 @@ def doctor(
     Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.formats.hub import open_head
+    from draftheads.infer.remote import ServerOptions
     from draftheads.train.advice.doctor import Evidence, diagnose
+    from draftheads.train.advice.engine import differences
+    from draftheads.train.data.server import ServedTarget
 
+    served = None
+    if engine is not None:  # a server that is down is said before a model is loaded
+        options = ServerOptions(urls=[engine], model=server_model, api_key_env=api_key_env)
+        served = ServedTarget(target, options)
     folder = open_head(head)
     path = data or data_of(folder)
     if not (path or texts.prompts):
@@ -84,6 +100,8 @@ def doctor(
     openings = _openings(texts, folder, model, documents)
     evidence = Evidence(model, drafter, folder.facts, openings, documents, texts.max_new_tokens)
     diagnosis = diagnose(evidence)
+    if served is not None:  # what comes after the first difference, it explains
+        diagnosis.findings.extend(islice(differences(evidence, served), 1))
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if diagnosis.findings:
