@@ -100,8 +100,8 @@ def doctor(
     openings = _openings(texts, folder, model, documents)
     evidence = Evidence(model, drafter, folder.facts, openings, documents, texts.max_new_tokens)
     diagnosis = diagnose(evidence)
-    if served is not None:  # what comes after the first difference, it explains
-        diagnosis.findings.extend(islice(differences(evidence, served), 1))
+    if served is not None:  # the first difference explains those after it
+        diagnosis.findings[:0] = islice(differences(evidence, served), 1)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if diagnosis.findings:

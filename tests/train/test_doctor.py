@@ -501,4 +501,17 @@ def test_a_fault_of_an_engine_is_named_first(compare, bench, good, fault):
     found = compare(own, **plant(bench, other))
     assert found is not None and found.check == check, found
     assert advice in found.advice
-    print(found)
+
+
+def test_the_command_names_the_difference_of_an_engine(examine, bench, good):
+    """And says that a server which runs the head as we do is healthy."""
+    head = load_head(good["medusa"], target=bench.target)
+    server = PlantedEngine(Planted(bench.target, head, DEPTH))
+    code, found, printed = examine(good["medusa"], engine=server.url)
+    assert code == 0 and found["healthy"], printed
+    server.planted.head = None
+    assert first(examine(good["medusa"], engine=server.url)) == "speculation"
+    server.fault = lambda number, request: 404
+    code, _, printed = examine(good["medusa"], engine=server.url)
+    server.close()
+    assert code == 2 and printed.count("error:") == 1 and server.url in printed

@@ -24,6 +24,8 @@ from draftheads.train.data.server import ServedTarget
 
 NEAR = 0.25
 """Nats between the two best tokens up to which other kernels and dtypes may swap them."""
+UNSURE = " \ufffd"
+"""What servers without token ids may drop: a first space, and the start of a cut character."""
 COUNTER = re.compile(
     r'^(?:vllm|llamacpp):(\w+_total)(?:\{(?:[^}]*position="(\d+)")?[^}]*\})? (\S+)$', re.MULTILINE
 )
@@ -84,7 +86,7 @@ def other_answer(evidence: Evidence, served: ServedTarget, own: Answer) -> Itera
     prompt = own.tokens[:start]
     ours = own.tokens[start:]
     theirs = asyncio.run(ask(served, prompt, len(ours), "0"))
-    if decode(theirs) == decode(ours):
+    if decode(theirs).strip(UNSURE) == decode(ours).strip(UNSURE):
         return
     read = [*prompt, *commonprefix([ours, theirs])]
     logits_B1V = target.prefill([read], target.new_cache(1, len(read)), ()).logits_BNV
