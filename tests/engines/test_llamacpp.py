@@ -15,14 +15,29 @@ from typing import Any
 import pytest
 from real_engines import place_of
 
+from draftheads.heads.formats.hub import open_head
+from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.target.model import Target
+from draftheads.infer.measure.llamacpp import serving
+from draftheads.infer.remote import ServerOptions
 from draftheads.recipes import FOLDER as RECIPES
-from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
+from draftheads.scripts.benchmarks.engine_runs.llamacpp import (
+    EXACT,
+    EXACT_DRAFTS,
+    PROGRAM,
+    SAFE,
+    end_tokens,
+    head_gguf,
+    target_gguf,
+)
 from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
 from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
+from draftheads.train.advice.doctor import Evidence
+from draftheads.train.advice.engine import differences
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
@@ -140,3 +155,26 @@ def test_a_head_serves_a_quantised_target_as_well(demo_target, trained, tmp_path
         print(outcome.version, outcome.drafts, outcome.accepted, f"{outcome.rate:.1f} tokens/s")
     rates = [sum(each.accepted) / each.drafts for each in (plain, found)]
     assert rates[1] > 0.9 * rates[0]
+
+
+def test_the_doctor_names_what_a_server_does_otherwise(demo_target, trained, tmp_path):
+    """Nothing while it runs the head, then that it runs none, or drafts shorter chains."""
+    folder = open_head(trained("eagle3"))
+    head = folder.load(demo_target)
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), 24)
+    evidence = Evidence(demo_target, head, folder.facts, prompts)
+    target = target_gguf(str(demo_target.name), tmp_path)
+    drafts = ["-md", head_gguf(str(folder.path), target, tmp_path), *EXACT_DRAFTS]
+    drafts += ["--spec-type", "draft-eagle3", "--spec-draft-n-max"]
+    options = ["-m", target, "-np", 1, "-c", 1024, "-t", 1, *EXACT, *SAFE]
+    options += server_options("eagle3", end_tokens(str(demo_target.name)))
+    for more, check in {
+        (*drafts, head.depth): None,
+        (): "speculation",
+        (*drafts, 2): "draft length",
+    }.items():
+        with serving(PROGRAM, [*options, *more]) as server:
+            served = ServedTarget(str(demo_target.name), ServerOptions(urls=[server.url]))
+            finding = next(differences(evidence, served), None)
+        print(f"\n{finding}")
+        assert check == (finding.check if finding else None)

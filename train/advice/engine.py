@@ -31,7 +31,8 @@ COUNTER = re.compile(
 )
 """Name, position and value of a counter."""
 FEATURES = """compare what the first draft needs with the head's own config: feature layers and
-their alignment, norms, rope_theta and, where the draft vocabulary is reduced, its map (d2t)"""
+their alignment, norms, rope_theta, the map (d2t) of a reduced draft vocabulary; and the target's
+quantisation there with that here"""
 POSITIONS = """position 1 is right, so compare what later drafts need: their positions, rope_theta,
 the head's own states in place of the target's and, of a block head, mask token and block size"""
 
