@@ -185,7 +185,7 @@ class StaticTree:
         ranks_MK: int64, the rank of the true token at each depth; -1 if it is outside the ranks
         kept.
         """
-        counts = _path_counts(ranks_MK)
+        counts = path_counts(ranks_MK)
         best = sorted(counts, key=lambda path: (-counts[path], by_depth(path)))
         return cls(tuple(best[: max(nodes, ORDERED)])).resized(nodes)
 
@@ -235,7 +235,7 @@ class StaticTree:
 
     def expected_tokens(self, ranks_MK: Tensor) -> float:
         """Mean tokens per step on the observed continuations, the target's own token included."""
-        counts = _path_counts(ranks_MK)
+        counts = path_counts(ranks_MK)
         return 1.0 + sum(counts[path] for path in self.paths) / max(len(ranks_MK), 1)
 
 
@@ -363,7 +363,7 @@ def _check_size(nodes: int, depth: int) -> None:
         raise ValueError(f"expected a tree of at most {MOST_DEPTH} levels, got {depth}")
 
 
-def _path_counts(ranks_MK: Tensor) -> Counter[Path]:
+def path_counts(ranks_MK: Tensor) -> Counter[Path]:
     """Counts how often each path of ranks was right; ranks_MK as in `StaticTree.most_frequent`."""
     counts: Counter[Path] = Counter()
     for path, count in Counter(map(tuple, ranks_MK.tolist())).items():

@@ -169,6 +169,7 @@ class PromptRenderer:
                 f"{side.name}: expected a tokenizer next to the model, found none; put "
                 "tokenizer.json and tokenizer_config.json into its folder, or pass token ids"
             )
+        self.name = side.name
         self.tokenizer = side.tokenizer
         self.eos_ids = side.eos_ids
         self.template_args = dict(template_args)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from draftheads.arguments import secret
+from draftheads.arguments import bare_name, secret
 from draftheads.heads.terminal import printable
 
 CONNECT_SECONDS = 10.0
@@ -24,8 +24,6 @@ REFUSED = {400, 413, 422}
 """HTTP statuses about one prompt; all others below 500 are about all prompts."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
-VARIANT = re.compile(r"(\.gguf|:latest|[-@]\d{4}-?\d{2}-?\d{2})+$")
-"""What servers and proxies append to the name of a model that stays the same."""
 
 logger = logging.getLogger("draftheads")
 
@@ -144,7 +142,7 @@ class Server:
             raise ServerFault(self._reason(error)) from None
         completions = self._read(response, _Completions)
         name = completions.model  # also with a path, a date or a file's ending, or its weights'
-        if name and name not in self._aliases and _bare(name) != _bare(self.model):
+        if name and name not in self._aliases and bare_name(name) != bare_name(self.model):
             raise ServerError(
                 f"expected completions of model {self.model!r}, got some of {self._hide(name)!r}; "
                 "serve it under the name that is asked for, or set --server-model"
@@ -247,11 +245,6 @@ def connect(options: ServerOptions) -> list[Server]:
             "serve it under one name"
         )
     return servers
-
-
-def _bare(model: str) -> str:
-    """The name of a model without what proxies add to it."""
-    return VARIANT.sub("", model.rstrip("/").rpartition("/")[2].lower())
 
 
 def _base_url(url: str) -> str:

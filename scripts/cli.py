@@ -20,7 +20,7 @@ from rich.logging import RichHandler
 from draftheads import __version__
 from draftheads.arguments import VARIABLE, expected
 from draftheads.scripts import data, measuring, sharing, training, using
-from draftheads.scripts.doctor import doctor
+from draftheads.scripts.doctor import doctor, report
 from draftheads.scripts.options import expand_options
 from draftheads.train.entry import INTERRUPTED, mistakes_in_one_line, say
 
@@ -48,6 +48,7 @@ COMMANDS: dict[Callable[..., None], str] = {
     using.rollback: "draftheads rollback --head out/head",
     using.forget: "draftheads forget --head out/head",
     doctor: "draftheads doctor --target Qwen/Qwen3-0.6B --head out/head",
+    report: "draftheads report out/head --sample 'What is a list?'",
     sharing.merge: "draftheads merge out/head out/merged",
     sharing.convert: "draftheads convert out/head out/vllm --to vllm",
     sharing.publish: "draftheads publish out/head me/heads --license apache-2.0",
@@ -68,7 +69,7 @@ RESUMING = (["demo"], ["distill"], ["train"])
 TEXTS = ("--system", "--template-args")
 NO_VALUE = "write one, or leave it out (is a variable of your shell unset?)"
 
-LEARNING = "data-preview demo distill import-answers init plan questions train"
+LEARNING = "data-preview demo distill import-answers init plan questions report train"
 """Commands that need packages of an extra, which are missed only once torch is loaded otherwise."""
 
 UsageError: Any = typer.BadParameter.__base__

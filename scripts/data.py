@@ -56,6 +56,9 @@ SETS = {
         "mt-bench": "80 questions in 8 categories",
         "humaneval": "164 functions to complete",
         "gsm8k": "1,319 word problems",
+        "math500": "500 problems of contests",
+        "mbpp": "257 functions to write, sanitized",
+        "speed-bench": "386 of its 880 questions in 11 categories",
     },
 }
 """Ready sets of prompts, by what they are for."""
@@ -246,6 +249,7 @@ def import_answers(
     subset: PromptSet = PromptSet(tools="keep"),
     reasoning: Reasoning = "keep",
     learn: Annotated[Literal["all", "last"], Option(help="answers of each conversation")] = "all",
+    model: Annotated[str, Option(help="its name in agents' sessions; default: TARGET's")] = "",
     template_args: TemplateArgs = "{}",
 ) -> None:
     """Make a training set from conversations that the target wrote earlier.
@@ -261,7 +265,12 @@ def import_answers(
     side = TextSide.load(target)
     arguments = subset.template_args(template_args)
     talks = read_conversations(
-        conversations, split=subset.split, limit=subset.limit, tools=subset.tools, learn=learn
+        conversations,
+        split=subset.split,
+        limit=subset.limit,
+        tools=subset.tools,
+        learn=learn,
+        model=model or target,
     )
     counts = run(
         side, talks, out, template_args=arguments, source=conversations, reasoning=reasoning

@@ -79,6 +79,11 @@ def demo(out: Path, run: Command) -> None:
         "tune --prompts demo-heldout --head",
         out / best,
     )
+    stages.stage(
+        "a page about this head, to be opened in a browser",
+        "report --prompts demo-heldout",
+        out / best,
+    )
     stages.stage("a chat with this tree; accepted draft tokens are coloured")
     sample_chat(load(out / best).engine, QUESTIONS, console=stages.console)
     stages.console.print(f"\nTotal time: {time.monotonic() - began:.0f} s.")

@@ -1,7 +1,8 @@
-"""`draftheads doctor`: why is my acceptance low?"""
+"""`draftheads doctor`: why is my acceptance low? `draftheads report`: a page about a run."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option
+from typer import Argument, Exit, Option
 
-from draftheads.infer.pipeline.loading import load_fast_target
+from draftheads.infer.pipeline.loading import load_fast_target, load_parts
 from draftheads.scripts.options import (
     DATA_CHECK,
     HEAD,
@@ -19,19 +20,24 @@ from draftheads.scripts.options import (
     PROMPT_CHECK,
     ApiKeyEnv,
     Json,
+    MaybeTarget,
     MaybeTemplateArgs,
     Placement,
     ServerModel,
     TargetName,
+    check_file,
+    early,
     parsed_template_args,
     say_next,
     target_options,
     write_figures,
 )
+from draftheads.train.entry import say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from draftheads.heads.base import DraftHead
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.train.advice.bounds import Bounds
@@ -40,6 +46,9 @@ if TYPE_CHECKING:
 
 ENGINE = """compare a running server (vLLM, llama-server; http://HOST:PORT) with our own decoding,
 and name the first difference"""
+PageFile = Annotated[
+    Path | None, Option(callback=early(check_file), help="default: report.html in HEAD")
+]
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,7 @@ class DoctorPrompts:
         str | None,
         Option(callback=PROMPT_CHECK, help="decode these prompts instead of the data's own"),
     ] = None
+    sample: Annotated[str | None, Option(help="decode this prompt")] = None
     limit: Annotated[int, Option(min=1, help="prompts to decode")] = 16
     max_new_tokens: Annotated[int, Option(min=2, help="tokens per answer")] = 64
 
@@ -75,7 +85,7 @@ def doctor(
     """
     from draftheads.heads.formats.hub import open_head
     from draftheads.infer.remote import ServerOptions
-    from draftheads.train.advice.doctor import Evidence, diagnose
+    from draftheads.train.advice.doctor import diagnose
     from draftheads.train.advice.engine import differences
     from draftheads.train.data.server import ServedTarget
 
@@ -85,7 +95,7 @@ def doctor(
         served = ServedTarget(target, options)
     folder = open_head(head)
     path = data or data_of(folder)
-    if not (path or texts.prompts):
+    if not (path or texts.prompts or texts.sample):
         raise ValueError(
             "expected --prompts or --data, got none, and the head's training data, "
             f"{recorded_data(folder) or 'not recorded'}, is neither here nor in a folder above "
@@ -96,9 +106,7 @@ def doctor(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding
         drafter = folder.load(model).pack(model)  # as it decodes elsewhere: a step is priced
-    documents = documents_in(path, model)
-    openings = _openings(texts, folder, model, documents)
-    evidence = Evidence(model, drafter, folder.facts, openings, documents, texts.max_new_tokens)
+    evidence = evidence_of(folder, drafter, model, texts, path)
     diagnosis = diagnose(evidence)
     if served is not None:  # the first difference explains those after it
         diagnosis.findings[:0] = islice(differences(evidence, served), 1)
@@ -109,19 +117,59 @@ def doctor(
     say_next("chat", *target_options(target, placement.lora), "--head", head)
 
 
-def _openings(
-    texts: DoctorPrompts, folder: HeadFolder, target: Target, documents: Documents | None
-) -> list[list[int]]:
-    """Token ids to decode: of --prompts, else of documents that were not trained on."""
-    from draftheads.scripts.openings import opening_ids
-    from draftheads.train.advice.doctor import openings_of, unseen
+def report(
+    head: Annotated[str, Argument(callback=HEAD_CHECK, help="run folder, head folder or Hub id")],
+    placement: Placement,
+    texts: DoctorPrompts = DoctorPrompts(limit=3),
+    target: MaybeTarget = None,
+    out: PageFile = None,
+) -> None:
+    """Write a page about a run or a head: speed, curves, accuracy, tree and facts in one HTML file.
 
-    if texts.prompts:
-        return opening_ids(target, texts.prompts, texts.limit)
-    assert documents
-    spans = unseen(folder.facts.training, documents)
-    step = max(1, len(spans) // texts.limit)
-    return openings_of(documents, spans[::step][: texts.limit])
+    --prompts or --sample load the target, and add answers and what doctor finds.
+    """
+    from draftheads.heads.base import DraftHead
+    from draftheads.heads.files import write_text
+    from draftheads.heads.formats.hub import open_head
+    from draftheads.train.advice.report import render_report
+    from draftheads.train.metrics import read_metrics
+
+    folder = open_head(head)
+    run = Path(os.path.expanduser(head))
+    page = out or (run if run.is_dir() else Path()) / "report.html"  # not beside a download
+    check_file(page)
+    evidence = None
+    if texts.prompts or texts.sample:
+        model, drafter = load_parts(head, target, placement.place())
+        assert isinstance(drafter, DraftHead)
+        evidence = evidence_of(folder, drafter, model, texts, data_of(folder))
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, render_report(folder, read_metrics(run), evidence))
+    say(f"written to {page}: open it in a browser")
+    say_next("chat", "--head", head)
+
+
+def evidence_of(
+    folder: HeadFolder, head: DraftHead, target: Target, texts: DoctorPrompts, data: Path | None
+) -> Evidence:
+    """The head of this folder on --sample or --prompts, else on documents of the data that were not
+    trained on. data: answers, if there are any.
+    """
+    from draftheads.infer.prompt import encode_prompt
+    from draftheads.scripts.openings import opening_ids
+    from draftheads.train.advice.doctor import Evidence, openings_of, unseen
+
+    documents = documents_in(data, target)
+    if texts.sample:
+        openings = [encode_prompt(target, [{"role": "user", "content": texts.sample}])]
+    elif texts.prompts:
+        openings = opening_ids(target, texts.prompts, texts.limit)
+    else:
+        assert documents
+        spans = unseen(folder.facts.training, documents)
+        step = max(1, len(spans) // texts.limit)
+        openings = openings_of(documents, spans[::step][: texts.limit])
+    return Evidence(target, head, folder.facts, openings, documents, texts.max_new_tokens)
 
 
 def recorded_data(folder: HeadFolder) -> str:

@@ -128,7 +128,7 @@ def bench(
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best, print_report
-    from draftheads.scripts.openings import opening_ids
+    from draftheads.scripts.openings import encoded, openings
 
     options = bench_options(runs, sampling, lossy, contestants, speed)
     drafts = open_drafts(contestants.head)
@@ -138,7 +138,9 @@ def bench(
     model = load_fast_target(target, place, revision, folders, variables)
     loaded = {name: each.load(model) for name, each in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
-    ids = opening_ids(model, texts.prompts, texts.limit)
+    prompts = openings(texts.prompts, texts.limit)
+    ids = encoded(model, prompts)
+    options = replace(options, categories=[prompt.category or "" for prompt in prompts])
     say_compiling(speed.compile)
     is_comparable = model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids)) + runs.max_new_tokens
@@ -301,4 +303,5 @@ def tune(
         if not (dry_run or turns.stop):
             record_tuned(folder.path, tuned.best.tree, tuned.facts())
             say(f"written to {folder.path}")
+            say_next("report", head)
     say_next("chat", *target_options(name, model.lora), "--head", head)

@@ -151,8 +151,8 @@ Revision = Annotated[str | None, Option(help="the target's branch, tag or commit
 HEAD = """head folder, run folder or Hub id (user/name@revision); mtp: the target's own,
 mtp:N: from N tokens;
 ngram, retrieve:FILES, model:PATH; or several of these joined by +"""
-PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, humaneval,
-gsm8k"""
+PROMPTS = """a prompt file, a folder of them, a Hub data set, or spec-bench, mt-bench, speed-bench,
+humaneval, mbpp, gsm8k, math500"""
 Prompts = Annotated[str, Option(callback=PROMPT_CHECK, help=PROMPTS)]
 REASONING = "of the answers: keep learns it, drop has it as context, only learns nothing else"
 Reasoning = Annotated[Literal["keep", "drop", "only"], Option(help=REASONING)]

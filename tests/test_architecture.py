@@ -45,22 +45,22 @@ ROOMS = {
 WINGS = {
     "heads.formats": 15_500,
     "infer.drafters": 6_500,
-    "infer.measure": 7_500,
+    "infer.measure": 8_000,
     "infer.chat": 3_750,
-    "infer.serve": 17_000,
+    "infer.serve": 22_000,
     "infer.generate": 3_000,
     "infer.pipeline": 3_250,
     "infer.costs": 1_750,
     "infer.grammar": 1_750,
     "infer.lossy": 1_000,
     "train.data": 22_000,
-    "train.advice": 7_500,
+    "train.advice": 9_000,
     "train.learn": 5_500,
     "scripts": 16_750,
 }
 """The folders and modules around the core."""
 PARTS = {**CORE, **ROOMS, **WINGS}
-TOTAL = 232_000
+TOTAL = 241_000
 """Of all parts. Who must raise it says in the commit message what could not be deleted for it."""
 DOORS = {
     "heads.formats.facts",

@@ -62,6 +62,7 @@ class BenchOptions(RaceOptions):
     max_new_tokens: int = 128
     nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
     rival: LlamaServer | None = None  # with the same weights, for one prompt at a time
+    categories: Sequence[str] = ()  # of the prompts
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Result:
 @dataclass(frozen=True)
 class BenchReport:
     """plain: the engine without a drafter. heads: one Result per head and tree. rival: llama.cpp
-    without drafts; its text is not compared, and its steps take what its own clock says. int8: what
+    without drafts; its text is not compared, and its steps take what its own clock says.
+    categories: the same results of the prompts of each category, if there are several. int8: what
     the target's int8 weights cost, as of `int8_cost`.
     """
 
@@ -118,6 +120,7 @@ class BenchReport:
     plain: Result
     heads: list[Result]
     rival: Result | None
+    categories: dict[str, list[Result]]
     int8: dict[str, float] | None = None
 
     def result(self, name: str) -> Result:
@@ -148,11 +151,12 @@ def bench(
         clock = fair_clock(target.device)
         skipped = len(prompts) - len(fitting)
         fitting, runs = race(candidates, fitting, options, clock, turns=turns)
-        results = [
-            summarize(each, target, fitting, runs, options)
-            for each in candidates
-            if each.name != GENERATE
-        ]
+        measured = [each for each in candidates if each.name != GENERATE]
+        results = [summarize(each, target, fitting, runs, options) for each in measured]
+        categories = {
+            category: [summarize(each, target, *part, options) for each in measured]
+            for category, part in by_category(fitting, runs, options.categories).items()
+        }
     plain, *others = results
     rival = others.pop() if options.rival else None
     settings = {
@@ -164,7 +168,27 @@ def bench(
         "prompts_skipped": skipped,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    return BenchReport(describe_machine(target), settings, plain, others, rival)
+    return BenchReport(describe_machine(target), settings, plain, others, rival, categories)
+
+
+def by_category(
+    prompts: Sequence[BenchPrompt], runs: Runs, categories: Sequence[str]
+) -> dict[str, tuple[list[BenchPrompt], Runs]]:
+    """The prompts of each category, and their runs; none if there is one category. categories: of
+    all prompts that the caller has, by number.
+    """
+    if len({*categories}) < 2:
+        return {}
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        places.setdefault(categories[prompt.number], []).append(place)
+    return {
+        category: (
+            [prompts[place] for place in chosen],
+            {name: [each[place] for place in chosen] for name, each in runs.items()},
+        )
+        for category, chosen in places.items()
+    }
 
 
 def _settings(options: BenchOptions) -> dict[str, Any]:

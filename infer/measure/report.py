@@ -21,12 +21,17 @@ COLUMNS: dict[str, Callable[[Result], str]] = {
     "τ": lambda result: f"{result.tokens_per_step:.2f}" if result.steps else "",
     "tok/s": lambda result: f"{result.tokens_per_second:.0f}",
     "speedup": lambda result: f"{result.speedup:.2f}",
-    "95 %": lambda result: "{:.2f}-{:.2f}".format(*result.speedup_ci95),
+    "95 %": lambda result: interval(*result.speedup_ci95),
     "vs best": lambda result: f"{result.speedup_over_best:.2f}",
     "draft": lambda result: f"{result.draft_seconds * 1e3:.2f}" if result.steps else "",
     "verify": lambda result: f"{result.verify_seconds * 1e3:.2f}" if result.steps else "",
     "lossless": lambda result: {True: "yes", False: "NO", None: "n/a"}[result.lossless],
 }
+
+
+def interval(low: float, high: float) -> str:
+    """An interval; of a single prompt there is none."""
+    return f"{low:.2f}-{high:.2f}" if low < high else ""
 
 
 def results_grid(report: BenchReport) -> Grid:
@@ -43,6 +48,18 @@ def results_grid(report: BenchReport) -> Grid:
         label = result.name + MARK if result is winner else result.name  # which also a file shows
         rows.append([label, *[show(result) for show in COLUMNS.values()]])
     return Grid(["candidate", *COLUMNS], rows)
+
+
+def categories_grid(report: BenchReport) -> list[Grid]:
+    """One row per category, for the fastest candidate with drafts; none without categories."""
+    if not report.categories or not drafted(report):
+        return []
+    name = max(drafted(report), key=_merit).name
+    rows = []
+    for category, results in report.categories.items():
+        result = next(each for each in results if each.name == name)
+        rows.append([category or "-", *[show(result) for show in COLUMNS.values()]])
+    return [Grid([f"{name} by category", *COLUMNS], rows)]
 
 
 def drafted(report: BenchReport) -> list[Result]:
@@ -65,8 +82,8 @@ def print_report(report: BenchReport, console: Console | None = None) -> None:
         f"{settings['target']}: {settings['sampling']}, {settings['prompts']} prompts, "
         f"{settings['max_new_tokens']} new tokens, seed {settings['seed']}"
     )
-    table = results_grid(report)
-    print_findings(heading, [table], verdict(report), cautions(report), LEGEND, console)
+    tables = [results_grid(report), *categories_grid(report)]
+    print_findings(heading, tables, verdict(report), cautions(report), LEGEND, console)
 
 
 def print_findings(

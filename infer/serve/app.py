@@ -161,7 +161,7 @@ def _add_page(app: FastAPI) -> None:
         return FileResponse(PAGE / name, headers=headers)
 
     for path in ("/", "/page.css", "/page.js", "/markdown.js", "/icon.svg"):
-        app.add_api_route(path, show)
+        app.add_api_route(path, show, methods=["GET", "HEAD"])
 
 
 class _Server(uvicorn.Server):

@@ -5,7 +5,7 @@ things under other names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
@@ -83,12 +83,25 @@ class CallItem(CalledFunction):
         return {**assistant(""), "tool_calls": [call]}
 
 
+class PictureItem(Described):
+    """A picture in the result of a call, in whose place the model reads that it cannot see it: its
+    agent looked at a file, and would end at a refusal.
+    """
+
+    type: Literal["image", "input_image"]
+    text: ClassVar = "[a picture, which this model cannot see]"
+
+
 class ResultItem(Described):
     """The result of a call. Templates have no key for an error; the text says it."""
 
     type: Literal["function_call_output", "tool_result"]
     call_id: Text = Field(validation_alias=AliasChoices("call_id", "tool_use_id"))
-    content: Texts = Field([], validation_alias=AliasChoices("output", "content"))
+    content: Annotated[
+        list[Annotated[TextItem | PictureItem, Field(discriminator="type")]],
+        Field(fail_fast=True, validation_alias=AliasChoices("output", "content")),
+        BeforeValidator(_in_parts),
+    ] = []
 
     def message(self, role: str) -> Json:
         """As chats have it."""
@@ -192,7 +205,7 @@ class ConversationBody(Body):
         )
 
 
-def text_of(texts: Iterable[TextItem]) -> str:
+def text_of(texts: Iterable[TextItem | PictureItem]) -> str:
     """Texts with blank lines between them."""
     return "\n\n".join(each.text for each in texts)
 

@@ -147,7 +147,13 @@ def error_body(error: ApiError) -> Json:
     """An error in Anthropic's form."""
     usual = "api_error" if error.status_code >= 500 else "invalid_request_error"
     kind = ERRORS.get(error.status_code, usual)
-    return {"type": "error", "error": {"type": kind, "message": error.detail}}
+    message = error.detail
+    if error.code == "context_length_exceeded":  # Claude Code summarises at these words
+        message = f"prompt is too long: {message}"
+    body: Json = {"type": kind, "message": message}
+    if error.param == "thread":  # at this code, Anthropic's clients send whole conversations
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body}
 
 
 def _content(block: Block) -> Json:

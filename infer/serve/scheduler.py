@@ -218,13 +218,14 @@ class Scheduler:
     def _enter(self, job: Job) -> None:
         """Give a job the slot whose newest prompt its own prompt continues; else the one that was
         not used for the longest time, into which `_copy_beginning` may copy. Drafters other than
-        heads cannot be copied: they get the slot that has the most of the prompt, if that is most
-        of what the slot has.
+        heads cannot be copied: they also get the slot that has the most of the prompt, if that is
+        half of what the slot has.
         """
         if job.draft:
             session = max(self._idle, key=lambda session: session.shared(job.prompt))
-            can_copy = self.speculator.rows_may_leave
-            least = session.asked - OPENING if can_copy else session.length / 2
+            least = session.asked - OPENING
+            if not self.speculator.rows_may_leave:
+                least = min(least, session.length // 2)
             if session.shared(job.prompt) < least:
                 session = self._idle[0]
             self._idle.remove(session)

@@ -179,6 +179,7 @@ def good_calls() -> dict[str, list[str]]:
         "chat": [*decode[:4], "--head", "eagle3", "--nodes", "4", "--adapter", "lora"],
         "serve": ["--head", "sequential", "--port", "0", "--nodes", "4"],
         "doctor": ["--target", "target", "--head", "sequential", *ask],
+        "report": ["sequential", *ask, "--limit", "1", "--max-new-tokens", "8"],
         "merge": ["sequential", "merged"],
         "convert": ["eagle3", "converted", "--to", "vllm"],
         "publish": ["sequential", "me/heads", "--dry-run"],

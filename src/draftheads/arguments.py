@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+VARIANT = re.compile(r"(\.gguf|:latest|[-@]\d{4}-?\d{2}-?\d{2})+$")
+"""What servers and proxies append to the name of a model that stays the same."""
 PATIENCE = 10.0
 """Seconds to wait for the Hub's first answer."""
 VARIABLE = re.compile(r"\$\{\w*\}?")
@@ -38,7 +40,7 @@ USES = {
 FILES = {
     RECIPE: r"\.ya?ml$",
     JSON: r"\.json$",
-    PROMPTS: r"\.([ct]sv|parquet|arrow|jsonl?|txt|md)(\.gz|\.bz2|\.zst)?$",
+    PROMPTS: r"\.([ct]sv|parquet|arrow|jsonl?|traj|txt|md)(\.gz|\.bz2|\.zst)?$",
     PART: r"\.(safetensors|bin|pth?|ckpt)$",
 }
 """Ends of their names."""
@@ -158,6 +160,11 @@ def check_name(what: str, name: str) -> None:
             raise FileNotFoundError(f"{what} {name}: {nowhere(name)}") from error
     except Exception:  # of the HTTP library: whoever downloads it says why it cannot
         return
+
+
+def bare_name(model: str) -> str:
+    """The name of a model without what proxies add to it, such as a path or VARIANT."""
+    return VARIANT.sub("", model.rstrip("/").rpartition("/")[2].lower())
 
 
 def nowhere(name: str) -> str:

@@ -37,6 +37,7 @@ COMMANDS = {
     "bench": "bench --target TARGET --head HEAD --prompts PROMPTS",
     "tune": "tune --target TARGET --head HEAD --prompts PROMPTS --dry-run",
     "doctor": "doctor --target TARGET --head HEAD --prompts PROMPTS",
+    "report": "report HEAD --target TARGET --prompts PROMPTS",
     "distill": "distill --target TARGET --prompts PROMPTS --out out",
     "import-answers": "import-answers CONVERSATIONS --target TARGET --out out",
     "plan": "plan RECIPE --no-probe",

@@ -334,6 +334,7 @@ NEEDS = {
     "merge HEAD out/merged": "no adapter",
     "plan RECIPE": "train",
     "publish HEAD a/b --dry-run": None,
+    "report HEAD": "train",
     "serve --target TARGET --port 0": None,
     "train RECIPE": "train",
     "tune --head HEAD --prompts p.txt": "train",

@@ -99,4 +99,5 @@ def test_the_demo_types_commands(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "load", lambda head: SimpleNamespace(engine=head))
     monkeypatch.setattr(demo, "sample_chat", lambda engine, *_, **__: typed.append(engine))
     demo.demo(tmp_path, command)
-    assert typed == ["distill", "train", "train", "train", "bench", "tune", tmp_path / "eagle3"]
+    journey = ["distill", "train", "train", "train", "bench", "tune", "report"]
+    assert typed == [*journey, tmp_path / "eagle3"]

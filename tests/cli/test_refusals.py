@@ -155,7 +155,8 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
             "link": ("link: expected a file to write, got a",),
             "-": ("expected a file to write, got -, and stdout has the table",),
         }.items()
-    ],
+    ]
+    + [("report head --out target", "target: expected a file to write, got a folder")],
     "a head": [
         ("chat --head nothing", "nothing: expected a head, got nothing"),
         ("publish empty me/heads", "expected a head, got an empty folder"),
@@ -170,6 +171,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         (f"{BENCH} --head head+nothing", "head nothing: expected a head, got nothing"),
         ("tune --head me/heads --prompts me/p", "--head: expected a head folder"),
         ("tune --head theirs --prompts me/p", "own layout", "draftheads convert"),
+        ("report ngram", "expected a head"),
     ],
     "trees and rules": [
         (f"{BENCH} --head head --tree 1,1,1", "3 deep, the head predicts only 2"),

@@ -91,6 +91,8 @@ SLOTS = {
     "forget --head X": {HEAD},
     "doctor --target X --head head": TARGETS,
     "doctor --target llm --head head --data X": {ANSWERS},
+    "report X": {HEAD},
+    "report head --target X --sample hello": TARGETS,
     "merge X new": {HEAD},
     "merge head new --target X": TARGETS,
     "convert X new --to vllm": {HEAD},

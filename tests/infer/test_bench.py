@@ -115,6 +115,21 @@ def quick(target, prompts, heads=None, **choices):
     return bench(target, heads or {}, prompts, BenchOptions(**choices))
 
 
+def test_categories_divide_the_results(target, prompts, oracle):
+    options = BenchOptions(max_new_tokens=NEW, categories=["code", "prose", "code"])
+    report = bench(target, {"oracle": oracle}, prompts, options)
+    [whole] = report.heads
+    parts = {name: results[-1] for name, results in report.categories.items()}
+    assert list(parts) == ["code", "prose"] and {each.name for each in parts.values()} == {"oracle"}
+    assert sum(each.tokens for each in parts.values()) == whole.tokens
+    assert sum(each.steps for each in parts.values()) == whole.steps
+    printed = StringIO()
+    print_report(report, Console(file=printed, width=120))
+    assert all(f"\n{name}" in printed.getvalue() for name in ("oracle by category", *parts))
+    one = bench(target, {"oracle": oracle}, prompts, replace(options, categories=["code"] * 3))
+    assert one.categories == {}
+
+
 def test_json_has_every_field_with_its_type(report, tmp_path):
     path = tmp_path / "new" / "bench.json"
     write_figures(path, asdict(report))

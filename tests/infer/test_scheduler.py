@@ -287,6 +287,17 @@ def test_drafts_that_cannot_be_copied_take_the_slot_with_most_of_a_prompt(schedu
     assert [agents.turn(scheduler, agent) for agent in range(2)] == [[0], [TOOLS]]
 
 
+@pytest.mark.mend("with n-grams, a prompt with a longer answer was read again when it was repeated")
+def test_a_repeated_prompt_is_known_however_long_its_answer_was(schedulers):
+    scheduler = schedulers(Speculator(tiny_target(), NGram()), slots=3)
+    [prompt] = some_prompts(6)
+    for known in (0, len(prompt) - 1):
+        asked = Asked(prompt)
+        scheduler.submit(asked.job)
+        assert asked.answer() == greedy(tiny_target(), prompt, NEW)
+        assert asked.job.reused == known
+
+
 @dataclass
 class FailsAfter(Constraint):
     """It forbids nothing, and cannot be followed after so many tokens."""

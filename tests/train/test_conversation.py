@@ -449,9 +449,10 @@ def test_broken_tool_call_is_named(tmp_path, value):
     assert len(read_prompts(path, tools="drop")) == 1
 
 
-def test_text_is_no_conversation(tmp_path):
+def test_text_is_no_conversation(tmp_path, caplog):
     (tmp_path / "p.txt").write_text("a story")
-    with pytest.raises(ValueError, match="expected a conversation, got plain text"):
+    with pytest.raises(ValueError, match="expected at least one answer in a conversation"):
         read_conversations(tmp_path / "p.txt")
+    assert caplog.messages == ["left out: 1 plain texts"]
     with pytest.raises(ValueError, match="expected at least one answer in a conversation"):
         read_conversations(write(tmp_path, SHAREGPT[:1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from tiny_training import run
 
 from draftheads.train.checkpoint import BEST, read_state
+from draftheads.train.metrics import rise_per_doubling
 
 DECODING = ["eval.every=3", "eval.prompts=2", "eval.new_tokens=8", "run.save_every=3"]
 
@@ -44,3 +46,15 @@ def test_the_bar_has_room_for_itself_at_80_columns(made, tmp_path, capsys, monke
     bars = [part for part in re.split(r"[\r\n]", capsys.readouterr().err) if part[:6] == "train "]
     assert bars and all(len(bar.rstrip()) <= 80 for bar in bars)
     assert "█████" in bars[-1]
+
+
+def test_what_a_doubling_of_tokens_brings_is_read_before_the_learning_rate_falls():
+    """Not at the start, nor where evaluations do not rise any more; not from one evaluation."""
+    steps = range(100, 1601, 100)
+    taus = {step: 1 + 0.3 * math.log2(min(max(step, 600), 1200)) for step in steps}
+    lines = [{"step": step, "heldout_tokens_per_step": tau} for step, tau in taus.items()]
+    lines.insert(3, {"step": 700, "loss": 2.0})
+    assert rise_per_doubling(lines) == pytest.approx(0.3)
+    assert rise_per_doubling(lines[:5]) == pytest.approx(0.0)
+    assert rise_per_doubling([line for line in lines if line["step"] in (800, 1600)]) is None
+    assert rise_per_doubling([]) is None

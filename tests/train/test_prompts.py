@@ -18,6 +18,7 @@ from tiny_chat import byte_tokenizer, files, llama, on_call, options, records
 from draftheads.scripts.cli import app
 from draftheads.train.data.distill import distill
 from draftheads.train.data.prompts import (
+    ELSEWHERE,
     SETS,
     Prompt,
     check_source,
@@ -130,6 +131,32 @@ SET_RECORDS = {  # the columns of each set
         "entry_point": "f",
     },
     "gsm8k": {"question": "hi", "answer": "5"},
+    "math500": {
+        "problem": "hi",
+        "solution": "5, so 5",
+        "answer": "5",
+        "subject": "Algebra",
+        "level": 2,
+        "unique_id": "test/algebra/5.json",
+    },
+    "mbpp": {
+        "source_file": "a.ipynb",
+        "task_id": 2,
+        "prompt": "hi",
+        "code": "pass",
+        "test_imports": [],
+        "test_list": ["assert f() == 1"],
+    },
+    "speed-bench": {
+        "question_id": "a1",
+        "category": "coding",
+        "sub_category": "python",
+        "turns": ["hi", "again"],
+        "source": "own",
+        "src_id": "1",
+        "difficulty": "easy",
+        "multiturn": True,
+    },
 }
 
 
@@ -150,14 +177,21 @@ def test_a_set_by_its_name(name, monkeypatch, tmp_path, hub):
         folder = tmp_path / SETS[name]["path"] / SETS[name].get("name", "")
         folder.mkdir(parents=True)
         lines(folder / f"{SETS[name]['split']}-00000-of-00001.jsonl", record)
-        if name == "gsm8k":
+        if config := SETS[name].get("name"):
             card = (
-                "configs:\n- config_name: main\n  data_files:\n  - {split: test, path: main/test-*}"
+                f"configs:\n- config_name: {config}\n  data_files:\n"
+                f"  - {{split: test, path: {config}/test-*}}"
             )
             (folder.parent / "README.md").write_text(f"---\n{card}\n---\n")
-    turns = user("hi", "again") if name in ("spec-bench", "mt-bench") else user("hi")
+    turns = user("hi", "again") if name.endswith("-bench") else user("hi")
     expected = [Prompt(0, turns, category=record.get("category"))]
     assert read_prompts(name, limit=1) == read_prompts(name) == expected
+
+
+def test_questions_that_are_elsewhere_are_left_out(tmp_path, caplog):
+    records = [{"turns": [ELSEWHERE, ELSEWHERE]}, {"turns": ["hi"]}, {"turns": [ELSEWHERE]}]
+    assert len(read_prompts(str(lines(tmp_path / "p.jsonl", *records)))) == 1
+    assert "2 questions that only NVIDIA's specdec_bench fetches" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["openai/gsm8k", "openai/openai_humaneval", "openai/gsm8k:main"])
@@ -290,7 +324,12 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: TALK * 16 + b'{"text": "a\n', "line 17: expected JSON .*fix or remove it"
     ),
     "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
-    "keys.json": (lambda: b'{"rows": []}', 'expected a list .*"data".* got keys rows'),
+    "keys.json": (lambda: b'{"rows": []}', "record 1: expected an object .* got keys rows"),
+    "cut.jsonl": (lambda: TALK * 2 + b'{"text": "a', "line 3: expected JSON .*fix or remove it"),
+    "log.jsonl": (lambda: b'{"type": "log", "message": "up"}\n', ANY),
+    "session.jsonl": (
+        lambda: b'{"type": "session_meta", "payload": {}}\n{"ty\n{}', "line 2: expected JSON"
+    ),
     "table.xls": (lambda: b"a,b\n", r"expected prompts .*; pass a folder of \.json, "),
     "text.jsonl": (lambda: with_turn(content=[{"text": 3}]), "turn 1: expected a string"),
     "zero.jsonl": (

@@ -33,6 +33,11 @@ TOOLED = (  # as Hermes and Qwen
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+REASONED = TOOLED.replace(
+    "{% else %}",
+    "{% else %}{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}",
+)
 THINKING = TEMPLATE.replace(  # as Qwen 3: reasoning in a key, an empty block without
     "{{ m['content'] }}",
     "{% if m.role == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
@@ -437,6 +442,61 @@ def test_reasoning_that_the_prompt_has_ended_is_left_out_of_answers(tmp_path):
     path = write(tmp_path / "p.jsonl", {"messages": said("U:q", "A:<think>hm</think>a")})
     assert "expected no reasoning" in learned(path, ended)[0]
     assert learned(path, ended, reasoning="drop") == ["U:q|A:<think>\n\n</think>\n\n[[a|]]"]
+
+
+# ---------------------------------------------------------------- agents
+
+
+@table("sessions")
+def test_a_session_of_an_agent_is_learned_like_a_conversation(tmp_path, record, expected):
+    """Answers of other models are context; so is what was said before a history was compacted."""
+    path = tmp_path / "session.traj"
+    path.write_text(json.dumps(record))
+    if isinstance(record, list):  # an event a line; the agent was stopped in the last one
+        path = write(tmp_path / "session.jsonl", *record)
+        path.write_text(path.read_text() + '{"type": "user", "mess')
+    assert learned(path, REASONED, model="org/Tiny") == expected
+
+
+def session(model: str) -> list[dict[str, Any]]:
+    user, answer = said("U:q", "A:a")
+    return [
+        {"type": "user", "parentUuid": None, "uuid": "1", "message": user},
+        {"type": "assistant", "parentUuid": "1", "message": answer | {"model": model}},
+    ]
+
+
+def test_sessions_of_other_models_are_left_out_and_counted(tmp_path, caplog):
+    days = tmp_path / "sessions" / "2026" / "01"
+    for name, model in (("a", "tiny"), ("b", "gpt-5"), ("c", "gpt-5"), ("d", "opus")):
+        (days / name).mkdir(parents=True)
+        write(days / name / "rollout.jsonl", *session(model))
+    (days / "MEMORY.md").write_text("a note")
+    (days / "agent.meta.json").write_text('{"agentType": "explore"}')
+    assert learned(tmp_path, model="org/Tiny-2026-01-02") == ["U:q|A:[[a|]]"]
+    hint = "without an answer of tiny"
+    counts = f"1 plain texts, 2 sessions of gpt-5 {hint}, 1 sessions of opus {hint}"
+    assert caplog.messages == [f"left out: {counts}"]
+    assert len(learned(tmp_path, model="gpt-5")) == 2
+    assert len(learned(tmp_path)) == 4, "no model is asked for"
+    with pytest.raises(ValueError, match="expected at least one answer.*--model NAME"):
+        read_conversations(tmp_path, model="other")
+
+
+def test_a_session_is_imported_under_the_name_of_the_target(tmp_path, caplog):
+    """Tools are called in it that it does not define."""
+    byte_tokenizer(TOOLED).save_pretrained(tmp_path / "tiny")
+    events = session("tiny")
+    asked = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    events[1]["message"]["content"] = [asked]
+    path = write(tmp_path / "p.jsonl", *events)
+    import_answers(str(path), str(tmp_path / "tiny"), tmp_path / "out")
+    assert len(list(read_answers(tmp_path / "out"))) == 1
+    [line] = caplog.messages
+    assert line.startswith("calls without definitions of tools")
+    with pytest.raises(ValueError, match="expected at least one answer"):
+        import_answers(str(path), str(tmp_path / "tiny"), tmp_path / "new", model="other")
+    assert not (tmp_path / "new").exists()
 
 
 # ---------------------------------------------------------------- files

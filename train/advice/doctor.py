@@ -56,11 +56,13 @@ SENTINEL = "Prompt42"
 
 @dataclass(frozen=True)
 class DecodedAnswers:
-    """Decoded answers. accepted: draft tokens accepted in each step. contexts: tokens before each
-    step. tokens_per_step: with the target's own token, without prefill. seconds: of each step.
+    """Decoded answers. steps: of each answer, its prefill first. Of all steps but prefills:
+    accepted: draft tokens accepted in each. contexts: tokens before each. tokens_per_step: with the
+    target's own token. seconds: of each.
     """
 
     answers: list[Answer]
+    steps: list[list[Step]]
     accepted: Tensor
     contexts: list[int]
     tokens_per_step: float
@@ -93,6 +95,13 @@ class Evidence:
     def decoded(self) -> DecodedAnswers:
         """Greedy decoding with the head's own tree."""
         return self.decode(self.openings)
+
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """What the chat template writes before and after a question. The target has a tokenizer."""
+        ids = encode_prompt(self.target, [{"role": "user", "content": SENTINEL}])
+        before, _, after = self.target.tokenizer.decode(ids).partition(SENTINEL)
+        return before.rstrip(" "), after
 
     @cached_property
     def break_even(self) -> float:
@@ -197,13 +206,16 @@ class Evidence:
                 f"tokens), got {len(openings)} longer ones; pass other --prompts"
             )
         answers: list[Answer] = []
+        texts: list[list[Step]] = []
         steps: list[Step] = []
         contexts: list[int] = []
         engine = Speculator(self.target, self.head if drafts else None, tree=tree)
         for opening in room:
             limit = min(self.new_tokens, context - len(opening))
             text = [*opening]
+            texts.append([])
             for step in engine.generate(opening, max_new_tokens=limit):
+                texts[-1].append(step)
                 if step.accepted >= 0:  # not the prefill
                     steps.append(step)
                     contexts.append(len(text))
@@ -211,6 +223,7 @@ class Evidence:
             answers.append(Answer(text, [(len(opening), len(text))]))
         return DecodedAnswers(
             answers,
+            texts,
             torch.tensor([step.accepted for step in steps]),
             contexts,
             Statistics.of(steps).tokens_per_step,
@@ -318,10 +331,7 @@ def other_template(evidence: Evidence) -> Finding | None:
     documents, tokenizer = evidence.documents, evidence.target.tokenizer
     if documents is None or tokenizer is None:
         return None
-    messages = [{"role": "user", "content": SENTINEL}]
-    now = tokenizer.decode(encode_prompt(evidence.target, messages))
-    before, _, after = now.partition(SENTINEL)
-    before = before.rstrip(" ")
+    before, after = evidence.around
     openings = openings_of(documents, documents.spans[:PROMPTS])
     texts = [tokenizer.decode(opening) for opening in openings]
     other = [text for text in texts if not (text.startswith(before) and text.endswith(after))]

@@ -265,7 +265,8 @@ def _encode_after(renderer: PromptRenderer, end_id: int, text: str) -> list[int]
 
 def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError if there are tool calls or results in prompts, and the chat template does
-    not render them. Definitions and documents that it does not render are said.
+    not render them. Definitions and documents that it does not render are said, and calls of tools
+    that nothing defines.
     """
     pairs = (pair for each in prompts for pair in each.template_args.items())
     renderer = renderer.with_variables(dict(pairs))
@@ -277,6 +278,11 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     messages = (message for prompt in prompts for message in prompt.messages or ())
     if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
         return
+    if not renderer.template_args.get("tools"):
+        logger.warning(
+            "calls without definitions of tools: the prompts differ from those that were answered; "
+            "`serve --learn` learns from the real ones"
+        )
     call = tool_call("look_up", {"word": "heron"})
     turn = {**assistant(""), "tool_calls": [call]}
     result = {"role": "tool", "name": "look_up", "tool_call_id": call["id"], "content": "A bird."}
@@ -290,7 +296,7 @@ def check_tools(renderer: PromptRenderer, prompts: Sequence[Prompt]) -> None:
     if "look_up" not in shown or "A bird." not in shown:
         raise ValueError(
             "--tools: expected a chat template that renders tool calls and results, the one of "
-            f"{tokenizer.name_or_path} {problem}; leave them out with --tools drop"
+            f"{renderer.name} {problem}; leave them out with --tools drop"
         )
 
 

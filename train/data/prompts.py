@@ -1,9 +1,10 @@
 """Prompts and conversations, read from files, folders and Hub data sets.
 
-Files: .json (a list, {"data": [...]}, or JSON lines), .jsonl, .txt and .md, also packed as .gz,
-.bz2 or .zst; .csv, .tsv, .parquet and .arrow; a folder of them (README, LICENSE and hidden files
-are ignored); a Hub data set, "owner/name" or "owner/name:config"; or one of SETS by name. In a .txt
-or .md file each paragraph is a record or, without blank lines, each line. JSON is read here, not by
+Files: .json (a list, {"data": [...]}, one object, or JSON lines), .traj, .jsonl, .txt and .md, also
+packed as .gz, .bz2 or .zst; .csv, .tsv, .parquet and .arrow; a folder of them (README, LICENSE and
+hidden files are ignored); a Hub data set, "owner/name" or "owner/name:config"; or one of SETS by
+name. A .jsonl file may be a session of an agent (`draftheads.train.data.traces`). In a .txt or .md
+file each paragraph is a record or, without blank lines, each line. JSON is read here, not by
 `datasets`, which refuses lines of several shapes and fills their objects with nulls. Fields of .csv
 and .tsv are text.
 
@@ -18,7 +19,7 @@ beside them:
     answer          "...", a number, messages, an index of the choices, or {"text": [...]} (SQuAD)
     reasoning       what the answer begins with
     label           false: the answer is a rejected one (KTO); a number is not read
-    history         [["question", "answer"], ...] before the question
+    history         [["question", "answer"], ...] before the question; alone, messages (SWE-agent)
     system          the system's message, where the conversation has none
     tools           definitions for the chat template, as objects or JSON text
     variables       of the chat template, likewise (TRL)
@@ -28,11 +29,10 @@ beside them:
 
 An assistant's message may have its reasoning in a key of its own (THOUGHTS), `weight: 0`, `train:
 false` or the like (MARKS) if it is not to be learned, and `finish_reason: length` if it was cut. So
-may a record, also with a list of marks, one for each turn. Reasoning,
-calls and results may also be parts of a content that is a list (PART_KEYS). In any record,
+may a record, also with a list of marks, one for each turn. Reasoning, calls and results may also
+be parts of a content that is a list (PART_KEYS). A turn may name its `model`. In any record,
 `category` may name the kind of a prompt. Keys that are known and not read are counted and said.
-Errors name the record:
-"prompts.jsonl line 17, messages, turn 2: expected ...".
+Errors name the record: "prompts.jsonl line 17, messages, turn 2: expected ...".
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ from draftheads.arguments import (
     HUB_ID,
     JSON,
     PROMPTS,
+    bare_name,
     check_kind,
     suggestion,
 )
@@ -74,6 +75,7 @@ from draftheads.infer.text import (
 )
 from draftheads.recipes import FOLDER as RECIPES
 from draftheads.recipes import packaged
+from draftheads.train.data.traces import CutLineError, Records, with_sessions
 
 KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first that is there is read
     "conversation": ("messages", "conversations", "conversation", "turns"),
@@ -109,7 +111,7 @@ KEYS: dict[str, tuple[str, ...]] = {  # what a key holds: its names; the first t
         "chain_of_thought",
     ),
 }
-QUESTIONS = KEYS["conversation"] + KEYS["question"] + KEYS["text"]
+QUESTIONS = KEYS["conversation"] + KEYS["question"] + KEYS["text"] + KEYS["history"]
 """Keys of which a record has one."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench"
@@ -118,7 +120,12 @@ SETS: dict[str, dict[str, str]] = {  # name -> arguments of datasets.load_datase
     "mt-bench": {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "gsm8k": {"path": "openai/gsm8k", "name": "main", "split": "test"},
+    "math500": {"path": "HuggingFaceH4/MATH-500", "split": "test"},
+    "mbpp": {"path": "google-research-datasets/mbpp", "name": "sanitized", "split": "test"},
+    "speed-bench": {"path": "nvidia/SPEED-Bench", "name": "qualitative", "split": "test"},
 }
+ELSEWHERE = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+"""What SPEED-Bench has in the place of questions of other data sets."""
 PACKAGED = tuple(path.stem for path in RECIPES.glob("*.jsonl"))
 """Sets that come with the package."""
 ROLES = {  # our role -> names of it in data sets
@@ -127,13 +134,15 @@ ROLES = {  # our role -> names of it in data sets
     "assistant": ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
     "call": ("function_call", "tool_call"),
     "tool": ("tool", "function", "observation", "tool_response", "ipython"),
-    "thought": ("thinking", "reasoning"),
+    "thought": ("thinking", "reasoning", "exit"),  # mini-SWE-agent's exit, which nothing follows
 }
 PART_KEYS = {  # type of a content part: the key that a message has for it
     "thinking": THOUGHT_KEY,
     "reasoning": THOUGHT_KEY,
     "tool_use": "tool_calls",
     "tool_call": "tool_calls",
+    "function_call": "tool_calls",
+    "custom_tool_call": "tool_calls",
 }
 MARKS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask", "learn")
 """Keys of an assistant's message that is context alone, if one of them is 0 or false."""
@@ -147,20 +156,20 @@ ENDED = re.compile(
 )
 """The end of a text that a chat template rendered, with an answer."""
 PACKED = (".gz", ".bz2", ".zst")
-ABOUT = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""What `datasets` writes beside a data set."""
+ABOUT = re.compile(
+    r"^(readme|license|dataset_info\.json$|dataset_dict\.json$|state\.json$)|\.meta\.json$", re.I
+)
+"""What people, `datasets` and agents write beside a data set."""
 
 logger = logging.getLogger("draftheads")
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
-Records = Iterator[tuple[str, Any]]
-"""Each with its place, for messages."""
 Learn = Literal["all", "last"]
 
 
 class EmptyPromptError(ValueError):
-    """A record without a question, which is left out."""
+    """A record without a question, or of the kind that the message says, which is left out."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +195,7 @@ class _Parts:
 
     tools: bool
     answers: bool = False
+    model: str = ""  # its answers are learned; default: those of all
     left_out: Counter[str] = field(default_factory=Counter)  # what is not text, not read, or empty
 
 
@@ -221,29 +231,33 @@ def read_conversations(
     limit: int | None = None,
     tools: str = "keep",
     learn: Learn = "all",
+    model: str = "",
 ) -> list[Prompt]:
     """Read conversations up to their last answer; those without an answer are left out.
 
     split, limit, tools: as in `read_prompts`. learn: "last" makes all answers but the last one of
-    each conversation context. An answer that is context has `learn: False`, reasoning that stands
-    in a key or a turn of its own is its `reasoning_content`. Raises ValueError, naming the record.
+    each conversation context. model: where answers name their model, those of another one are
+    context, and a conversation without any of this one is left out. An answer that is context has
+    `learn: False`, reasoning that stands in a key or a turn of its own is its `reasoning_content`.
+    Raises ValueError, naming the record.
     """
-    parts = _Parts(tools != "drop", answers=True)
+    parts = _Parts(tools != "drop", answers=True, model=bare_name(model))
     records = _records(source, split, limit)
     conversations = []
-    for where, prompt in _parsed(records, parts, limit):
+    for _, prompt in _parsed(records, parts, limit):
         if prompt.messages is None:
-            raise ValueError(
-                f"{where}: expected a conversation, got plain text; give its turns as messages, or "
-                "leave it out"
-            )
+            parts.left_out["plain texts"] += 1
+            continue
         if learn == "last":
             for message in prompt.messages[:-1]:
                 if message["role"] == "assistant":
                     message["learn"] = False
         conversations.append(prompt)
     if not conversations:
-        raise ValueError(f"{source}: expected at least one answer in a conversation, found none")
+        raise ValueError(
+            f"{source}: expected at least one answer in a conversation, found none; in sessions of "
+            "agents, --model NAME says whose answers"
+        )
     return conversations
 
 
@@ -298,7 +312,7 @@ def prompt_files(folder: Path) -> list[Path]:
     files = []
     for file in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        is_about = file.stem.upper().startswith(("README", "LICENSE")) or file.name in ABOUT
+        is_about = ABOUT.search(file.name)
         is_ours = _suffix(file) in SUFFIXES and file.is_file()
         if is_ours and not (is_about or is_hidden):
             files.append(file)
@@ -389,9 +403,18 @@ def _suffix(path: Path) -> str:
 
 def _file_records(path: Path) -> Records:
     try:
-        yield from READERS[_suffix(path)](path)
-    # codecs, pyarrow and pandas do not name the file
-    except (csv.Error, EOFError, MemoryError, OSError, RuntimeError, ValueError) as e:
+        yield from with_sessions(READERS[_suffix(path)](path), {*QUESTIONS})
+    except (  # codecs, pyarrow and pandas do not name the file, nor do events of unknown shapes
+        AttributeError,
+        KeyError,
+        TypeError,
+        csv.Error,
+        EOFError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as e:
         if str(path) in str(e):
             raise
         raise ValueError(
@@ -446,7 +469,8 @@ def _json_lines(path: Path) -> Records:
             try:
                 record = _json(line)
             except (ValueError, RecursionError) as error:
-                raise ValueError(
+                kind = ValueError if line.endswith(b"\n") else CutLineError
+                raise kind(
                     f"{path} line {number}: expected JSON in UTF-8, got {line[:40]!r}... "
                     f"({error}); fix or remove it"
                 ) from error
@@ -461,17 +485,15 @@ def _json_records(path: Path) -> Records:
         yield from _json_lines(path)
         return
     data = loaded.get("data") if isinstance(loaded, dict) else loaded
-    if not isinstance(data, list):
-        raise ValueError(
-            f'{path}: expected a list of records or {{"data": [...]}}, got {_describe(loaded)}; '
-            "put the records into a list"
-        )
+    if data is None:
+        data = [loaded]
     for number, record in enumerate(data, start=1):
         yield f"{path} record {number}", record
 
 
 READERS: dict[str, Callable[[Path], Records]] = {
     ".json": _json_records,
+    ".traj": _json_records,
     ".jsonl": _json_lines,
     ".csv": _text_table,
     ".tsv": _text_table,
@@ -491,8 +513,8 @@ def _parsed(records: Records, parts: _Parts, limit: int | None) -> Iterator[tupl
         try:
             prompt = _parse(where, number, record, parts)
             json.dumps(vars(prompt), ensure_ascii=False).encode()
-        except EmptyPromptError:
-            parts.left_out["empty records"] += 1
+        except EmptyPromptError as error:
+            parts.left_out[str(error) or "empty records"] += 1
             continue
         except (TypeError, UnicodeError) as error:  # such as "\ud83d", half a character
             what = "text in Unicode" if isinstance(error, UnicodeError) else "values of other kinds"
@@ -520,6 +542,8 @@ def _parse(where: str, index: int, record: Any, parts: _Parts) -> Prompt:
     if key is None:
         raise EmptyPromptError
     turns = left.pop(key)
+    if isinstance(turns, list) and ELSEWHERE in turns:
+        raise EmptyPromptError("questions that only NVIDIA's specdec_bench fetches")
     text = _text(f"{where}, {key}", turns, parts) if key == "text" else ""
     if key == "text" and not text.strip():
         raise EmptyPromptError
@@ -577,6 +601,8 @@ def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[
             marks[name] = label
             del left[name]
             parts.left_out.update([f"answers with {name} false"] * (not label))
+    if parts.model:
+        marks["model"] = _of_model(turns, parts.model)
     for name, mark in marks.items():
         each = mark if isinstance(mark, list) else [mark] * len(turns)
         if len(each) != len(turns):
@@ -588,6 +614,18 @@ def _marked(where: str, turns: list[Any], left: Message, parts: _Parts) -> list[
             if not _is_set(f"{where}, {name}", own) and isinstance(turns[place], dict):
                 turns[place] = {**turns[place], "learn": False}
     return turns
+
+
+def _of_model(turns: list[Any], model: str) -> list[bool]:
+    """Whether each turn may be of a model. Raises EmptyPromptError if all that name one are not."""
+    models = [
+        bare_name(str(turn.get("model") or "")) if isinstance(turn, dict) else "" for turn in turns
+    ]
+    if any(models) and model not in models:
+        raise EmptyPromptError(
+            f"sessions of {', '.join(sorted({*models} - {''}))} without an answer of {model}"
+        )
+    return [each in ("", model) for each in models]
 
 
 def _is_set(where: str, mark: Any) -> bool:
@@ -858,9 +896,9 @@ def _answer(where: str, turn: Message, content: Any, parts: _Parts) -> Message |
     if not (parts.tools or text.strip()):  # it was a call
         return None
     message = assistant(text)
-    thought = next((turn[key] for key in THOUGHTS if turn.get(key)), None)
+    thought = _text(where, next((turn[key] for key in THOUGHTS if turn.get(key)), ""), parts)
     if thought:
-        message[THOUGHT_KEY] = _text(where, thought, parts)
+        message[THOUGHT_KEY] = thought
     if calls and parts.tools:
         message["tool_calls"] = _calls(where, calls)
     marks = [key for key in MARKS if turn.get(key) not in (None, "")]
@@ -919,7 +957,9 @@ def _text(where: str, value: Any, parts: _Parts) -> str:
         kind = str(item.get("type", "text")) if isinstance(item, dict) else "text"
         text = item
         if isinstance(item, dict):
-            text = next((item[key] for key in ("text", "value", "thinking") if key in item), None)
+            text = next(
+                (item[key] for key in ("text", "value", "thinking", "content") if key in item), None
+            )
         if "text" not in kind and kind not in PART_KEYS:
             parts.left_out[kind] += 1
         elif text is not None:
