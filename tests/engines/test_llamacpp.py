@@ -7,6 +7,8 @@ are printed with -s.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -158,22 +160,33 @@ def test_a_head_serves_a_quantised_target_as_well(demo_target, trained, tmp_path
 
 
 def test_the_doctor_names_what_a_server_does_otherwise(demo_target, trained, tmp_path):
-    """Nothing while it runs the head, then that it runs none, or drafts shorter chains."""
+    """Nothing while it runs the head, then that it runs none, drafts shorter chains, or reads other
+    layers of the target.
+    """
     folder = open_head(trained("eagle3"))
     head = folder.load(demo_target)
+    other = Path(shutil.copytree(folder.path, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    layers = [layer - 1 for layer in head.feature_layers]
+    config["draftheads"]["feature_layers"] = config["eagle_aux_hidden_state_layer_ids"] = layers
+    (other / "config.json").write_text(json.dumps(config))
     prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), 24)
     evidence = Evidence(demo_target, head, folder.facts, prompts)
     target = target_gguf(str(demo_target.name), tmp_path)
-    drafts = ["-md", head_gguf(str(folder.path), target, tmp_path), *EXACT_DRAFTS]
-    drafts += ["--spec-type", "draft-eagle3", "--spec-draft-n-max"]
     options = ["-m", target, "-np", 1, "-c", 1024, "-t", 1, *EXACT, *SAFE]
     options += server_options("eagle3", end_tokens(str(demo_target.name)))
-    for more, check in {
-        (*drafts, head.depth): None,
-        (): "speculation",
-        (*drafts, 2): "draft length",
-    }.items():
-        with serving(PROGRAM, [*options, *more]) as server:
+    whole = head_gguf(str(folder.path), target, tmp_path)
+    for file, chain, check in (
+        (whole, head.depth, None),
+        (None, 0, "speculation"),
+        (whole, 2, "draft length"),
+        (head_gguf(str(other), target, other), head.depth, "acceptance"),
+    ):
+        drafts: list[object] = []
+        if file:
+            drafts += ["-md", file, *EXACT_DRAFTS]
+            drafts += ["--spec-type", "draft-eagle3", "--spec-draft-n-max", chain]
+        with serving(PROGRAM, [*options, *drafts]) as server:
             served = ServedTarget(str(demo_target.name), ServerOptions(urls=[server.url]))
             finding = next(differences(evidence, served), None)
         print(f"\n{finding}")

@@ -150,11 +150,11 @@ def other_drafts(evidence: Evidence, counts: Counter[str]) -> Iterator[Finding]:
     chain = math.ceil(counts["spec_decode_num_draft_tokens_total"] / steps)
     tree = StaticTree.from_widths([1] * min(chain, depth))
     decoded = evidence.decode(evidence.openings, tree=tree)
-    slack = len(decoded.answers) / len(decoded.accepted)  # last steps are counted in other ways
+    last = len(decoded.answers) / len(decoded.accepted)  # last steps are counted in other ways
     for position in range(tree.depth):
         right_S = (decoded.accepted > position).float()
         share = counts[f"spec_decode_num_accepted_tokens_per_pos_total{position}"] / steps
-        if is_above(right_S, share + slack):
+        if is_above(right_S, share) and right_S.mean() > share + last:
             yield Finding(
                 "acceptance",
                 f"{share:.1%} of steps accept {position + 1} of {chain} draft tokens, here "
