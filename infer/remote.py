@@ -160,10 +160,13 @@ class Server:
 
     def metrics(self) -> str | None:
         """The page of its counters; None if it has none, as other servers need not."""
-        page = f"{self.url.removesuffix('/v1')}/metrics"
+        return self.fetch("GET", f"{self.url.removesuffix('/v1')}/metrics")
+
+    def fetch(self, method: str, path: str, body: Any = None) -> str | None:
+        """The text of a response within CONNECT_SECONDS; None for an error."""
         try:
             with httpx.Client(**self._client) as client:
-                response = client.get(page, timeout=CONNECT_SECONDS)
+                response = client.request(method, path, json=body, timeout=CONNECT_SECONDS)
         except httpx.HTTPError:
             return None
         text: str = response.content.decode(errors="replace")  # whatever charset it claims
@@ -187,7 +190,7 @@ class Server:
         except (httpx.HTTPError, ServerError) as error:
             raise ServerError(
                 f"{self.url}: expected an OpenAI-compatible server with a list of models, got "
-                f"{self._hide(str(error))}; start it, or check --server and --api-key-env"
+                f"{self._hide(str(error))}; start it, or check its address and --api-key-env"
             ) from None
         wanted = self._options.model
         for model in models:
@@ -246,14 +249,14 @@ def connect(options: ServerOptions) -> list[Server]:
 
 def _base_url(url: str) -> str:
     if "@" in url:
-        raise ValueError("--server: expected no password in the address; use --api-key-env")
+        raise ValueError("server: expected no password in the address; use --api-key-env")
     try:
         parts = httpx.URL(url.strip().rstrip("/"))
         valid = parts.scheme in ("http", "https") and parts.host
     except (httpx.InvalidURL, ValueError):
         valid = False
     if not valid:
-        raise ValueError(f"--server: expected http://HOST:PORT, got {url!r}; give such an address")
+        raise ValueError(f"server: expected http://HOST:PORT, got {url!r}; give such an address")
     return str(parts).removesuffix("/").removesuffix("/v1") + "/v1"
 
 

@@ -21,6 +21,7 @@ from draftheads.scripts.options import (
     OUT_CHECK,
     PROMPT_CHECK,
     TARGET_CHECK,
+    ApiKeyEnv,
     Placement,
     Prompts,
     PromptSet,
@@ -28,6 +29,7 @@ from draftheads.scripts.options import (
     Revision,
     Sampling,
     Seed,
+    ServerModel,
     TargetName,
     TemplateArgs,
     names,
@@ -96,10 +98,8 @@ SERVER = "OpenAI-compatible server: http://HOST:PORT; repeatable, all of one mod
 class AnswerServers:
     """Servers that answer instead of this process."""
 
-    server_model: Annotated[str | None, Option(help="the server's name for the target")] = None
-    api_key_env: Annotated[
-        str | None, Option(help="environment variable with the server's key")
-    ] = None
+    server_model: ServerModel = None
+    api_key_env: ApiKeyEnv = None
     server: Annotated[list[str] | None, Option(help=SERVER)] = None
     concurrency: Annotated[int, Option(min=1, help="concurrent requests to each server")] = 32
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,10 +18,12 @@ from draftheads.scripts.options import (
     HEAD,
     HEAD_CHECK,
     PROMPT_CHECK,
+    ApiKeyEnv,
     Json,
     MaybeTarget,
     MaybeTemplateArgs,
     Placement,
+    ServerModel,
     TargetName,
     check_file,
     early,
@@ -41,7 +44,8 @@ if TYPE_CHECKING:
     from draftheads.train.advice.doctor import Diagnosis, Evidence
     from draftheads.train.batches import Documents
 
-
+ENGINE = """compare a running server (vLLM, llama-server; http://HOST:PORT) with our own decoding,
+and name the first difference"""
 PageFile = Annotated[
     Path | None, Option(callback=early(check_file), help="default: report.html in HEAD")
 ]
@@ -70,6 +74,9 @@ def doctor(
         Option(callback=DATA_CHECK, help="answers of distill; default: the head's training data"),
     ] = None,
     template_args: MaybeTemplateArgs = None,
+    engine: Annotated[str | None, Option(help=ENGINE)] = None,
+    server_model: ServerModel = None,
+    api_key_env: ApiKeyEnv = None,
     json_out: Json = None,
 ) -> None:
     """Find out why few draft tokens are accepted: faults, the numbers that show them, next steps.
@@ -77,8 +84,15 @@ def doctor(
     Exit code 0: healthy. 1: something was found.
     """
     from draftheads.heads.formats.hub import open_head
+    from draftheads.infer.remote import ServerOptions
     from draftheads.train.advice.doctor import diagnose
+    from draftheads.train.advice.engine import differences
+    from draftheads.train.data.server import ServedTarget
 
+    served = None
+    if engine is not None:  # a server that is down is said before a model is loaded
+        options = ServerOptions(urls=[engine], model=server_model, api_key_env=api_key_env)
+        served = ServedTarget(target, options)
     folder = open_head(head)
     path = data or data_of(folder)
     if not (path or texts.prompts or texts.sample):
@@ -94,6 +108,8 @@ def doctor(
         drafter = folder.load(model).pack(model)  # as it decodes elsewhere: a step is priced
     evidence = evidence_of(folder, drafter, model, texts, path)
     diagnosis = diagnose(evidence)
+    if served is not None:  # the first difference explains those after it
+        diagnosis.findings[:0] = islice(differences(evidence, served), 1)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if diagnosis.findings:

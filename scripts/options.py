@@ -172,6 +172,8 @@ RecipeFile = Annotated[
     Path, Argument(callback=early(find_recipe), help="a recipe, e.g. recipes/demo-medusa.yaml")
 ]
 Overrides = Annotated[list[str] | None, Argument(help="key.path=value ...")]
+ServerModel = Annotated[str | None, Option(help="the server's name for the target")]
+ApiKeyEnv = Annotated[str | None, Option(help="environment variable with the server's key")]
 Json = Annotated[
     Path | None, Option("--json", callback=early(check_file), help="write the figures here")
 ]

@@ -198,6 +198,15 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
         ("serve --target target --temperature -1", "--temperature"),
         ("serve --target target --host 256.1.1.1", "expected a free address"),
         ("serve --target target --root-path model", "expected a path such as /m"),
+        *(
+            (f"doctor --target target --head head --prompts prompts.jsonl --engine {url}", *said)
+            for url, said in {
+                "localhost:8000": ("expected http://HOST:PORT", "got 'localhost:8000'", "give"),
+                "ftp://host": ("expected http://HOST:PORT", "got 'ftp://host'"),
+                "http://me:secret@host": ("expected no password", "--api-key-env"),
+                "http://127.0.0.1:9": ("expected an OpenAI-compatible server", "start it"),
+            }.items()
+        ),
     ],
 }
 """Journey -> command lines, and the words of the line that answers each."""
@@ -283,6 +292,7 @@ EMPTY = [
     *("distill --target x --prompts y --out|", "distill --target x --prompts y --out= "),
     *("distill --target x --prompts y --out o --server|", "plan|", "train|", "train x.yaml|"),
     *("distill --target x --prompts y --out o --device|", "doctor --target x --head y --data|"),
+    *("doctor --target x --head y --engine|", "doctor --target x --head y --engine="),
     *("convert x| --to vllm", "merge| x", "import-answers| --target x --out y", "data-preview|"),
 ]
 

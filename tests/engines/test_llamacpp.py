@@ -7,6 +7,8 @@ are printed with -s.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +17,29 @@ from typing import Any
 import pytest
 from real_engines import place_of
 
+from draftheads.heads.formats.hub import open_head
+from draftheads.heads.formats.llamacpp import server_options
 from draftheads.heads.target.model import Target
+from draftheads.infer.measure.llamacpp import serving
+from draftheads.infer.remote import ServerOptions
 from draftheads.recipes import FOLDER as RECIPES
-from draftheads.scripts.benchmarks.engine_runs.llamacpp import target_gguf
+from draftheads.scripts.benchmarks.engine_runs.llamacpp import (
+    EXACT,
+    EXACT_DRAFTS,
+    PROGRAM,
+    SAFE,
+    end_tokens,
+    head_gguf,
+    target_gguf,
+)
 from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, row, theirs
 from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
+from draftheads.train.advice.doctor import Evidence
+from draftheads.train.advice.engine import differences
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.medusa import fit
 from draftheads.train.recipe import load_recipe
 
@@ -140,3 +157,37 @@ def test_a_head_serves_a_quantised_target_as_well(demo_target, trained, tmp_path
         print(outcome.version, outcome.drafts, outcome.accepted, f"{outcome.rate:.1f} tokens/s")
     rates = [sum(each.accepted) / each.drafts for each in (plain, found)]
     assert rates[1] > 0.9 * rates[0]
+
+
+def test_the_doctor_names_what_a_server_does_otherwise(demo_target, trained, tmp_path):
+    """Nothing while it runs the head, then that it runs none, drafts shorter chains, or reads other
+    layers of the target.
+    """
+    folder = open_head(trained("eagle3"))
+    head = folder.load(demo_target)
+    other = Path(shutil.copytree(folder.path, tmp_path / "other"))
+    config = json.loads((other / "config.json").read_text())
+    layers = [layer - 1 for layer in head.feature_layers]
+    config["draftheads"]["feature_layers"] = config["eagle_aux_hidden_state_layer_ids"] = layers
+    (other / "config.json").write_text(json.dumps(config))
+    prompts = opening_ids(demo_target, str(RECIPES / "demo-prompts.jsonl"), 24)
+    evidence = Evidence(demo_target, head, folder.facts, prompts)
+    target = target_gguf(str(demo_target.name), tmp_path)
+    options = ["-m", target, "-np", 1, "-c", 1024, "-t", 1, *EXACT, *SAFE]
+    options += server_options("eagle3", end_tokens(str(demo_target.name)))
+    whole = head_gguf(str(folder.path), target, tmp_path)
+    for file, chain, check in (
+        (whole, head.depth, None),
+        (None, 0, "speculation"),
+        (whole, 2, "draft length"),
+        (head_gguf(str(other), target, other), head.depth, "acceptance"),
+    ):
+        drafts: list[object] = []
+        if file:
+            drafts += ["-md", file, *EXACT_DRAFTS]
+            drafts += ["--spec-type", "draft-eagle3", "--spec-draft-n-max", chain]
+        with serving(PROGRAM, [*options, *drafts]) as server:
+            served = ServedTarget(str(demo_target.name), ServerOptions(urls=[server.url]))
+            finding = next(differences(evidence, served), None)
+        print(f"\n{finding}")
+        assert check == (finding.check if finding else None)

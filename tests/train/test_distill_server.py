@@ -526,9 +526,9 @@ def test_mistakes_are_named(typed, start, tmp_path):
         (("--server", two.url, "--server-model", "x"), "expected model 'x', got one, two"),
         (
             ("--server", two.url + "/api"),
-            "a list of models, got HTTP 404: Not Found; start it, or check --server",
+            "a list of models, got HTTP 404: Not Found; start it, or check its address",
         ),
-        (("--server", down.url), "refused; start it, or check --server"),
+        (("--server", down.url), "refused; start it, or check its address"),
         (("--server", "localhost:8000"), "expected http://HOST:PORT, got 'localhost:8000'"),
         (("--server", "http://me:secret@host"), "expected no password in the address"),
         (("--server", "me:secret@host:80"), "expected no password in the address"),
@@ -547,7 +547,7 @@ def test_key_is_sent_and_never_written(typed, start, tmp_path, monkeypatch):
     server = start()
     server.key = "sk-very-secret"
     assert (
-        "got HTTP 401: Unauthorized; start it, or check --server and --api-key-env"
+        "got HTTP 401: Unauthorized; start it, or check its address and --api-key-env"
         in typed("--server", server.url)[1]
     )
     complaint = typed("--server", server.url, "--api-key-env", "MY_KEY")[1]

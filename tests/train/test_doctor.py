@@ -7,17 +7,20 @@ data or in the target.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from planted import Planted, PlantedEngine
 from safetensors.torch import load_file, save_file
-from tiny_chat import byte_tokenizer, llama
+from tiny_chat import TEMPLATE, byte_tokenizer, llama
 from tiny_heads import overfitted, random_head, written_by
 from tiny_targets import is_packed
 from tiny_training import write_answers
@@ -26,12 +29,16 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.batch import Batch
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import load_head, save_head
+from draftheads.heads.layers import Rope
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree
+from draftheads.infer.remote import ServerOptions
 from draftheads.scripts import cli
 from draftheads.train.advice.bounds import bounds, by_context
-from draftheads.train.advice.doctor import Evidence
+from draftheads.train.advice.doctor import Evidence, Finding
+from draftheads.train.advice.engine import differences
 from draftheads.train.data.answers import Answer
+from draftheads.train.data.server import ServedTarget
 from draftheads.train.evaluate import calibrate
 
 pytestmark = pytest.mark.slow
@@ -55,6 +62,12 @@ class Bench:
     folder: Path
     target: Target
     texts: Batch
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The questions, as token ids."""
+        rows = zip(self.texts.tokens_BT, self.texts.loss_mask_BT, strict=True)
+        return [tokens_T[: int(mask_T.nonzero()[0])].tolist() for tokens_T, mask_T in rows]
 
     @property
     def words(self) -> list[int]:
@@ -361,3 +374,144 @@ def test_a_mistake_gets_one_line(examine, bench, tmp_path):
     code, found, printed = examine(folder)
     assert code == 2 and found is None
     assert "give --prompts or --data" in printed and len(printed.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- a serving engine beside ours
+
+
+@pytest.fixture
+def compare(bench):
+    """compare(head, **planted): the first finding of an engine with these faults, beside this
+    head, if any.
+    """
+
+    def compared(own: DraftHead, **planted: Any) -> Finding | None:
+        evidence = Evidence(bench.target, own, HeadFacts({}), bench.prompts, new_tokens=NEW)
+        faults = {"target": bench.target, "head": own, "chain": own.depth} | planted
+        server = PlantedEngine(Planted(**faults))
+        try:
+            served = ServedTarget(str(bench.folder / "target"), ServerOptions(urls=[server.url]))
+            return next(differences(evidence, served), None)
+        finally:
+            server.close()
+
+    return compared
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "mtp"])
+def test_a_head_that_an_engine_runs_as_we_do_is_healthy(compare, bench, good, kind):
+    choices = {"depth": DEPTH, "nodes": 16, "top_k": 3, "steps": 5, "updates": 60}
+    if kind == "mtp":
+        head = overfitted(kind, bench.target, bench.texts, **choices)
+    else:
+        head = load_head(good[kind], target=bench.target)
+    assert compare(head) is None
+
+
+@pytest.mark.parametrize("planted", [{"ids": False}, {"prefix": "llamacpp", "context": 256}])
+def test_other_engines_are_healthy_too(compare, bench, good, planted):
+    """Those that return no token ids, and llama.cpp."""
+    assert compare(load_head(good["eagle3"], target=bench.target), **planted) is None
+
+
+def changed(bench: Bench, change: Callable[[torch.Tensor], torch.Tensor]) -> Target:
+    """The target with other matrices."""
+    model = copy.deepcopy(bench.target.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(change(parameter))
+    return Target(model, bench.target.tokenizer, name="other")
+
+
+def in_four_bits(weight_XY: torch.Tensor) -> torch.Tensor:
+    step_X1 = weight_XY.abs().amax(1, keepdim=True) / 7
+    return (weight_XY / step_X1).round() * step_X1
+
+
+def noisy(weight_XY: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return weight_XY + weight_XY.std() * torch.randn(weight_XY.shape, generator=generator)
+
+
+def swapped_layers(bench: Bench, head: Any) -> dict[str, Any]:
+    head.feature_layers = head.feature_layers[::-1]
+    return {"head": head}
+
+
+def other_theta(bench: Bench, head: Any) -> dict[str, Any]:
+    head.rope = Rope(8, 5.0, None)
+    return {"head": head}
+
+
+def ignored_map(bench: Bench, head: Any) -> dict[str, Any]:
+    head.token_map = torch.arange(len(head.token_map))
+    return {"head": head}
+
+
+def later_blocks_swapped(bench: Bench, head: Any) -> dict[str, Any]:
+    first, *later = head.blocks
+    head.blocks = torch.nn.ModuleList([first, *later[::-1]])
+    return {"head": head}
+
+
+def other_mask(bench: Bench, head: Any) -> dict[str, Any]:
+    head.design = replace(head.design, mask_token=65)
+    return {"head": head}
+
+
+def with_template(form: str) -> Any:
+    return lambda bench, head: {"tokenizer": byte_tokenizer(form)}
+
+
+def with_target(change: Any) -> Any:
+    return lambda bench, head: {"target": changed(bench, change)}
+
+
+def with_values(**planted: Any) -> Any:
+    return lambda bench, head: planted
+
+
+ENGINE_FAULTS: dict[str, tuple[str, Any, str, str]] = {
+    "temperature": ("medusa", with_values(temperature=2.0), "sampling", "at temperature 0"),
+    "other weights": ("medusa", with_target(noisy), "text", "own target"),
+    "four bits": ("eagle3", with_target(in_four_bits), "text", "quantisation"),
+    "cut context": ("medusa", with_values(context=70), "context", "--max-model-len"),
+    "system prompt": ("medusa", with_template("You are kind.\n" + TEMPLATE), "template", "system"),
+    "thinking": ("medusa", with_template(TEMPLATE + "<think>"), "template", "enable_thinking"),
+    "BOS twice": ("medusa", with_values(bos=[256]), "template", "one BOS"),
+    "BOS twice, counted": ("block", with_values(bos=[256], ids=False), "template", "one BOS"),
+    "no head": ("eagle3", with_values(head=None), "speculation", "--speculative-config"),
+    "no counters": ("eagle3", with_values(counts=False), "counters", "--metrics"),
+    "part of a block": ("block", with_values(chain=2), "draft length", "num_speculative_tokens"),
+    "short chain": ("medusa", with_values(chain=2), "draft length", "num_speculative_tokens"),
+    "layers": ("eagle3", swapped_layers, "acceptance", "feature layers"),
+    "rope theta": ("eagle3", other_theta, "acceptance", "rope_theta"),
+    "vocabulary": ("eagle3", ignored_map, "acceptance", "d2t"),
+    "mask token": ("block", other_mask, "acceptance", "mask token"),
+    "later drafts": ("medusa", later_blocks_swapped, "acceptance", "position 1 is right"),
+}
+"""Kind of head, what is planted, the check that names it, and a part of its advice."""
+
+
+@pytest.mark.parametrize("fault", ENGINE_FAULTS)
+def test_a_fault_of_an_engine_is_named_first(compare, bench, good, fault):
+    kind, plant, check, advice = ENGINE_FAULTS[fault]
+    own, other = (load_head(good[kind], target=bench.target) for _ in range(2))
+    found = compare(own, **plant(bench, other))
+    assert found is not None and found.check == check, found
+    assert advice in found.advice
+
+
+def test_the_command_names_the_difference_of_an_engine(examine, bench, good):
+    """And says that a server which runs the head as we do is healthy."""
+    head = load_head(good["medusa"], target=bench.target)
+    server = PlantedEngine(Planted(bench.target, head, DEPTH))
+    code, found, printed = examine(good["medusa"], engine=server.url)
+    assert code == 0 and found["healthy"], printed
+    server.planted.head = None
+    assert first(examine(good["medusa"], engine=server.url)) == "speculation"
+    server.fault = lambda number, request: 404
+    code, _, printed = examine(good["medusa"], engine=server.url)
+    server.close()
+    assert code == 2 and printed.count("error:") == 1 and server.url in printed

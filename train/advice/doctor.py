@@ -22,6 +22,7 @@ from draftheads.heads.base import DraftHead
 from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import target_difference
 from draftheads.heads.target.model import Target
+from draftheads.heads.tree import Tree
 from draftheads.infer.costs import ORDINARY, typical
 from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
@@ -192,9 +193,10 @@ class Evidence:
         openings: Sequence[Sequence[int]],
         *,
         drafts: bool = True,
+        tree: Tree | None = None,
     ) -> DecodedAnswers:
-        """Answer the openings, greedily. Raises ValueError if none of them leaves room in the
-        context.
+        """Answer the openings, greedily. tree: default: the head's own. Raises ValueError if none
+        of them leaves room in the context.
         """
         context = self.target.context
         room = [opening for opening in openings if len(opening) + 2 <= context]
@@ -207,7 +209,7 @@ class Evidence:
         texts: list[list[Step]] = []
         steps: list[Step] = []
         contexts: list[int] = []
-        engine = Speculator(self.target, self.head if drafts else None)
+        engine = Speculator(self.target, self.head if drafts else None, tree=tree)
         for opening in room:
             limit = min(self.new_tokens, context - len(opening))
             text = [*opening]
