@@ -54,13 +54,13 @@ WINGS = {
     "infer.grammar": 1_750,
     "infer.lossy": 1_000,
     "train.data": 22_000,
-    "train.advice": 9_000,
+    "train.advice": 9_500,
     "train.learn": 5_500,
     "scripts": 16_750,
 }
 """The folders and modules around the core."""
 PARTS = {**CORE, **ROOMS, **WINGS}
-TOTAL = 241_000
+TOTAL = 242_000
 """Of all parts. Who must raise it says in the commit message what could not be deleted for it."""
 DOORS = {
     "heads.formats.facts",
@@ -128,7 +128,7 @@ NEIGHBOURS = {
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},
 }
 """The wings that a wing imports. This list only shrinks."""
-MENDED = 297
+MENDED = 315
 """How many mends have a test. This number only grows."""
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""
