@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,7 +85,7 @@ def doctor(
     from draftheads.heads.formats.hub import open_head
     from draftheads.infer.remote import ServerOptions
     from draftheads.train.advice.doctor import diagnose
-    from draftheads.train.advice.engine import differences
+    from draftheads.train.advice.engine import first_difference
     from draftheads.train.data.server import ServedTarget
 
     served = None
@@ -108,8 +107,9 @@ def doctor(
         drafter = folder.load(model).pack(model)  # as it decodes elsewhere: a step is priced
     evidence = evidence_of(folder, drafter, model, texts, path)
     diagnosis = diagnose(evidence)
-    if served is not None:  # the first difference explains those after it
-        diagnosis.findings[:0] = islice(differences(evidence, served), 1)
+    difference = served and first_difference(evidence, served)
+    if difference:
+        diagnosis.findings.insert(0, difference)
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if diagnosis.findings:

@@ -36,7 +36,7 @@ from draftheads.infer.remote import ServerOptions
 from draftheads.scripts import cli
 from draftheads.train.advice.bounds import bounds, by_context
 from draftheads.train.advice.doctor import Evidence, Finding
-from draftheads.train.advice.engine import differences
+from draftheads.train.advice.engine import first_difference
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.server import ServedTarget
 from draftheads.train.evaluate import calibrate
@@ -391,7 +391,7 @@ def compare(bench):
         server = PlantedEngine(Planted(**faults))
         try:
             served = ServedTarget(str(bench.folder / "target"), ServerOptions(urls=[server.url]))
-            return next(differences(evidence, served), None)
+            return first_difference(evidence, served)
         finally:
             server.close()
 
