@@ -27,6 +27,7 @@ from draftheads.scripts.options import (
     check_file,
     early,
     parsed_template_args,
+    say_beside,
     say_next,
     target_options,
     write_figures,
@@ -110,6 +111,8 @@ def doctor(
     difference = served and first_difference(evidence, served)
     if difference:
         diagnosis.findings.insert(0, difference)
+    elif served:
+        say_beside(f"{engine} answers and drafts as we do here")
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if diagnosis.findings:

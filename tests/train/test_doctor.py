@@ -509,6 +509,7 @@ def test_the_command_names_the_difference_of_an_engine(examine, bench, good):
     server = PlantedEngine(Planted(bench.target, head, DEPTH))
     code, found, printed = examine(good["medusa"], engine=server.url)
     assert code == 0 and found["healthy"], printed
+    assert f"{server.url} answers and drafts as we do here" in printed
     server.planted.head = None
     assert first(examine(good["medusa"], engine=server.url)) == "speculation"
     server.fault = lambda number, request: 404
