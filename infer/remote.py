@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal, TypeVar
 
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -24,6 +25,10 @@ REFUSED = {400, 413, 422}
 """HTTP statuses about one prompt; all others below 500 are about all prompts."""
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
+COUNTER = re.compile(
+    r'^(?:vllm|llamacpp):(\w+_total)(?:\{(?:[^}]*position="(\d+)")?[^}]*\})? (\S+)$', re.MULTILINE
+)
+"""Name, position and value of a counter on the page of metrics."""
 
 logger = logging.getLogger("draftheads")
 
@@ -161,6 +166,15 @@ class Server:
     def metrics(self) -> str | None:
         """The page of its counters; None if it has none, as other servers need not."""
         return self.fetch("GET", f"{self.url.removesuffix('/v1')}/metrics")
+
+    def counters(self) -> Counter[str]:
+        """What vLLM or llama.cpp has counted since its start, by the name of the counter and, of
+        draft tokens, the position; nothing for other servers.
+        """
+        counts = Counter[str]()
+        for name, position, value in COUNTER.findall(self.metrics() or ""):
+            counts[name + position] += int(float(value))
+        return counts
 
     def fetch(self, method: str, path: str, body: Any = None) -> str | None:
         """The text of a response within CONNECT_SECONDS; None for an error."""

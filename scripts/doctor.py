@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +27,7 @@ from draftheads.scripts.options import (
     check_file,
     early,
     parsed_template_args,
+    say_beside,
     say_next,
     target_options,
     write_figures,
@@ -86,7 +86,7 @@ def doctor(
     from draftheads.heads.formats.hub import open_head
     from draftheads.infer.remote import ServerOptions
     from draftheads.train.advice.doctor import diagnose
-    from draftheads.train.advice.engine import differences
+    from draftheads.train.advice.engine import first_difference
     from draftheads.train.data.server import ServedTarget
 
     served = None
@@ -108,8 +108,11 @@ def doctor(
         drafter = folder.load(model).pack(model)  # as it decodes elsewhere: a step is priced
     evidence = evidence_of(folder, drafter, model, texts, path)
     diagnosis = diagnose(evidence)
-    if served is not None:  # the first difference explains those after it
-        diagnosis.findings[:0] = islice(differences(evidence, served), 1)
+    difference = served and first_difference(evidence, served)
+    if difference:
+        diagnosis.findings.insert(0, difference)
+    elif served:
+        say_beside(f"{engine} answers and drafts as we do here")
     print_diagnosis(evidence, diagnosis)
     write_figures(json_out, {"healthy": not diagnosis.findings, **asdict(diagnosis)})
     if diagnosis.findings:

@@ -36,7 +36,7 @@ from draftheads.scripts.benchmarks.engines import Job, markdown, method, ours, r
 from draftheads.scripts.openings import opening_ids
 from draftheads.scripts.publish import prepare, publish
 from draftheads.train.advice.doctor import Evidence
-from draftheads.train.advice.engine import differences
+from draftheads.train.advice.engine import first_difference
 from draftheads.train.data.distill import DistillOptions, distill
 from draftheads.train.data.prompts import read_prompts
 from draftheads.train.data.server import ServedTarget
@@ -188,6 +188,6 @@ def test_the_doctor_names_what_a_server_does_otherwise(demo_target, trained, tmp
             drafts += ["--spec-type", "draft-eagle3", "--spec-draft-n-max", chain]
         with serving(PROGRAM, [*options, *drafts]) as server:
             served = ServedTarget(str(demo_target.name), ServerOptions(urls=[server.url]))
-            finding = next(differences(evidence, served), None)
+            finding = first_difference(evidence, served)
         print(f"\n{finding}")
         assert check == (finding.check if finding else None)

@@ -36,7 +36,7 @@ from draftheads.infer.remote import ServerOptions
 from draftheads.scripts import cli
 from draftheads.train.advice.bounds import bounds, by_context
 from draftheads.train.advice.doctor import Evidence, Finding
-from draftheads.train.advice.engine import differences
+from draftheads.train.advice.engine import first_difference
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.server import ServedTarget
 from draftheads.train.evaluate import calibrate
@@ -391,7 +391,7 @@ def compare(bench):
         server = PlantedEngine(Planted(**faults))
         try:
             served = ServedTarget(str(bench.folder / "target"), ServerOptions(urls=[server.url]))
-            return next(differences(evidence, served), None)
+            return first_difference(evidence, served)
         finally:
             server.close()
 
@@ -509,6 +509,7 @@ def test_the_command_names_the_difference_of_an_engine(examine, bench, good):
     server = PlantedEngine(Planted(bench.target, head, DEPTH))
     code, found, printed = examine(good["medusa"], engine=server.url)
     assert code == 0 and found["healthy"], printed
+    assert f"{server.url} answers and drafts as we do here" in printed
     server.planted.head = None
     assert first(examine(good["medusa"], engine=server.url)) == "speculation"
     server.fault = lambda number, request: 404

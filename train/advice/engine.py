@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator
 from os.path import commonprefix
 
 from draftheads.heads.tree import StaticTree
 from draftheads.infer.prompt import encode_prompt
-from draftheads.infer.remote import PromptRefused, Server, ServerError
+from draftheads.infer.remote import PromptRefused, ServerError
 from draftheads.train.advice.doctor import SENTINEL, Evidence, Finding, is_above
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.distill import AnswerSampling
@@ -26,10 +24,6 @@ NEAR = 0.25
 """Nats between the two best tokens up to which other kernels and dtypes may swap them."""
 UNSURE = " \ufffd"
 """What servers without token ids may drop: a first space, and the start of a cut character."""
-COUNTER = re.compile(
-    r'^(?:vllm|llamacpp):(\w+_total)(?:\{(?:[^}]*position="(\d+)")?[^}]*\})? (\S+)$', re.MULTILINE
-)
-"""Name, position and value of a counter."""
 FEATURES = """compare what the first draft needs with the head's own config: feature layers and
 their alignment, norms, rope_theta, the map (d2t) of a reduced draft vocabulary; and the target's
 quantisation there with that here"""
@@ -37,34 +31,27 @@ POSITIONS = """position 1 is right, so compare what later drafts need: their pos
 the head's own states in place of the target's and, of a block head, mask token and block size"""
 
 
-def differences(evidence: Evidence, served: ServedTarget) -> Iterator[Finding]:
-    """Yields what a server does otherwise than our own decoding; a cause comes before what it
-    explains. Raises ServerError.
+def first_difference(evidence: Evidence, served: ServedTarget) -> Finding | None:
+    """What a server does otherwise than our own decoding; a cause rather than what it explains.
+    Raises ServerError.
     """
     [server] = served.servers
-    before = counters(server)
+    before = server.counters()
     try:
         for own in evidence.decoded.answers:
-            yield from other_answer(evidence, served, own)
+            finding = other_answer(evidence, served, own)
+            if finding:
+                return finding
     except PromptRefused as error:
-        yield Finding(
+        return Finding(
             "context",
             f"what fits into our context ({evidence.target.context} tokens) is refused: {error}",
             "serve with the context that prompts and answers need (--max-model-len, -c)",
         )
     except ServerError as error:
         raise server.explained(error) from None
-    counts = counters(server) - before
-    yield from other_chat(evidence, served)
-    yield from other_drafts(evidence, counts)
-
-
-def counters(server: Server) -> Counter[str]:
-    """What vLLM or llama.cpp has counted, by name and position; nothing at other servers."""
-    counts = Counter[str]()
-    for name, position, value in COUNTER.findall(server.metrics() or ""):
-        counts[name + position] += int(float(value))
-    return counts
+    counts = server.counters() - before
+    return other_chat(evidence, served) or other_drafts(evidence, counts)
 
 
 async def ask(served: ServedTarget, prompt: list[int], limit: int, seed: str) -> list[int]:
@@ -79,7 +66,7 @@ async def ask(served: ServedTarget, prompt: list[int], limit: int, seed: str) ->
     return served.ended(ids, completion)
 
 
-def other_answer(evidence: Evidence, served: ServedTarget, own: Answer) -> Iterator[Finding]:
+def other_answer(evidence: Evidence, served: ServedTarget, own: Answer) -> Finding | None:
     """An answer that differs from our own where rounding does not explain it."""
     target = evidence.target
     decode = target.tokenizer.decode
@@ -88,20 +75,20 @@ def other_answer(evidence: Evidence, served: ServedTarget, own: Answer) -> Itera
     ours = own.tokens[start:]
     theirs = asyncio.run(ask(served, prompt, len(ours), "0"))
     if decode(theirs).strip(UNSURE) == decode(ours).strip(UNSURE):
-        return
+        return None
     read = [*prompt, *commonprefix([ours, theirs])]
     logits_B1V = target.prefill([read], target.new_cache(1, len(read)), ()).logits_BNV
     first, second = logits_B1V.flatten().topk(2).values.tolist()
     if first - second < NEAR:
-        return
+        return None
     again = asyncio.run(ask(served, prompt, len(ours), "1"))
     if again != theirs:
-        yield Finding(
+        return Finding(
             "sampling",
             f"two greedy answers to a prompt differ: {decode(theirs)!r} and {decode(again)!r}",
             "decode at temperature 0; some servers replace or truncate it, or add penalties",
         )
-    yield Finding(
+    return Finding(
         "text",
         f"{decode(theirs)!r} differs from {decode(ours)!r} from token {len(read) - start + 1} on, "
         f"where our best token is {first - second:.2f} nats ahead of the next",
@@ -110,42 +97,42 @@ def other_answer(evidence: Evidence, served: ServedTarget, own: Answer) -> Itera
     )
 
 
-def other_chat(evidence: Evidence, served: ServedTarget) -> Iterator[Finding]:
+def other_chat(evidence: Evidence, served: ServedTarget) -> Finding | None:
     """A chat that the server renders otherwise, or refuses."""
     tokenizer = served.side.tokenizer
     if not tokenizer.chat_template:
-        return
+        return None
     messages = [{"role": "user", "content": SENTINEL}]
     ours = encode_prompt(evidence.target, messages)
     body = {"model": served.model, "messages": messages, "max_tokens": 1}
     page = served.servers[0].fetch("POST", "/chat/completions", body)
     theirs = json.loads(page or "{}").get("usage", {}).get("prompt_tokens")
     if theirs != len(ours):
-        yield Finding(
+        return Finding(
             "template",
             f"a chat has {theirs or 'no'} tokens there, {len(ours)} here: "
             f"{tokenizer.decode(ours)!r}",
             "serve the chat template and the variables of the head's data (--chat-template, "
             "enable_thinking), with one BOS and without another system prompt",
         )
+    return None
 
 
-def other_drafts(evidence: Evidence, counts: Counter[str]) -> Iterator[Finding]:
+def other_drafts(evidence: Evidence, counts: Counter[str]) -> Finding | None:
     """Drafts that are fewer or less often right than ours."""
     if not counts:
-        yield Finding(
+        return Finding(
             "counters",
             "texts are equal, but this server shows no counters of drafts",
             "start llama-server with --metrics; of other engines, compare their logs with bench",
         )
     steps = counts["spec_decode_num_drafts_total"]
     if not steps:
-        yield Finding(
+        return Finding(
             "speculation",
             "the server verifies no drafts",
             "check --speculative-config, or -md and --spec-type, its log, and limits of the batch",
         )
-        return
     depth = evidence.head.depth
     chain = math.ceil(counts["spec_decode_num_draft_tokens_total"] / steps)
     tree = StaticTree.from_widths([1] * min(chain, depth))
@@ -155,15 +142,16 @@ def other_drafts(evidence: Evidence, counts: Counter[str]) -> Iterator[Finding]:
         right_S = (decoded.accepted > position).float()
         share = counts[f"spec_decode_num_accepted_tokens_per_pos_total{position}"] / steps
         if is_above(right_S, share) and right_S.mean() > share + last:
-            yield Finding(
+            return Finding(
                 "acceptance",
                 f"{share:.1%} of steps accept {position + 1} of {chain} draft tokens, here "
                 f"{right_S.mean():.1%} of {len(right_S)}",
                 POSITIONS if position else FEATURES,
             )
     if chain != depth:
-        yield Finding(
+        return Finding(
             "draft length",
             f"{chain} draft tokens per step, as right as here; the head has a depth of {depth}",
             "set num_speculative_tokens or --spec-draft-n-max to it, or bench with such a chain",
         )
+    return None
