@@ -22,7 +22,7 @@ from draftheads.heads.formats.hub import (
     stored_head,
     tree_facts,
 )
-from draftheads.heads.formats.llamacpp import TargetFile, write_gguf
+from draftheads.heads.formats.llamacpp import QUANTS, TargetFile, write_gguf
 from draftheads.heads.formats.mtp import write_target
 from draftheads.heads.formats.stored import Stored, named
 from draftheads.heads.formats.table import written
@@ -42,19 +42,21 @@ def converted(
 ) -> Path:
     """Write a folder for the program `to`, or a GGUF file, completely or not at all, with what may
     leave of the head's metadata. target_file: the target, for GGUF. dtype: of the weights; auto: as
-    they are.
+    they are; for GGUF also one of QUANTS.
 
     Raises ValueError for what `to` cannot express and what cannot be read, FileExistsError if
     `out` exists.
     """
     check_new(out)
+    quant = dtype if to == "gguf" and dtype in QUANTS else None
     folder = open_head(source)
     head, stored = folder.read(target)
     facts = facts_of(head, stored, target, target_file)
     public = public_config(facts)
     # other programs look for a target on this machine by its path, in a key of their own
     known = public if to == "draftheads" else facts
-    ours = stored_head(head, cast(stored.tensors, dtype), known)
+    tensors = stored.tensors if quant else cast(stored.tensors, dtype)
+    ours = stored_head(head, tensors, known)
     with named(folder.path):
         if folder.facts.adapter:
             raise ValueError(
@@ -65,7 +67,7 @@ def converted(
         if to == "gguf":
             if target_file is None:
                 raise ValueError("--to gguf needs --target FILE, the target that llama.cpp loads")
-            write_gguf(theirs, target_file, out)
+            write_gguf(theirs, target_file, out, quant)
             return out
     theirs.config["draftheads"] = {key: public[key] for key in theirs.config["draftheads"]}
     card = render_card({**ours.config, "draftheads": public_facts(facts)}, to)

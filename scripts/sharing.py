@@ -5,7 +5,7 @@ command runs, so that --help is instant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
@@ -45,7 +45,10 @@ def convert(
         str | None, Option(callback=TARGET_CHECK, help="if it is needed; for gguf, its GGUF file")
     ] = None,
     lora: Lora = None,
-    dtype: Annotated[Dtypes, Option(help="of the written head; auto: as it is")] = "auto",
+    dtype: Annotated[
+        Literal[Dtypes, "q8_0", "q4_0"],
+        Option(help="of the written head; auto: as it is; q8_0 and q4_0 for gguf alone"),
+    ] = "auto",
     device: Device = None,
 ) -> None:
     """Convert a head to or from the layout of vLLM, SGLang, llama.cpp and others, bit by bit.
@@ -54,7 +57,7 @@ def convert(
     with the head as its own MTP layer.
     """
     from draftheads.heads.formats.hub import CARD, open_head
-    from draftheads.heads.formats.llamacpp import TargetFile
+    from draftheads.heads.formats.llamacpp import QUANTS, TargetFile
     from draftheads.scripts.convert import converted, with_mtp
 
     if to == "gguf":
@@ -62,6 +65,8 @@ def convert(
         say(converted(source, out, to, target_file=file, dtype=dtype))
         say_beside(f"next: the llama-server command in {open_head(source).path / CARD}")
         return
+    if dtype in QUANTS:
+        raise ValueError(f"--dtype {dtype}: expected --to gguf with it, got --to {to}; use another")
     loaded = None
     if target:
         place = Place(dtype, device, lora=lora)

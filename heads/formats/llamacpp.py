@@ -32,6 +32,10 @@ from draftheads.heads.layers import Rope
 from draftheads.heads.target.placement import location
 from draftheads.heads.tensors import matrix
 
+QUANTS = ("q8_0", "q4_0")
+"""Quantisations of llama.cpp that a head may have."""
+BLOCK = 32
+"""Numbers of a row that have one scale in them."""
 HOW = "llama.cpp's convert_hf_to_gguf.py makes one of a folder of the target"
 REWRITTEN = 0.1
 """Largest share of tokens that llama.cpp's converter may write in another way."""
@@ -148,8 +152,9 @@ def server_options(kind: str, eos_ids: Sequence[int]) -> list[str]:
     return words
 
 
-def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
-    """Write a head of ours for that target, completely or not at all.
+def write_gguf(stored: Stored, target: TargetFile, file: Path, quant: str | None = None) -> None:
+    """Write a head of ours for that target, completely or not at all. quant: of QUANTS, for
+    matrices whose rows can be divided into its blocks.
 
     Raises ValueError for a head of another target.
     """
@@ -172,9 +177,14 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path) -> None:
         if "block_size" in keys:
             writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
         for name, tensor in _tensors(stored).items():
-            if tensor.dtype == torch.bfloat16 and tensor.ndim > 1:  # numpy has no such type
-                data = quantize(tensor.float().numpy(), GGMLQuantizationType.BF16)
-                writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType.BF16)
+            is_matrix = tensor.is_floating_point() and tensor.ndim > 1
+            raw = None
+            if is_matrix and quant and tensor.shape[-1] % BLOCK == 0:
+                raw = GGMLQuantizationType[quant.upper()]
+            elif is_matrix and tensor.dtype == torch.bfloat16:  # numpy has no such type
+                raw = GGMLQuantizationType.BF16
+            if raw is not None:
+                writer.add_tensor(name, quantize(tensor.float().numpy(), raw), raw_dtype=raw)
             else:
                 is_small = tensor.is_floating_point() and tensor.ndim == 1
                 writer.add_tensor(name, (tensor.float() if is_small else tensor).numpy())

@@ -26,7 +26,7 @@ DISTILL = "distill --target target --out data"
 BENCH = "bench --target target --prompts prompts.jsonl"
 CHAT = "chat --target target"
 LENIENT = f"{CHAT} --head model:target --max-new-tokens 11 --lenient"
-DTYPE = "--dtype: expected auto, float32, bfloat16 or float16, got 'fp32'"
+DTYPE = "--dtype: expected auto, float32, bfloat16"
 DEVICE = "device: expected one of this machine, got '{}'; try "
 
 ROWS: dict[str, list[tuple[str, ...]]] = {
@@ -121,6 +121,7 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
             (f"{DISTILL} --prompts prompts.jsonl --device {device}", DEVICE.format(device))
             for device in ("gpu", "cpu:x", "mps:7")
         ),
+        ("convert head vllm --to vllm --dtype q8_0", "--dtype q8_0", "--to gguf", "--to vllm"),
         # `Path.expanduser` raises RuntimeError for them
         ("chat --target ~nobody-of-that-name/x", "~nobody-of-that-name/x"),
         ("chat --head ~nobody-of-that-name/x", "~nobody-of-that-name/x"),

@@ -13,7 +13,7 @@ import torch
 from chains import assert_drafts_our_chain
 from emulators import Served
 from emulators_llamacpp import LlamacppBlock, llamacpp
-from gguf import GGUFReader, GGUFWriter, TokenType
+from gguf import GGUFReader, GGUFWriter, TokenType, dequantize
 from plain_hydra import awake
 from tiny_chat import llama
 from tiny_heads import random_head
@@ -68,6 +68,28 @@ def test_matrices_have_the_dtype_that_was_asked_for(tmp_path, name, dtype):
     wide = [each for each in file.tensors if len(each.shape) > 1]
     assert wide and {each.tensor_type.name for each in wide} == {types[dtype]}
     assert {each.tensor_type.name for each in file.tensors} <= {types[dtype], "F32", "I64"}
+
+
+@pytest.mark.parametrize(("quant", "steps"), [("q8_0", 254), ("q4_0", 15)])
+@pytest.mark.parametrize("name", ["eagle3-usual", "block-markov"])
+def test_matrices_are_quantised_where_their_rows_have_whole_blocks(tmp_path, name, quant, steps):
+    """All but norms and those that are too narrow, to half a step of each block."""
+    ours = saved(name, tmp_path / "ours")
+    (tmp_path / "small").mkdir()
+    whole, file = (
+        GGUFReader(exported(ours, folder, dtype))
+        for folder, dtype in ((tmp_path, "float32"), (tmp_path / "small", quant))
+    )
+    kinds = set()
+    for right, found in zip(whole.tensors, file.tensors, strict=True):
+        kinds.add(found.tensor_type.name)
+        is_whole = len(right.shape) > 1 and right.shape[0] % 32 == 0 and right.name != "d2t"
+        assert (found.tensor_type.name == quant.upper()) == is_whole, right.name
+        if is_whole:
+            blocks = right.data.reshape(-1, 32)
+            error = abs(dequantize(found.data, found.tensor_type).reshape(-1, 32) - blocks)
+            assert (error.max(1) <= 2.2 * abs(blocks).max(1) / steps).all(), right.name
+    assert quant.upper() in kinds
 
 
 def complete(head: Served) -> bool:
