@@ -58,7 +58,7 @@ SETS = {
         "gsm8k": "1,319 word problems",
         "math500": "500 problems of contests",
         "mbpp": "257 functions to write, sanitized",
-        "speed-bench": "386 of its 880 questions in 11 categories",
+        "speed-bench": "its own questions in 11 categories",
     },
 }
 """Ready sets of prompts, by what they are for."""

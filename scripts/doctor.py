@@ -90,6 +90,8 @@ def doctor(
     from draftheads.train.data.server import ServedTarget
 
     served = None
+    if engine is None and (server_model or api_key_env):
+        raise ValueError("--server-model, --api-key-env: expected --engine, too; pass it")
     if engine is not None:  # a server that is down is said before a model is loaded
         options = ServerOptions(urls=[engine], model=server_model, api_key_env=api_key_env)
         served = ServedTarget(target, options)

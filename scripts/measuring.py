@@ -128,7 +128,7 @@ def bench(
     from draftheads.infer.measure import bench as benches
     from draftheads.infer.measure.llamacpp import rival_of
     from draftheads.infer.measure.report import best, print_report
-    from draftheads.scripts.openings import encoded, openings
+    from draftheads.scripts.openings import openings, token_ids
 
     options = bench_options(runs, sampling, lossy, contestants, speed)
     drafts = open_drafts(contestants.head)
@@ -139,7 +139,7 @@ def bench(
     loaded = {name: each.load(model) for name, each in drafts.items()}
     entries = with_trees(loaded, contestants.tree or ())
     prompts = openings(texts.prompts, texts.limit)
-    ids = encoded(model, prompts)
+    ids = token_ids(model, prompts)
     options = replace(options, categories=[prompt.category or "" for prompt in prompts])
     say_compiling(speed.compile)
     is_comparable = model.device.type == "cpu" and not model.lora

@@ -28,7 +28,7 @@ def openings(source: str, limit: int | None) -> list[Prompt]:
     return prompts
 
 
-def encoded(target: TextSource, prompts: Sequence[Prompt]) -> list[list[int]]:
+def token_ids(target: TextSource, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of prompts; conversations end with their first user turn."""
     return [
         encode_prompt(target, turns_of(prompt)[0] if prompt.text is None else prompt.text)
@@ -38,4 +38,4 @@ def encoded(target: TextSource, prompts: Sequence[Prompt]) -> list[list[int]]:
 
 def opening_ids(target: TextSource, source: str, limit: int | None) -> list[list[int]]:
     """Token ids of the prompts in `source`, as of `openings`."""
-    return encoded(target, openings(source, limit))
+    return token_ids(target, openings(source, limit))

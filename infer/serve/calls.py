@@ -306,7 +306,7 @@ def loose(text: str) -> str:
 
 
 def all_whole(calls: Sequence[Json]) -> bool:
-    """Whether there are calls, none with arguments that break off."""
+    """True if there are calls, and none has arguments that break off."""
     try:
         return bool([json.loads(call["function"]["arguments"]) for call in calls])
     except (ValueError, RecursionError):

@@ -34,7 +34,7 @@ def _in_parts(content: Any) -> Any:
     return [] if content is None else content
 
 
-def _typed(item: Any) -> Any:
+def _with_type(item: Any) -> Any:
     """Messages may leave out their type."""
     return {"type": "message", **item} if isinstance(item, dict) else item
 
@@ -128,7 +128,7 @@ class MessageItem(Described):
 
 Item = Annotated[
     Annotated[MessageItem | Part, Field(discriminator="type")],
-    BeforeValidator(_typed),
+    BeforeValidator(_with_type),
 ]
 Items = Annotated[
     list[Item],

@@ -26,7 +26,7 @@ DISTILL = "distill --target target --out data"
 BENCH = "bench --target target --prompts prompts.jsonl"
 CHAT = "chat --target target"
 LENIENT = f"{CHAT} --head model:target --max-new-tokens 11 --lenient"
-DTYPE = "--dtype: expected auto, float32, bfloat16"
+DTYPE = "--dtype: expected auto, float32, bfloat16 or float16, got 'fp32'"
 DEVICE = "device: expected one of this machine, got '{}'; try "
 
 ROWS: dict[str, list[tuple[str, ...]]] = {
@@ -110,7 +110,6 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
                 f"{BENCH} --head head",
                 f"{CHAT} --head head",
                 "doctor --target target --head head --prompts prompts.jsonl",
-                "convert head vllm --to vllm --target target",
             )
             for option, said in {
                 "--dtype fp32": DTYPE,
@@ -121,6 +120,15 @@ ROWS: dict[str, list[tuple[str, ...]]] = {
             (f"{DISTILL} --prompts prompts.jsonl --device {device}", DEVICE.format(device))
             for device in ("gpu", "cpu:x", "mps:7")
         ),
+        (
+            "convert head vllm --to vllm --target target --dtype fp32",
+            "--dtype: expected auto, float32, bfloat16, float16, q8_0 or q4_0, got 'fp32'",
+        ),
+        (
+            "convert head vllm --to vllm --target target --device cuda:99",
+            DEVICE.format("cuda:99").split(";")[0],
+        ),
+        ("doctor --target target --head head --server-model x", "expected --engine, too"),
         ("convert head vllm --to vllm --dtype q8_0", "--dtype q8_0", "--to gguf", "--to vllm"),
         # `Path.expanduser` raises RuntimeError for them
         ("chat --target ~nobody-of-that-name/x", "~nobody-of-that-name/x"),

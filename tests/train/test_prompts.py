@@ -324,6 +324,8 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: TALK * 16 + b'{"text": "a\n', "line 17: expected JSON .*fix or remove it"
     ),
     "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
+    "five.json": (lambda: b'{"data": 5}', 'a list of records or .*"data".* got keys data'),
+    "odd.jsonl": (lambda: b'{"type": "x", "payload": 5}', "expected at least one answer"),
     "keys.json": (lambda: b'{"rows": []}', "record 1: expected an object .* got keys rows"),
     "cut.jsonl": (lambda: TALK * 2 + b'{"text": "a', "line 3: expected JSON .*fix or remove it"),
     "log.jsonl": (lambda: b'{"type": "log", "message": "up"}\n', ANY),

@@ -41,13 +41,11 @@ def bounds(tree: Tree, texts: Sequence[Tensor], unknown: Sequence[Tensor]) -> Bo
     """The bounds of a head with this tree.
 
     texts: ranks_TK of each text; row i belongs to the draft whose root is token i. unknown:
-    bool (T, K), which of these tokens are outside the draft vocabulary. Texts of K tokens or fewer
-    are left out. Raises ValueError if there are no others.
+    bool (T, K), which of these tokens are outside the draft vocabulary. At least one text has more
+    than K tokens; the others are left out.
     """
     depth = texts[0].shape[1]
     counts = [max(0, len(ranks_TK) - depth) for ranks_TK in texts]  # the rest ends within a draft
-    if not sum(counts):
-        raise ValueError(f"expected answers of more than {depth} tokens, got none")
     nodes = tree.draft_nodes
 
     def best(parts: Sequence[Tensor]) -> float:

@@ -148,26 +148,32 @@ class Evidence:
         return self.ranks_of(self.rows)
 
     @cached_property
+    def decoded_MK(self) -> Tensor:
+        """Ranks of the decoded tokens."""
+        return self.ranks_of(self.decoded_rows)
+
+    @cached_property
     def used_MK(self) -> Tensor:
         """Ranks of the decoded tokens, except at the ends of texts, where no deep draft token can
         be right and of which short texts have more.
         """
-        ranks_MK = self.ranks_of(self.decoded_rows)
+        ranks_MK = self.decoded_MK
         inside_M = truth(self.decoded_rows, ranks_MK.shape[1])[:, -1] >= 0
         return ranks_MK[inside_M] if inside_M.any() else ranks_MK
 
     @cached_property
     def bounds(self) -> Bounds | None:
-        """How far the head is from what is possible with it; None if all answers are short."""
-        rows, ids_v = self.decoded_rows, self.head.token_map
-        ranks_MK = self.ranks_of(rows)
-        truth_MK = truth(rows, ranks_MK.shape[1])
+        """How far the head is from what is possible with it; None if it drafts nothing, or all
+        answers are short.
+        """
+        ranks_MK, ids_v = self.decoded_MK, self.head.token_map
+        sizes = [*self.decoded_rows.learned]
+        if not self.head.tree.draft_nodes or max(sizes) <= ranks_MK.shape[1]:
+            return None
+        truth_MK = truth(self.decoded_rows, ranks_MK.shape[1])
         unknown_MK = torch.zeros_like(truth_MK, dtype=torch.bool)
         if ids_v is not None:
             unknown_MK = ~torch.isin(truth_MK, ids_v.cpu())
-        if not self.head.tree.draft_nodes or max(rows.learned) <= ranks_MK.shape[1]:
-            return None
-        sizes = [*rows.learned]
         return bounds(self.head.tree, torch.split(ranks_MK, sizes), torch.split(unknown_MK, sizes))
 
     @property
@@ -457,7 +463,8 @@ class Diagnosis:
 
     Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
     prediction that training recorded), break_even (as fast as decoding without drafts; 0: not
-    measured), by_context (see there).
+    measured), by_context (measured, by the tokens before a step). bounds: of tokens per step, if
+    one thing about the head were better.
     """
 
     findings: list[Finding]

@@ -487,6 +487,11 @@ def _json_records(path: Path) -> Records:
     data = loaded.get("data") if isinstance(loaded, dict) else loaded
     if data is None:
         data = [loaded]
+    if not isinstance(data, list):
+        raise ValueError(
+            f'{path}: expected a record, a list of records or {{"data": [...]}}, got '
+            f"{_describe(loaded)}; put the records into a list"
+        )
     for number, record in enumerate(data, start=1):
         yield f"{path} record {number}", record
 

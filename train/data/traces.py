@@ -46,7 +46,9 @@ def _conversations(events: list[Record]) -> Iterator[list[Record]]:
     turns: list[Record] = []
     model = ""
     for event in sorted(events, key=lambda event: event.get("isSidechain", False)):
-        item = event.get("payload") or event.get("message") or {}
+        item = event.get("payload") or event.get("message")
+        if not isinstance(item, dict):  # of a line about the session
+            item = {}
         history = item.get("replacement_history")
         if turns and (history or event.get("parentUuid", "") is None):
             yield turns
