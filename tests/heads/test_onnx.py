@@ -27,7 +27,7 @@ def in_onnx(name: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
     return Target(ONNX_MODELS[name]().to(dtype), name=name).pack(8, "onnx")
 
 
-HALF = ("llama", "qwen2", "gemma3-window")
+HALF = ("llama", "qwen2", "biases", "gemma3-window")
 """Models that are packed in bfloat16, too, as they are stored."""
 
 

@@ -31,6 +31,7 @@ from draftheads.infer.measure.baseline import Baseline, without_defaults
 from draftheads.infer.measure.bench import (
     BenchOptions,
     bench,
+    by_category,
     int8_cost,
     text_quality,
     top2_margin,
@@ -126,6 +127,10 @@ def test_categories_divide_the_results(target, prompts, oracle):
     printed = StringIO()
     print_report(report, Console(file=printed, width=120))
     assert all(f"\n{name}" in printed.getvalue() for name in ("oracle by category", *parts))
+    turns = [BenchPrompt(number, [number], 1) for number in (0, 2, 3)]
+    runs = {"plain": [TimedRun([], seconds) for seconds in (1.0, 2.0, 3.0)]}
+    found = by_category(turns, runs, ["code", "", "prose", "code"])
+    assert found["code"] == ([turns[0], turns[2]], {"plain": [runs["plain"][0], runs["plain"][2]]})
     one = bench(target, {"oracle": oracle}, prompts, replace(options, categories=["code"] * 3))
     assert one.categories == {}
 

@@ -334,9 +334,9 @@ def test_what_is_replayed_is_counted_by_its_answers(made, tmp_path):
         learner.answered([seed, *[5] * 400], [seed] * 8)
     lesson = learner._lesson()
     new = [answer for answer in lesson if len(answer.tokens) == 409]
-    replayed = sum(map(learned_tokens, lesson)) - sum(map(learned_tokens, new))
-    longest = max(learned_tokens(answer) for answer in lesson)
-    assert 0 < replayed <= sum(map(learned_tokens, new)) + longest
+    fresh = sum(map(learned_tokens, new))
+    replayed = sum(map(learned_tokens, lesson)) - fresh
+    assert fresh <= replayed < fresh + max(map(learned_tokens, lesson))
     place.close()
 
 

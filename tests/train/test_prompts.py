@@ -325,7 +325,7 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
     "five.json": (lambda: b'{"data": 5}', 'a list of records or .*"data".* got keys data'),
-    "odd.jsonl": (lambda: b'{"type": "x", "payload": 5}', "expected at least one answer"),
+    "odd.jsonl": (lambda: b'{"type": "x", "payload": 5}', "expected at least one (prompt|answer)"),
     "keys.json": (lambda: b'{"rows": []}', "record 1: expected an object .* got keys rows"),
     "cut.jsonl": (lambda: TALK * 2 + b'{"text": "a', "line 3: expected JSON .*fix or remove it"),
     "log.jsonl": (lambda: b'{"type": "log", "message": "up"}\n', ANY),
