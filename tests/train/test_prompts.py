@@ -188,6 +188,12 @@ def test_a_set_by_its_name(name, monkeypatch, tmp_path, hub):
     assert read_prompts(name, limit=1) == read_prompts(name) == expected
 
 
+def test_a_session_without_turns_has_no_answers(tmp_path):
+    path = lines(tmp_path / "odd.jsonl", {"type": "x", "payload": 5}, {"type": "y", "uuid": "1"})
+    with pytest.raises(ValueError, match=f"{path}: expected at least one answer .* found none"):
+        read_conversations(str(path))
+
+
 def test_questions_that_are_elsewhere_are_left_out(tmp_path, caplog):
     records = [{"turns": [ELSEWHERE, ELSEWHERE]}, {"turns": ["hi"]}, {"turns": [ELSEWHERE]}]
     assert len(read_prompts(str(lines(tmp_path / "p.jsonl", *records)))) == 1
@@ -325,7 +331,6 @@ DAMAGED: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "latin.jsonl": (lambda: b'{"text": "\xff"}\n', "line 1: expected JSON in UTF-8"),
     "five.json": (lambda: b'{"data": 5}', 'a list of records or .*"data".* got keys data'),
-    "odd.jsonl": (lambda: b'{"type": "x", "payload": 5}', "expected at least one (prompt|answer)"),
     "keys.json": (lambda: b'{"rows": []}', "record 1: expected an object .* got keys rows"),
     "cut.jsonl": (lambda: TALK * 2 + b'{"text": "a', "line 3: expected JSON .*fix or remove it"),
     "log.jsonl": (lambda: b'{"type": "log", "message": "up"}\n', ANY),
