@@ -8,12 +8,7 @@ two conventions for its slots, the positions of the block:
     sample_from_anchor        slot j = 0, 1, ... predicts token a + j + 1 (DSpark)
     not sample_from_anchor    slot j = 1, 2, ... predicts token a + j, at its own position (DFlash)
 
-The slots do not see each other's tokens. `conditioning` adds what the preceding ones bring, on
-logits alone, so it is grown along a tree without another pass (w1, w2: tables of rank r):
-
-    markov    logits + w2 w1[previous]
-    rnn       logits + w2 tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
-              s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
+The slots do not see each other's tokens; `conditioning` adds what the preceding ones bring.
 
 The layers are Qwen3's.
 
@@ -21,8 +16,9 @@ Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names 
 of DeepSpec's checkpoints.
 
 Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
-C newly committed tokens, F nodes expanded together, D width of the target, r rank, v draft
-vocabulary, V vocabulary of the target, H query heads, G key/value heads, W head width.
+C newly committed tokens, F nodes expanded together, D width of the target, r rank of the
+conditioning, v draft vocabulary, V vocabulary of the target, H query heads, G key/value heads,
+W head width.
 """
 
 from __future__ import annotations
@@ -44,6 +40,7 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
+from draftheads.heads.conditioning import CONDITIONING, MARKOV_TYPES, Markov
 from draftheads.heads.cpu.linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache
 from draftheads.heads.labels import soft_labels
@@ -82,8 +79,6 @@ from draftheads.heads.vocabulary import Vocabulary, draft_index, lm_head_rows, t
 
 EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
-MARKOV_TYPES = {"markov": "vanilla", "rnn": "rnn"}
-"""Conditioning -> its name in config.json."""
 SHARP = 128
 """Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
 RESERVED = ("reserved", "unused", "placeholder", "mask")
@@ -206,67 +201,6 @@ class BlockDesign:
                 f"expected a sliding window of at least the {self.block_size} slots of a block, "
                 f"which all see each other, got {self.window}; set head.sliding_window"
             )
-
-
-class Conditioning(nn.Module):
-    """Adds the effect of preceding tokens to the logits of a slot: `markov_w2` of r numbers, its
-    code.
-
-    It begins with zeros, so that a new head is one without conditioning.
-    """
-
-    def __init__(self, design: BlockDesign) -> None:
-        super().__init__()
-        rank = design.rank
-        width = design.shape.hidden_size
-        self.markov_w1 = nn.Embedding(design.vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, design.draft_vocab_size, bias=False)
-        nn.init.zeros_(self.markov_w2.weight)
-        self.kind = design.conditioning
-        if self.kind == "rnn":
-            self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
-
-    def prepare(self, states_BKD: Tensor) -> Tensor:
-        """Project the states of all slots to their share of the codes, (B, K, 0 or 3 r)."""
-        if self.kind == "markov":
-            return states_BKD[..., :0]
-        weight = self.joint_proj.weight[:, -states_BKD.shape[-1] :]
-        return project(states_BKD, weight, self.joint_proj.bias)
-
-    def step(
-        self, code_BFr: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Codes (B, F, r) of a slot, and the recurrent state for the next slot.
-
-        code_BFr: `markov_w1` of the tokens before it. given_BFX: from `prepare`, for this slot.
-        carried_BFr: the state; None: zeros.
-        """
-        if self.kind == "markov":
-            return code_BFr, None
-        rank = code_BFr.shape[-1]
-        weight = self.joint_proj.weight
-        joint = project(code_BFr, weight[:, rank : 2 * rank]) + given_BFX
-        if carried_BFr is not None:
-            joint = joint + project(carried_BFr, weight[:, :rank])
-        gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
-        gate_BFr = gate_BFr.sigmoid()
-        candidate_BFr = candidate_BFr.tanh()
-        if carried_BFr is None:
-            return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
-        return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
-
-    def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
-        """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
-        given_MKX = self.prepare(states_MKD)
-        carried = None
-        codes = []
-        # at once, because each look-up has a gradient as large as the table
-        code_MKr = self.markov_w1(tokens_MK)
-        for slot in range(tokens_MK.shape[1]):
-            one = slice(slot, slot + 1)
-            code_M1r, carried = self.step(code_MKr[:, one], given_MKX[:, one], carried)
-            codes.append(code_M1r)
-        return torch.cat(codes, dim=1)
 
 
 class Blocks(NamedTuple):
@@ -392,7 +326,11 @@ class BlockHead(Vocabulary, DraftHead):
         if design.own_lm_head:
             self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
         self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
-        self.markov_head = Conditioning(design) if design.conditioning else None
+        self.markov_head: Markov | None = None
+        if design.conditioning:
+            self.markov_head = CONDITIONING[design.conditioning](
+                design.rank, width, design.vocab_size, design.draft_vocab_size
+            )
         self._entries: Cached[Entries] = Cached()
         self.confidence_head: nn.ModuleDict | None = None
         if design.confidence:
