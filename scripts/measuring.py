@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -43,10 +45,13 @@ if TYPE_CHECKING:
     from draftheads.heads.formats.hub import HeadFolder
     from draftheads.heads.target.model import Target
     from draftheads.infer.measure.bench import BenchOptions, Entry, Result
+    from draftheads.infer.measure.llamacpp import Chain
     from draftheads.infer.measure.tune import TuneOptions
     from draftheads.infer.race import RaceOptions
     from draftheads.infer.sources import DrafterSource
     from draftheads.infer.turns import Turns
+
+logger = logging.getLogger(__name__)
 
 MINUTES = "end after about so long: fewer prompts, the same for all rows"
 
@@ -126,7 +131,7 @@ def bench(
     from draftheads.infer.accept import Greedy
     from draftheads.infer.drafters.named import open_drafts
     from draftheads.infer.measure import bench as benches
-    from draftheads.infer.measure.llamacpp import rival_of
+    from draftheads.infer.measure.llamacpp import rivals_of
     from draftheads.infer.measure.report import best, print_report
     from draftheads.scripts.openings import openings, token_ids
 
@@ -144,11 +149,14 @@ def bench(
     say_compiling(speed.compile)
     is_comparable = model.device.type == "cpu" and not model.lora
     longest = max(map(len, ids)) + runs.max_new_tokens
+    sources = dict(zip(drafts, dict.fromkeys(contestants.head), strict=True))
     with ExitStack() as stack:
         turns = stack.enter_context(turns_of(json_out, model, folders, options, ids))
         if is_comparable and isinstance(options.sampling, Greedy):
-            rival = stack.enter_context(rival_of(target, longest))
-            options = replace(options, rival=rival)
+            files = Path(stack.enter_context(TemporaryDirectory()))
+            chains = llamacpp_chains(loaded, sources, target, options.nodes, files)
+            rivals = stack.enter_context(rivals_of(target, longest, chains))
+            options = replace(options, rivals=rivals)
         report = benches.bench(model, entries, ids, options, turns=turns)
         if model.bits:
             whole = load_target(
@@ -157,8 +165,49 @@ def bench(
             report = replace(report, int8=benches.int8_cost(model, whole, ids))
         print_report(report)
         write_figures(json_out, asdict(report))
-    sources = dict(zip(drafts, dict.fromkeys(contestants.head), strict=True))
     after_bench(target_options(target, placement.lora), texts.prompts, sources, best(report))
+
+
+def llamacpp_chains(
+    heads: Mapping[str, DrafterSource],
+    sources: Mapping[str, str],
+    target: str,
+    nodes: Sequence[int],
+    folder: Path,
+) -> dict[str, Chain]:
+    """The heads that llama.cpp has, as files in `folder`, by the names of their rows in a bench;
+    none without llama.cpp or for a target that is no GGUF file. sources: names of heads ->
+    --head. nodes: lengths of chains to try; empty: that of the head's card.
+    """
+    from draftheads.heads.base import DraftHead
+    from draftheads.heads.block import BlockHead
+    from draftheads.heads.formats.card import CHAIN
+    from draftheads.heads.formats.llamacpp import ARCHITECTURES, TargetFile
+    from draftheads.heads.target.placement import is_gguf
+    from draftheads.infer.measure.llamacpp import RIVAL, Chain, find_server
+    from draftheads.recipes import target_path
+    from draftheads.scripts.convert import converted
+
+    chains: dict[str, Chain] = {}
+    if not (find_server() and is_gguf(target)):
+        return chains
+    for number, (name, head) in enumerate(heads.items()):
+        if not isinstance(head, DraftHead) or head.kind not in ARCHITECTURES:
+            continue
+        method = head.kind
+        lengths = {min(each, head.depth) for each in nodes or [CHAIN]}
+        if isinstance(head, BlockHead):
+            method = "dflash" if "DFlash" in head.architecture else "dspark"
+            lengths = {head.depth}  # shorter blocks would have other drafts
+        file = folder / f"{number}.gguf"
+        try:
+            converted(sources[name], file, "gguf", None, TargetFile.open(target_path(target)))
+        except ValueError as error:
+            logger.warning("without %s in %s: %s", name, RIVAL, error)
+            continue
+        for length in sorted(lengths):
+            chains[f"{RIVAL} {name}@{length}"] = Chain(file, method, length)
+    return chains
 
 
 def turns_of(

@@ -56,7 +56,7 @@ WINGS = {
     "train.data": 22_000,
     "train.advice": 9_500,
     "train.learn": 5_500,
-    "scripts": 16_750,
+    "scripts": 17_250,
 }
 """The folders and modules around the core."""
 PARTS = {**CORE, **ROOMS, **WINGS}
@@ -128,7 +128,7 @@ NEIGHBOURS = {
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},
 }
 """The wings that a wing imports. This list only shrinks."""
-MENDED = 313
+MENDED = 314
 """How many mends have a test. This number only grows."""
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import commonprefix
 from pathlib import Path
 from time import perf_counter
@@ -25,7 +25,7 @@ from draftheads.heads.tree import Tree
 from draftheads.infer.accept import Acceptance
 from draftheads.infer.engine import Speculator
 from draftheads.infer.measure.baseline import Baseline, without_defaults
-from draftheads.infer.measure.llamacpp import LlamaServer
+from draftheads.infer.measure.llamacpp import RIVAL, LlamaServer
 from draftheads.infer.race import (
     GENERATE,
     PLAIN,
@@ -50,7 +50,6 @@ from draftheads.infer.turns import TimedRun, Turns
 COMPILED = " compiled"
 """At the end of the names of candidates whose steps are compiled."""
 BASELINES = (GENERATE, PLAIN, GENERATE + COMPILED, PLAIN + COMPILED)
-RIVAL = "llama.cpp"
 
 Entry = DrafterSource | tuple[DrafterSource, Tree]
 
@@ -61,7 +60,8 @@ class BenchOptions(RaceOptions):
 
     max_new_tokens: int = 128
     nodes: Sequence[int] = ()  # draft nodes of each head's own tree, resized; empty: as it is
-    rival: LlamaServer | None = None  # with the same weights, for one prompt at a time
+    # of llama.cpp by name, with the same weights, for one prompt at a time; first without drafts
+    rivals: Mapping[str, LlamaServer] = field(default_factory=dict)
     categories: Sequence[str] = ()  # of the prompts
 
 
@@ -109,17 +109,19 @@ class Result:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """plain: the engine without a drafter. heads: one Result per head and tree. rival: llama.cpp
-    without drafts; its text is not compared, and its steps take what its own clock says.
-    categories: the same results of the prompts of each category, if there are several. int8: what
-    the target's int8 weights cost, as of `int8_cost`.
+    """plain: the engine without a drafter. heads: one Result per head and tree. rivals: llama.cpp
+    without drafts, and then with each head; their texts are not compared, and their steps take what
+    its own clock says. over_rival: name of such a head's -> how much faster it is than llama.cpp
+    without drafts, and the 95 % interval. categories: the same results of the prompts of each
+    category, if there are several. int8: what the target's int8 weights cost, as of `int8_cost`.
     """
 
     machine: dict[str, Any]
     settings: dict[str, Any]
     plain: Result
     heads: list[Result]
-    rival: Result | None
+    rivals: list[Result]
+    over_rival: dict[str, tuple[float, list[float]]]
     categories: dict[str, list[Result]]
     int8: dict[str, float] | None = None
 
@@ -157,8 +159,11 @@ def bench(
             category: [summarize(each, target, *part, options) for each in measured]
             for category, part in by_category(fitting, runs, options.categories).items()
         }
-    plain, *others = results
-    rival = others.pop() if options.rival else None
+    ours = [each for each in results if each.name not in options.rivals]
+    rivals = [each for each in results if each.name in options.rivals]
+    over_rival = {
+        each.name: compared(sums_of(runs[each.name]), sums_of(runs[RIVAL])) for each in rivals[1:]
+    }
     settings = {
         **_settings(options),
         "target": target.title,
@@ -168,7 +173,8 @@ def bench(
         "prompts_skipped": skipped,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-    return BenchReport(describe_machine(target), settings, plain, others, rival, categories)
+    machine = describe_machine(target)
+    return BenchReport(machine, settings, ours[0], ours[1:], rivals, over_rival, categories)
 
 
 def by_category(
@@ -200,7 +206,7 @@ def _settings(options: BenchOptions) -> dict[str, Any]:
         "minutes": options.minutes,
         "max_new_tokens": options.max_new_tokens,
         "nodes": options.nodes,
-        "rival": options.rival is not None,
+        "rivals": [*options.rivals],
     }
 
 
@@ -214,18 +220,16 @@ def _candidates(
         plain = Speculator(target, compile=compile, profile=True)
         yield Candidate(PLAIN + ending, plain, 0)
     for name, entry in heads.items():
-        if name in (*BASELINES, RIVAL):
+        if name in (*BASELINES, *options.rivals):
             raise ValueError(f"{name!r} is reserved for a baseline; rename this head")
         drafts, tree = entry if isinstance(entry, tuple) else (entry, None)
         for label, shape in _trees(name, drafts, tree, options.nodes).items():
             for ending, compile in endings.items():
                 engine = Speculator(target, drafts, tree=shape, compile=compile, profile=True)
                 yield Candidate(label + ending, engine, shape.draft_nodes)
-    if options.rival:
-        clock = fair_clock(target.device)
-        if clock is not perf_counter:
-            clock = options.rival.clock
-        yield Candidate(RIVAL, options.rival, clock=clock)
+    clock = fair_clock(target.device)
+    for name, server in options.rivals.items():
+        yield Candidate(name, server, clock=clock if clock is perf_counter else server.clock)
 
 
 def _trees(
@@ -258,7 +262,7 @@ def summarize(
     statistics = Statistics.of(steps_of(runs[name]))
     reason = _why_not_comparable(target, options.sampling, name)
     divergence = None
-    if name == RIVAL:
+    if name in options.rivals:
         reason = "lossless: n/a, llama.cpp rounds otherwise."
     elif not _is_sampled(options.sampling):
         divergence = _divergence(target, prompts, runs, name)

@@ -1,4 +1,6 @@
-"""llama.cpp's server without drafts, as a candidate of a bench: the same file, the same prompts."""
+"""llama.cpp's server, with and without a head, as candidates of a bench: the same file, the same
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
@@ -28,6 +31,7 @@ logger = logging.getLogger(__name__)
 PLACE = "DRAFTHEADS_LLAMACPP"
 """Environment variable: a folder with the program."""
 PROGRAM = "llama-server"
+RIVAL = "llama.cpp"
 PATIENCE_S = 60
 """Until the server answers."""
 MORE_CONTEXT = 8
@@ -58,8 +62,8 @@ class LlamaServer:
     def generate(
         self, prompt: Sequence[int], *, sampling: Acceptance, max_new_tokens: int
     ) -> Iterator[Step]:
-        """Continue a prompt, greedily: a step per token, which takes the mean by the server's own
-        clock.
+        """Continue a prompt, greedily: equal steps, as many as it took, with the mean time by the
+        server's own clock. It does not say which tokens are drafts.
         """
         body = {
             "prompt": list(prompt),
@@ -73,32 +77,55 @@ class LlamaServer:
             answer = reply.raise_for_status().json()
         except httpx.HTTPError as error:
             raise OSError(f"{self.url}: expected an answer of llama.cpp, got {error}") from error
-        seconds = answer["timings"]["predicted_per_token_ms"] / 1e3
+        timings = answer["timings"]
         tokens = answer["tokens"]
         yield Step(tokens[:1], -1, None, 0.0, 0.0)
-        for token in tokens[1:]:
-            yield Step([token], 0, None, 0.0, seconds)
+        steps = len(tokens) - 1 - timings.get("draft_n_accepted", 0)
+        for part in np.array_split(tokens[1:], steps) if steps > 0 else ():
+            yield Step(part.tolist(), 0, None, 0.0, timings["predicted_ms"] / 1e3 / steps)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Drafts of llama.cpp: a head's GGUF file, and draft tokens of a step."""
+
+    head: Path
+    method: str
+    tokens: int
+
+    def options(self) -> list[object]:
+        """Words of the command line."""
+        words = ["-md", self.head, "--spec-type", f"draft-{self.method}"]
+        return [*words, "--spec-draft-n-max", self.tokens]
 
 
 @contextmanager
-def rival_of(target: str, tokens: int) -> Iterator[LlamaServer | None]:
-    """llama.cpp with the same file and threads, if it is here and the target is a GGUF file; a
-    warning if it does not start. tokens: of the longest prompt and answer.
+def rivals_of(
+    target: str, tokens: int, chains: Mapping[str, Chain]
+) -> Iterator[dict[str, LlamaServer]]:
+    """llama.cpp with the same file and threads, if it is here and the target is a GGUF file: RIVAL
+    without drafts, and a server of each chain by its name. A warning for those that do not start.
+    tokens: of the longest prompt and answer.
     """
-    file = Path(target_path(target))
     program = find_server() if is_gguf(target) else None
     with ExitStack() as stack:
-        rival = None
+        rivals: dict[str, LlamaServer] = {}
         if program:
+            file = Path(target_path(target))
             options = ["-m", file, "-c", tokens + MORE_CONTEXT, "-t", torch.get_num_threads()]
             # with AMX it crashes on quantised files (docs/serving.md)
             if CPUINFO.is_file() and "amx" in CPUINFO.read_text():
                 options += ["--no-repack"]
-            try:
-                rival = stack.enter_context(serving(program, [*options, "-np", 1]))
-            except OSError as error:
-                logger.warning("without llama.cpp: %s", error)
-        yield rival
+            drafts = {RIVAL: [], **{name: chain.options() for name, chain in chains.items()}}
+            for name, more in drafts.items():
+                try:
+                    server = serving(program, [*options, "-np", 1, *more])
+                    rivals[name] = stack.enter_context(server)
+                except OSError as error:
+                    logger.warning("without %s: %s", name, error)
+                    if name == RIVAL:  # nothing to compare its drafts with
+                        break
+        yield rivals
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from rich.text import Text
 
 from draftheads.heads.terminal import SafeConsole
 from draftheads.infer.costs import too_slow
-from draftheads.infer.measure.bench import BASELINES, COMPILED, RIVAL, BenchReport, Result
+from draftheads.infer.measure.bench import BASELINES, COMPILED, BenchReport, Result
 from draftheads.infer.measure.grid import Grid
+from draftheads.infer.measure.llamacpp import RIVAL
 from draftheads.infer.race import GENERATE, PLAIN
 
 MARK = "*"
@@ -40,9 +41,7 @@ def results_grid(report: BenchReport) -> Grid:
     generate = f"{plain.baseline_tokens_per_second:.0f}"
     over_best = f"{plain.speedup_over_best / plain.speedup:.2f}"  # the same best
     rows = [[GENERATE, "", generate, "1.00", "", over_best, "", "", ""]]
-    results = [plain, *report.heads]
-    if report.rival:
-        results.append(report.rival)
+    results = [plain, *report.heads, *report.rivals]
     winner = best(report)
     for result in results:
         label = result.name + MARK if result is winner else result.name  # which also a file shows
@@ -161,13 +160,29 @@ def after_rival(report: BenchReport) -> str:
     """The end of that sentence, if llama.cpp is faster without drafts than all others here."""
     speeds = [result.tokens_per_second for result in (report.plain, *report.heads)]
     best = max(report.plain.baseline_tokens_per_second, *speeds)
-    if not report.rival or report.rival.tokens_per_second <= best:
+    if not report.rivals or report.rivals[0].tokens_per_second <= best:
         return ""
-    theirs = report.rival.tokens_per_second
+    theirs = report.rivals[0].tokens_per_second
     return (
         f". {RIVAL} without drafts is faster than all of them: {1e3 / theirs:.1f} ms a token, the "
         f"best here {1e3 / best:.1f}"
     )
+
+
+def rival_verdict(report: BenchReport) -> list[str]:
+    """Whether a head pays in llama.cpp on this machine; nothing if none ran there."""
+    if not report.over_rival:
+        return []
+    name = max(report.over_rival, key=lambda each: report.over_rival[each][0])
+    ratio, (low, high) = report.over_rival[name]
+    plain, *drafted = report.rivals
+    result = next(each for each in drafted if each.name == name)
+    found = "pay here" if low > 1 else "do not pay here" if high < 1 else "may pay here or not"
+    return [
+        f"In {RIVAL}, drafts {found}: {name} is {times(ratio, [low, high])} as fast as without. It "
+        f"has τ {result.tokens_per_step:.2f}, and a step takes as long as "
+        f"{result.step_seconds / plain.step_seconds:.2f} tokens without drafts."
+    ]
 
 
 def times(ratio: float, interval: list[float]) -> str:
@@ -214,11 +229,12 @@ def cautions(report: BenchReport) -> list[str]:
             break_even = result.step_seconds / plain.step_seconds
             if line := too_slow(result.tokens_per_step, break_even, dtype):
                 lines.append(f"{result.name}: {line}")
-    if report.rival:
+    if report.rivals:
         lines.append(
-            f"{RIVAL}: the same weights, its own rounding. Its verify: ms of a token, without the "
-            "prompt, by its own clock."
+            f"{RIVAL}: the same weights, its own rounding. Its verify: ms of a step and its draft, "
+            "by its own clock."
         )
+        lines += rival_verdict(report)
     if report.plain.lossless_reason:
         lines.append(report.plain.lossless_reason)
     for result in (report.plain, *report.heads):
