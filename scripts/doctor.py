@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from draftheads.heads.target.model import Target
     from draftheads.train.advice.bounds import Bounds
     from draftheads.train.advice.doctor import Diagnosis, Evidence
+    from draftheads.train.advice.gains import Gain
     from draftheads.train.batches import Documents
 
 ENGINE = """compare a running server (vLLM, llama-server; http://HOST:PORT) with our own decoding,
@@ -108,7 +109,8 @@ def doctor(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a changed target is a finding
         drafter = folder.load(model).pack(model)  # as it decodes elsewhere: a step is priced
-    evidence = evidence_of(folder, drafter, model, texts, path)
+    run = Path(os.path.expanduser(head))
+    evidence = evidence_of(folder, drafter, model, texts, path, run)
     diagnosis = diagnose(evidence)
     difference = served and first_difference(evidence, served)
     if difference:
@@ -147,7 +149,7 @@ def report(
     if texts.prompts or texts.sample:
         model, drafter = load_parts(head, target, placement.place())
         assert isinstance(drafter, DraftHead)
-        evidence = evidence_of(folder, drafter, model, texts, data_of(folder))
+        evidence = evidence_of(folder, drafter, model, texts, data_of(folder), run)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, render_report(folder, read_metrics(run), evidence))
     say(f"written to {page}: open it in a browser")
@@ -155,14 +157,20 @@ def report(
 
 
 def evidence_of(
-    folder: HeadFolder, head: DraftHead, target: Target, texts: DoctorPrompts, data: Path | None
+    folder: HeadFolder,
+    head: DraftHead,
+    target: Target,
+    texts: DoctorPrompts,
+    data: Path | None,
+    run: Path,
 ) -> Evidence:
     """The head of this folder on --sample or --prompts, else on documents of the data that were not
-    trained on. data: answers, if there are any.
+    trained on. data: answers, if there are any. run: where metrics may be.
     """
     from draftheads.infer.prompt import encode_prompt
     from draftheads.scripts.openings import opening_ids
     from draftheads.train.advice.doctor import Evidence, openings_of, unseen
+    from draftheads.train.metrics import read_metrics
 
     documents = documents_in(data, target)
     if texts.sample:
@@ -174,7 +182,8 @@ def evidence_of(
         spans = unseen(folder.facts.training, documents)
         step = max(1, len(spans) // texts.limit)
         openings = openings_of(documents, spans[::step][: texts.limit])
-    return Evidence(target, head, folder.facts, openings, documents, texts.max_new_tokens)
+    metrics = read_metrics(run)
+    return Evidence(target, head, folder.facts, openings, documents, texts.max_new_tokens, metrics)
 
 
 def recorded_data(folder: HeadFolder) -> str:
@@ -219,11 +228,24 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
         )
     if diagnosis.bounds:
         print_bounds(diagnosis.bounds, diagnosis.by_context, console)
+    if diagnosis.gains:
+        print_gains(diagnosis.gains, evidence.training.get("seconds"), console)
     if not diagnosis.findings:
         console.print("healthy: no fault was found", style="green")
     for finding in diagnosis.findings:
         console.print(f"{finding.check}: {finding.found}", style="bold red")
         console.print(f"  next: {finding.advice}")
+
+
+def print_gains(gains: Sequence[Gain], seconds: float | None, console: Console) -> None:
+    """Print what would help. seconds: of the head's training, if it is known."""
+    from draftheads.scripts.printing import duration
+
+    time = f" (it took {duration(seconds)})" if seconds else ""
+    console.print(f"more τ, by gain per effort; the effort in trainings of this head{time}")
+    for each in gains:
+        factor = f"up to {each.high:.2f}" if each.low == 1 else f"{each.low:.2f} to {each.high:.2f}"
+        console.print(f"  {factor:>12} times, effort {each.trainings:g}: {each.change}")
 
 
 def print_bounds(bounds: Bounds, by_context: Mapping[int, float], console: Console) -> None:

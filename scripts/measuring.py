@@ -331,6 +331,7 @@ def tune(
     from draftheads.infer.measure.tune import tune as run
     from draftheads.scripts.openings import opening_ids
     from draftheads.scripts.printing import print_tuned
+    from draftheads.train.metrics import more_tokens
 
     options = search.options(sampling)
     if not dry_run:
@@ -348,6 +349,8 @@ def tune(
     with turns_of(json_out, model, [folder], options, ids) as turns:
         tuned = run(model, source, ids, options, others=[trained], turns=turns)
         print_tuned(tuned)
+        if line := more_tokens(os.path.expanduser(head)):
+            say(line.rstrip())
         write_figures(json_out, asdict(tuned))
         if not (dry_run or turns.stop):
             record_tuned(folder.path, tuned.best.tree, tuned.facts())

@@ -209,22 +209,33 @@ def report(outcome: Outcome) -> str:
     worth = f"{best.tokens_per_step:.2f} simulated, not decoded"
     if best.measured:
         worth = f"{best.measured['tokens_per_step']:.2f} decoded"
-    more = ""
-    rise = rise_per_doubling(read_metrics(output))
-    if rise is not None:
-        least, most = (share * max(rise, 0) for share in ANOTHER)
-        more = (
-            f"more tokens: a doubling brought τ {rise:.2f} before the learning rate fell;\n"
-            f"      another one would bring about {least:.2f} to {most:.2f}\n"
-        )
     return (
-        f"{end}\nbest: step {best.step}, τ {worth}\n{more}"
+        f"{end}\nbest: step {best.step}, τ {worth}\n{more_tokens(output)}"
         f"next: draftheads tune --head {output} --prompts PROMPTS\n"
         "      finds the fastest tree, and says how fast it is; then "
         f"draftheads chat --head {output}\n"
         f"      draftheads report {output}\n"
         "      writes a page with curves, tree and facts of this run"
     )
+
+
+def more_tokens(output: str | Path) -> str:
+    """A line about what twice the training tokens would bring, "" if that is not known."""
+    doubling = another_doubling(read_metrics(output))
+    if doubling is None:
+        return ""
+    return "twice the tokens would bring {:.2f} to {:.2f} more τ\n".format(*doubling)
+
+
+def another_doubling(lines: Sequence[Line]) -> tuple[float, float] | None:
+    """Tokens per step that twice the training tokens would bring, at least and at most; None if
+    there are too few evaluations to say.
+    """
+    rise = rise_per_doubling(lines)
+    if rise is None:
+        return None
+    least, most = (share * max(rise, 0.0) for share in ANOTHER)
+    return least, most
 
 
 def rise_per_doubling(lines: Sequence[Line]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -9,8 +10,10 @@ import sys
 import pytest
 from tiny_training import run
 
+from draftheads.train.advice.bounds import Bounds
+from draftheads.train.advice.gains import gains
 from draftheads.train.checkpoint import BEST, read_state
-from draftheads.train.metrics import rise_per_doubling
+from draftheads.train.metrics import more_tokens, rise_per_doubling
 
 DECODING = ["eval.every=3", "eval.prompts=2", "eval.new_tokens=8", "run.save_every=3"]
 
@@ -58,3 +61,43 @@ def test_what_a_doubling_of_tokens_brings_is_read_before_the_learning_rate_falls
     assert rise_per_doubling(lines[:5]) == pytest.approx(0.0)
     assert rise_per_doubling([line for line in lines if line["step"] in (800, 1600)]) is None
     assert rise_per_doubling([]) is None
+
+
+def test_it_is_said_in_the_words_of_train_and_tune(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert more_tokens(tmp_path) == "" == more_tokens(tmp_path / "none")
+    lines = [
+        {"step": step, "heldout_tokens_per_step": 1 + 0.5 * math.log2(step)}
+        for step in range(100, 901, 100)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert more_tokens(tmp_path) == "twice the tokens would bring 0.40 to 1.20 more τ\n"
+
+
+BOUNDS = Bounds(nodes=8, tokens=500, tree=2.2, vocabulary=3.3, depths=2.21, oracle=5.0)
+"""At a τ of 2, another tree brings a tenth, the vocabulary a half, later depths nothing."""
+
+
+@pytest.mark.parametrize(
+    ("rise", "learned", "expected"),
+    [
+        (0.0, 100, ["another tree", "more draft tokens"]),
+        (2.0, 100, ["twice the tokens: run", "another tree", "more draft tokens"]),
+        (2.0, 10, ["twice the tokens, from twice the prompts", "another tree"]),
+    ],
+)
+def test_what_would_help_is_in_order_of_gain_per_effort(rise, learned, expected):
+    """A tenth for a tenth of the effort comes before a half; answers learned more than four times
+    are followed by new ones.
+    """
+    lines = [
+        {"step": step, "heldout_tokens_per_step": 1 + rise * math.log2(step)}
+        for step in range(100, 901, 100)
+    ]
+    training = {"tokens": 400, "data": {"learned_tokens": learned}}
+    found = gains(2.0, BOUNDS, lines, training)
+    for each, start in zip(found, expected, strict=False):
+        assert each.change.startswith(start)
+    assert len(found) == (3 if rise else 2)
+    assert all(each.high > 1 and each.low >= 1 for each in found)
+    assert gains(2.0, None, [], {}) == []

@@ -28,11 +28,13 @@ from draftheads.infer.engine import Speculator
 from draftheads.infer.prompt import encode_prompt
 from draftheads.infer.rows import Statistics, Step
 from draftheads.train.advice.bounds import Bounds, bounds, by_context
+from draftheads.train.advice.gains import Gain, gains
 from draftheads.train.batches import Documents, Rows
 from draftheads.train.data.answers import Answer
 from draftheads.train.data.shards import Array
 from draftheads.train.evaluate import Share, calibrate, heldout_ranks
 from draftheads.train.features.sources import OnlineFeatures
+from draftheads.train.metrics import Line
 
 TEXT_TOKENS = 4096
 """Number of tokens of the documents on which heads are evaluated."""
@@ -75,7 +77,7 @@ class Evidence:
     needed.
 
     facts: the section of its config.json. openings: token ids of prompts to decode. documents: the
-    data, if any.
+    data, if any. metrics: of the head's run, if it is here.
     """
 
     target: Target
@@ -84,6 +86,7 @@ class Evidence:
     openings: list[list[int]]
     documents: Documents | None = None
     new_tokens: int = 64
+    metrics: Sequence[Line] = ()
 
     def __post_init__(self) -> None:
         self.training = self.facts.training
@@ -464,7 +467,7 @@ class Diagnosis:
     Tokens per step: measured (greedy decoding), predicted (for the best fixed tree), expected (the
     prediction that training recorded), break_even (as fast as decoding without drafts; 0: not
     measured), by_context (measured, by the tokens before a step). bounds: of tokens per step, if
-    one thing about the head were better.
+    one thing about the head were better. gains: what would bring more of them, the best first.
     """
 
     findings: list[Finding]
@@ -474,6 +477,7 @@ class Diagnosis:
     break_even: float
     bounds: Bounds | None
     by_context: dict[int, float]
+    gains: list[Gain]
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -486,12 +490,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         finding = check(evidence)
         if finding:
             findings.append(finding)
+    tau = evidence.decoded.tokens_per_step
+    bounds = evidence.bounds if evidence.finite else None
     return Diagnosis(
         findings=findings,
-        measured=evidence.decoded.tokens_per_step,
+        measured=tau,
         predicted=evidence.predicted,
         expected=evidence.training.get("predicted_tokens_per_step"),
         break_even=evidence.break_even,
-        bounds=evidence.bounds if evidence.finite else None,
+        bounds=bounds,
         by_context=by_context(evidence.decoded.contexts, evidence.decoded.accepted.tolist()),
+        gains=gains(tau, bounds, evidence.metrics, evidence.training),
     )
