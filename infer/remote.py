@@ -26,7 +26,8 @@ REFUSED = {400, 413, 422}
 SLOWEST = 2.0
 """Tokens per second of one answer below which a server, after a minute, counts as hanging."""
 COUNTER = re.compile(
-    r'^(?:vllm|llamacpp):(\w+_total)(?:\{(?:[^}]*position="(\d+)")?[^}]*\})? (\S+)$', re.MULTILINE
+    r'^(?:vllm:|llamacpp:|draftheads_)(\w+_total)(?:\{(?:[^}]*position="(\d+)")?[^}]*\})? (\S+)$',
+    re.MULTILINE,
 )
 """Name, position and value of a counter on the page of metrics."""
 
@@ -168,8 +169,8 @@ class Server:
         return self.fetch("GET", f"{self.url.removesuffix('/v1')}/metrics")
 
     def counters(self) -> Counter[str]:
-        """What vLLM or llama.cpp has counted since its start, by the name of the counter and, of
-        draft tokens, the position; nothing for other servers.
+        """What vLLM, llama.cpp or our own server has counted since its start, by the name of the
+        counter and, of draft tokens, the position; nothing for other servers.
         """
         counts = Counter[str]()
         for name, position, value in COUNTER.findall(self.metrics() or ""):

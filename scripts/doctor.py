@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from draftheads.train.advice.gains import Gain
     from draftheads.train.batches import Documents
 
-ENGINE = """compare a running server (vLLM, llama-server; http://HOST:PORT) with our own decoding,
-and name the first difference"""
+ENGINE = """compare a running server (vLLM, llama-server, draftheads serve; http://HOST:PORT) with
+our own decoding, and name the first difference"""
 PageFile = Annotated[
     Path | None, Option(callback=early(check_file), help="default: report.html in HEAD")
 ]

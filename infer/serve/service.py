@@ -80,6 +80,14 @@ class Metrics:
             "seconds": "Time of the engine",
         }
         self.counters = {name: self._make(Counter, name, text) for name, text in counters.items()}
+        # by vLLM's names, which `doctor --engine` reads
+        self.drafts = self._make(Counter, "spec_decode_num_drafts", "Drafts that were verified")
+        self.drafted = self._make(Counter, "spec_decode_num_draft_tokens", "Draft tokens of these")
+        self.accepted = self._make(
+            Counter, "spec_decode_num_accepted_tokens_per_pos", "Accepted by depth", ["position"]
+        )
+        for position in range(scheduler.speculator.tree.depth):
+            self.accepted.labels(position)
         self.first = self._make(Histogram, "time_to_first_token_seconds", "From request to token")
         self.whole = self._make(Histogram, "request_seconds", "From request to the last token")
         active = self._make(Gauge, "active_requests", "Requests that are active")
@@ -87,8 +95,8 @@ class Metrics:
         waiting = self._make(Gauge, "waiting_requests", "Requests that are waiting")
         waiting.set_function(lambda: len(scheduler.waiting))
 
-    def add(self, usage: Json) -> None:
-        """Count the usage of a request."""
+    def add(self, usage: Json, steps: Sequence[Step]) -> None:
+        """Count the usage and the steps of a request."""
         counts = {
             **usage,
             **usage["prompt_tokens_details"],
@@ -96,6 +104,12 @@ class Metrics:
         }
         for name, counter in self.counters.items():
             counter.inc(counts[name])
+        for step in steps:
+            if step.drafted:
+                self.drafts.inc()
+                self.drafted.inc(step.drafted)
+            for position in range(step.from_drafts):
+                self.accepted.labels(position).inc()
 
     def _make(self, kind: Any, name: str, text: str, labels: Sequence[str] = ()) -> Any:
         return kind(f"draftheads_{name}", text, labels, registry=self.registry)
@@ -247,7 +261,8 @@ class Service:
                 self.scheduler.cancel(job)
             timer.cancel()
             watcher.cancel()
-            self.metrics.add(reply.usage(jobs))
+            steps = [step for choice in reply.choices for step in choice.steps]
+            self.metrics.add(reply.usage(jobs), steps)
 
 
 async def _watch(http: Request, events: Events) -> None:

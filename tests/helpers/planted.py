@@ -73,8 +73,9 @@ class PlantedEngine(LocalServer):
             if planted.head is not None and step.accepted >= 0:
                 planted.counted["drafts"] += 1
                 planted.counted["draft_tokens"] += step.drafted
-                for position in range(step.accepted):
-                    planted.counted[f"accepted_tokens_per_pos/{position}"] += 1
+                for position in range(planted.chain):
+                    is_right = step.accepted > position
+                    planted.counted[f"accepted_tokens_per_pos/{position}"] += is_right
         ended = ids[-1] in planted.target.eos_ids
         text = planted.target.tokenizer.decode(ids[:-1] if ended else ids)
         reason = "stop" if ended else "length"

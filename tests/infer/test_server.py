@@ -474,6 +474,16 @@ def test_models_health_and_metrics(client, engine):
     assert after["completion_tokens_total"] - before["completion_tokens_total"] == 20
     assert after["steps_total"] - before["steps_total"] == usage["steps"]
     assert after["active_requests"] == after["waiting_requests"] == 0
+    drafts = usage["completion_tokens_details"]
+    rise = {name: after[name] - before[name] for name in after if name.startswith("spec_decode")}
+    assert rise.pop("spec_decode_num_drafts_total") == usage["steps"] - 1
+    assert (
+        rise.pop("spec_decode_num_draft_tokens_total")
+        == sum(drafts.values()) - (drafts["reasoning_tokens"])
+    )
+    by_depth = [count for name, count in rise.items() if "per_pos_total" in name]
+    assert sum(by_depth) == drafts["accepted_prediction_tokens"] > 0
+    assert by_depth == sorted(by_depth, reverse=True)
 
 
 def counted(client: TestClient) -> dict[str, float]:

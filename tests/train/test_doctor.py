@@ -20,6 +20,7 @@ import pytest
 import torch
 from planted import Planted, PlantedEngine
 from safetensors.torch import load_file, save_file
+from served import running
 from tiny_chat import TEMPLATE, byte_tokenizer, llama
 from tiny_heads import overfitted, random_head, written_by
 from tiny_targets import is_packed
@@ -31,8 +32,10 @@ from draftheads.heads.formats.facts import HeadFacts
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.layers import Rope
 from draftheads.heads.target.model import Target
-from draftheads.heads.tree import StaticTree
+from draftheads.heads.tree import DynamicTree, StaticTree
+from draftheads.infer.engine import Speculator
 from draftheads.infer.remote import ServerOptions
+from draftheads.infer.serve.service import ServeOptions
 from draftheads.scripts import cli
 from draftheads.train.advice.bounds import bounds, by_context
 from draftheads.train.advice.doctor import Evidence, Finding
@@ -412,6 +415,28 @@ def test_a_head_that_an_engine_runs_as_we_do_is_healthy(compare, bench, good, ki
 def test_other_engines_are_healthy_too(compare, bench, good, planted):
     """Those that return no token ids, and llama.cpp."""
     assert compare(load_head(good["eagle3"], target=bench.target), **planted) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "check"),
+    [
+        ("medusa", {}, None),
+        ("eagle3", {}, None),
+        ("eagle3", {"head": None}, "speculation"),
+        ("eagle3", {"tree": DynamicTree(6, DEPTH, 2)}, "draft length"),
+        ("medusa", {"swap": True}, "acceptance"),
+    ],
+)
+def test_our_own_server_is_examined_with_its_trees(bench, good, kind, fault, check):
+    own, other = (load_head(good[kind], target=bench.target) for _ in range(2))
+    if fault.get("swap"):
+        later_blocks_swapped(bench, other)
+    engine = Speculator(bench.target, fault.get("head", other), tree=fault.get("tree"))
+    evidence = Evidence(bench.target, own, HeadFacts({}), bench.prompts, new_tokens=NEW)
+    with running(engine, ServeOptions("served")) as (url, _):
+        served = ServedTarget(str(bench.folder / "target"), ServerOptions(urls=[url]))
+        found = first_difference(evidence, served)
+    assert check == (found and found.check), found
 
 
 def changed(bench: Bench, change: Callable[[torch.Tensor], torch.Tensor]) -> Target:

@@ -22,6 +22,8 @@ from draftheads.train.data.server import ServedTarget
 
 NEAR = 0.25
 """Nats between the two best tokens up to which other kernels and dtypes may swap them."""
+POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
+"""A counter's name before the position, from 0."""
 UNSURE = " \ufffd"
 """What servers without token ids may drop: a first space, and the start of a cut character."""
 FEATURES = """compare what the first draft needs with the head's own config: feature layers and
@@ -50,8 +52,9 @@ def first_difference(evidence: Evidence, served: ServedTarget) -> Finding | None
         )
     except ServerError as error:
         raise server.explained(error) from None
-    counts = server.counters() - before
-    return other_chat(evidence, served) or other_drafts(evidence, counts)
+    after = server.counters()
+    positions = sum(name.startswith(POSITION) for name in after)
+    return other_chat(evidence, served) or other_drafts(evidence, after - before, positions)
 
 
 async def ask(served: ServedTarget, prompt: list[int], limit: int, seed: str) -> list[int]:
@@ -118,8 +121,10 @@ def other_chat(evidence: Evidence, served: ServedTarget) -> Finding | None:
     return None
 
 
-def other_drafts(evidence: Evidence, counts: Counter[str]) -> Finding | None:
-    """Drafts that are fewer or less often right than ours."""
+def other_drafts(evidence: Evidence, counts: Counter[str], positions: int) -> Finding | None:
+    """Drafts that are fewer or less often right than ours. positions: of the server's drafts; with
+    more tokens than positions they are trees, as only we have them.
+    """
     if not counts:
         return Finding(
             "counters",
@@ -133,14 +138,18 @@ def other_drafts(evidence: Evidence, counts: Counter[str]) -> Finding | None:
             "the server verifies no drafts",
             "check --speculative-config, or -md and --spec-type, its log, and limits of the batch",
         )
-    depth = evidence.head.depth
     chain = math.ceil(counts["spec_decode_num_draft_tokens_total"] / steps)
-    tree = StaticTree.from_widths([1] * min(chain, depth))
-    decoded = evidence.decode(evidence.openings, tree=tree)
+    own, decoded = evidence.head.tree, evidence.decoded
+    depth, most = own.depth, own.draft_nodes
+    if chain <= positions:
+        most = evidence.head.depth
+        depth = min(chain, most)
+        tree = StaticTree.from_widths([1] * depth)
+        decoded = evidence.decode(evidence.openings, tree=tree)
     last = len(decoded.answers) / len(decoded.accepted)  # last steps are counted in other ways
-    for position in range(tree.depth):
+    for position in range(depth):
         right_S = (decoded.accepted > position).float()
-        share = counts[f"spec_decode_num_accepted_tokens_per_pos_total{position}"] / steps
+        share = counts[f"{POSITION}{position}"] / steps
         if is_above(right_S, share) and right_S.mean() > share + last:
             return Finding(
                 "acceptance",
@@ -148,10 +157,10 @@ def other_drafts(evidence: Evidence, counts: Counter[str]) -> Finding | None:
                 f"{right_S.mean():.1%} of {len(right_S)}",
                 POSITIONS if position else FEATURES,
             )
-    if chain != depth:
+    if chain != most:
         return Finding(
             "draft length",
-            f"{chain} draft tokens per step, as right as here; the head has a depth of {depth}",
+            f"{chain} draft tokens per step, as right as here; the head drafts {most}",
             "set num_speculative_tokens or --spec-draft-n-max to it, or bench with such a chain",
         )
     return None
