@@ -79,6 +79,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         method=_method(config),
         in_target=layer is not None and family_of(layer["config"]["model_type"]) is not None,
         tree=tree,
+        decoding=training.get("decoding"),
         training=markdown_table(("", ""), flat(training).items()),
         recipe=yaml.safe_dump(recipe, sort_keys=False) if recipe else "",
     )

@@ -203,6 +203,27 @@ def test_the_card_says_what_the_head_is(tmp_path, kind):
     assert "| hardware | a \\| b |" in card.text
 
 
+@pytest.mark.parametrize(
+    ("decoding", "bars"),
+    [
+        ({"prompts": 8, "tokens_per_step": 1.75, "acceptance": [0.5, 0.25, 0.0]}, 3),
+        ({"prompts": 8, "tokens_per_step": 1.75, "acceptance": "many"}, 0),
+        ({"prompts": 8, "acceptance": [0.5]}, 0),
+        (0.5, 0),
+        (None, 0),
+    ],
+)
+def test_the_card_draws_how_many_drafts_are_accepted(tmp_path, decoding, bars):
+    """If training has measured it, and the section is as training writes it."""
+    training = {"decoding": decoding} if decoding is not None else {}
+    save_head(trained(), tmp_path / "head", target=tiny_target(), training=training)
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert ("## Accepted drafts" in card) == bool(bars)
+    if bars:
+        assert "τ 1.75 on 8 held-out prompts" in card
+        assert f" 1   50 %  {'█' * 20}\n 2   25 %  {'█' * 10}\n 3    0 %" in card
+
+
 def test_a_tree_is_added_without_touching_the_rest(tmp_path):
     folder = save_head(trained(), tmp_path / "head", target=tiny_target(), training={"a": 1})
     (folder / "trainer").mkdir()
