@@ -13,7 +13,7 @@ The slots do not see each other's tokens; `conditioning` adds what the preceding
 The layers are Qwen3's.
 
 Sources: DFlash, DSpark (arXiv and github.com/deepseek-ai/DeepSpec, MIT); names of tensors are those
-of DeepSpec's checkpoints.
+of DeepSpec's checkpoints, and of Domino's.
 
 Legend: B batch, T tokens, N anchors of a row, M anchors of a batch, K drafts of a block, Q queries,
 C newly committed tokens, F nodes expanded together, D width of the target, r rank of the
@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -40,7 +41,14 @@ from torch import Tensor, nn
 from draftheads.heads.base import DraftHead, HeadLoss, TreeDrafter
 from draftheads.heads.batch import Batch, at_places
 from draftheads.heads.choices import MOST_RANKS, HeadChoices, LayerSizes
-from draftheads.heads.conditioning import CONDITIONING, MARKOV_TYPES, Markov
+from draftheads.heads.conditioning import (
+    CONDITIONING,
+    MARKOV_TYPES,
+    Conditioning,
+    Domino,
+    Markov,
+    codes_along,
+)
 from draftheads.heads.cpu.linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache
 from draftheads.heads.labels import soft_labels
@@ -81,6 +89,8 @@ EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
 SHARP = 128
 """Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
+GRU_WIDTHS = 4
+"""Width of Domino's recurrent state in published heads, per rank."""
 RESERVED = ("reserved", "unused", "placeholder", "mask")
 """Parts of the names of tokens that no text contains."""
 
@@ -155,8 +165,9 @@ class BlockDesign:
     sample_from_anchor: bool  # whether the anchor's slot predicts, too
     feature_layers: tuple[int, ...]  # indices into the target's hidden states, 0 = embeddings
     mask_token: int | None  # None: a learned vector
-    conditioning: str | None  # "markov" or "rnn"
+    conditioning: str | None  # "markov", "rnn" or "domino"
     rank: int
+    gru_size: int  # width of Domino's recurrent state
     confidence: str | None  # reads "state", or "state+token" with the code of the previous token
     window: int | None  # positions that a slot sees, its own included; None: all
     draft_vocab_size: int
@@ -169,8 +180,10 @@ class BlockDesign:
         shape = LayerShape.of(target, choices)
         features = tuple(choices.feature_layers or evenly_spaced(target.layers))
         check_features(features, target)
-        has_conditioning = choices.conditioning != "none"
-        confidence = "state+token" if has_conditioning else "state"
+        conditioning: str | None = choices.conditioning
+        if conditioning == "none":
+            conditioning = None
+        confidence = "state+token" if conditioning in MARKOV_TYPES else "state"
         return cls(
             shape,
             rope=Rope.of(target, choices, shape.head_dim),
@@ -181,8 +194,9 @@ class BlockDesign:
             sample_from_anchor=choices.sample_from_anchor,
             feature_layers=features,
             mask_token=mask_token(target, choices.mask),
-            conditioning=choices.conditioning if has_conditioning else None,
-            rank=choices.rank if has_conditioning else 0,
+            conditioning=conditioning,
+            rank=choices.rank if conditioning else 0,
+            gru_size=GRU_WIDTHS * choices.rank if conditioning == "domino" else 0,
             confidence=confidence if choices.confidence else None,
             window=choices.sliding_window,
             draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),
@@ -264,25 +278,26 @@ class BlockDrafter(TreeDrafter):
         builder = self.builder
         builder.start()
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
-        conditioning = head.markov_head
+        conditioning = head.conditioning
+        embed = partial(head.embed, target=self.target)
         parts_BKX = states_BKD
         if conditioning is not None:
             parts_BKX = conditioning.prepare(states_BKD)
         tokens_BF = roots_B[:, None]
-        carried_BFr = None
+        carried_BFg = None
         for level in count():
             logits_BFv = base_BKv[:, level, None].expand(-1, tokens_BF.shape[1], -1)
             if conditioning is not None:
                 part_B1X = parts_BKX[:, level, None]
-                codes_BFr, carried_BFr = conditioning.step(
-                    conditioning.markov_w1(tokens_BF), part_B1X, carried_BFr
+                codes_BFr, carried_BFg = conditioning.step(
+                    conditioning.read(tokens_BF, embed), part_B1X, carried_BFg
                 )
-                logits_BFv = logits_BFv + conditioning.markov_w2(codes_BFr)
+                logits_BFv = logits_BFv + conditioning.output(codes_BFr)
             if not builder.add(logits_BFv):
                 break
             tokens_BF = builder.tokens_BF
-            if carried_BFr is not None:
-                carried_BFr = gather_nodes(carried_BFr, builder.parents_BF)
+            if carried_BFg is not None:
+                carried_BFg = gather_nodes(carried_BFg, builder.parents_BF)
         return builder.tree(roots_B)
 
     def _write(self, tokens_BC: Tensor, features_BCD: Tensor, angles: Angles) -> Tensor:
@@ -326,16 +341,29 @@ class BlockHead(Vocabulary, DraftHead):
         if design.own_lm_head:
             self.lm_head = nn.Linear(width, design.draft_vocab_size, bias=False)
         self.add_vocabulary(design.draft_vocab_size, design.vocab_size)
-        self.markov_head: Markov | None = None
-        if design.conditioning:
-            self.markov_head = CONDITIONING[design.conditioning](
-                design.rank, width, design.vocab_size, design.draft_vocab_size
-            )
+        self._add_conditioning()
         self._entries: Cached[Entries] = Cached()
         self.confidence_head: nn.ModuleDict | None = None
         if design.confidence:
             read = width + (design.rank if design.confidence == "state+token" else 0)
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(read, 1)})
+
+    def _add_conditioning(self) -> None:
+        design = self.design
+        width = self.hidden_size
+        self.markov_head: Markov | None = None
+        if design.conditioning == "domino":
+            gru = nn.GRU(width, design.gru_size, bias=False)
+            # its parameters alone, because torch.compile takes no recurrent module
+            self.prefix_gru = nn.ParameterDict(gru.named_parameters())
+            output = nn.Linear(design.rank, design.draft_vocab_size, bias=False)
+            nn.init.zeros_(output.weight)
+            narrow = nn.Linear(width + design.gru_size, design.rank, bias=False)
+            self.embed_proj = nn.Sequential(narrow, nn.SiLU(), output)
+        elif design.conditioning:
+            self.markov_head = CONDITIONING[design.conditioning](
+                design.rank, width, design.vocab_size, design.draft_vocab_size
+            )
 
     @classmethod
     def create(
@@ -375,10 +403,18 @@ class BlockHead(Vocabulary, DraftHead):
         return self.design.block_size - (not self.design.sample_from_anchor)
 
     @property
+    def conditioning(self) -> Conditioning | None:
+        """What the preceding tokens of a block add; None: nothing."""
+        if self.design.conditioning == "domino":
+            return Domino(self.prefix_gru, self.embed_proj)
+        return self.markov_head
+
+    @property
     def architecture(self) -> str:  # type: ignore[override]
         design = self.design
         is_dspark = design.sample_from_anchor or design.conditioning or design.confidence
-        return "Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"
+        is_domino = design.conditioning == "domino"
+        return "Qwen3DSparkModel" if is_dspark and not is_domino else "DFlashDraftModel"
 
     @property
     def needs_unembed(self) -> bool:
@@ -406,7 +442,9 @@ class BlockHead(Vocabulary, DraftHead):
         shared = {
             "mask_token_id": design.mask_token,
             "target_layer_ids": layer_ids(self.feature_layers),
+            **self._domino_config(),
         }
+        markov_type = MARKOV_TYPES.get(design.conditioning or "")
         return {
             "model_type": "qwen3",
             **design.shape.config(),
@@ -417,8 +455,8 @@ class BlockHead(Vocabulary, DraftHead):
             "block_size": design.block_size,
             "sample_from_anchor": design.sample_from_anchor,
             **({"dflash_config": shared} if "DFlash" in self.architecture else shared),
-            "markov_rank": design.rank if design.conditioning else 0,
-            "markov_head_type": MARKOV_TYPES.get(design.conditioning or ""),
+            "markov_rank": design.rank if markov_type else 0,
+            "markov_head_type": markov_type,
             "enable_confidence_head": design.confidence is not None,
             "confidence_head_with_markov": design.confidence == "state+token",
             "has_own_lm_head": design.own_lm_head,
@@ -432,6 +470,18 @@ class BlockHead(Vocabulary, DraftHead):
             "layer_types": [attention] * design.layers,
         }
 
+    def _domino_config(self) -> dict[str, Any]:
+        """What DFlash's section says of Domino's conditioning; without one, nothing."""
+        if self.design.conditioning != "domino":
+            return {}
+        return {
+            "projector_type": "domino",
+            "emb_dim": self.design.rank,
+            "gru_hidden_dim": self.design.gru_size,
+            "pure_draft_prefix_len": 1,
+            "shift_label": self.design.sample_from_anchor,
+        }
+
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
         """Layers, ranks and vocabularies of the tensors; slots, features and RoPE of the config."""
@@ -441,11 +491,8 @@ class BlockHead(Vocabulary, DraftHead):
         )
         vocab_size, target_layers = needed(config, "vocab_size", "num_target_layers")
         shape = LayerShape.read(config)
-        conditioning, rank, confidence = None, 0, None
-        if "markov_head.markov_w1.weight" in tensors:
-            rank = matrix(tensors, "markov_head.markov_w1.weight").shape[1]
-            is_rnn = "markov_head.joint_proj.weight" in tensors
-            conditioning = "rnn" if is_rnn else "markov"
+        conditioning, rank, gru_size = conditioning_in(config, tensors)
+        confidence = None
         if "confidence_head.proj.weight" in tensors:
             wide = matrix(tensors, "confidence_head.proj.weight").shape[1] > shape.hidden_size
             confidence = "state+token" if wide else "state"
@@ -462,6 +509,7 @@ class BlockHead(Vocabulary, DraftHead):
             mask_token=None if "mask_embedding" in tensors else config.get("mask_token_id"),
             conditioning=conditioning,
             rank=rank,
+            gru_size=gru_size,
             confidence=confidence,
             window=config.get("sliding_window"),
             draft_vocab_size=words,
@@ -627,11 +675,12 @@ class BlockHead(Vocabulary, DraftHead):
         labels_MK = draft_index(batch.tokens_BT.flatten()[blocks.places_MK], self.token_map)
         labels_MK = labels_MK.masked_fill(~blocks.real_MK, -1)
         plus: LowRank | None = None
-        if self.markov_head is not None:
-            codes_MKr = self.markov_head.along(blocks.tokens_MK, blocks.states_MKD)
+        if conditioning := self.conditioning:
+            embed = partial(self.embed, target=target)
+            codes_MKr = codes_along(conditioning, blocks.tokens_MK, blocks.states_MKD, embed)
             plus = (
                 codes_MKr.flatten(0, 1).index_select(0, rows_R),
-                self.markov_head.markov_w2.weight,
+                conditioning.output.weight,
             )
         weight_vD = self.unembed_weight(target)
         states_RD = blocks.states_MKD.flatten(0, 1).index_select(0, rows_R)
@@ -728,6 +777,19 @@ def spare_token(tokenizer: Any, rows: int, ends: Iterable[int]) -> int | None:
     template = str(tokenizer.chat_template)
     spare = [id for id, token in added.items() if token.special and token.content not in template]
     return max(set(spare) - taken, default=None)
+
+
+def conditioning_in(
+    config: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[str | None, int, int]:
+    """The conditioning of a stored head, its rank, and the width of Domino's state."""
+    if config.get("projector_type") == "domino":
+        size = matrix(tensors, "prefix_gru.weight_hh_l0").shape[1]
+        return "domino", len(matrix(tensors, "embed_proj.0.weight")), size
+    if "markov_head.markov_w1.weight" not in tensors:
+        return None, 0, 0
+    rank = matrix(tensors, "markov_head.markov_w1.weight").shape[1]
+    return "rnn" if "markov_head.joint_proj.weight" in tensors else "markov", rank, 0
 
 
 def layer_ids(features: Iterable[int]) -> list[int]:

@@ -1,28 +1,40 @@
 """What the preceding tokens of a block add to the logits of a slot: a low-rank product.
 
 The slots of a block do not see each other's tokens. Conditioning turns those tokens into a code of
-r numbers per slot and adds `markov_w2` code to the logits. It needs no pass through the layers, so
-it is grown along a tree: each node has its parent's recurrent state.
+r numbers per slot and adds a matrix (v, r) times the code to the logits. It needs no pass through
+the layers, so it is grown along a tree: each node has its parent's recurrent state.
 
     markov    code = w1[previous]
     rnn       code = tanh(o); (g, c, o) = joint [s; w1[previous]; h]; next state
               s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c), zero at the anchor
+    domino    code = silu(W [h; s]); s = GRU(embeddings of all tokens from the anchor to the
+              previous one); zero for the first prediction, which has no correction
 
-Source: DSpark (github.com/deepseek-ai/DeepSpec, MIT), with the names of its tensors.
+Sources: DSpark (github.com/deepseek-ai/DeepSpec, MIT) and Domino (arXiv 2605.29707), with the names
+of their tensors.
 
 Legend: B batch, M anchors of a batch, K drafts of a block, F nodes expanded together, D width of
-the target, r rank, X numbers per slot, v draft vocabulary, V vocabulary of the target.
+the target, r rank, E numbers read of a token, g numbers of the recurrent state, X numbers per slot,
+v draft vocabulary, V vocabulary of the target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftheads.heads.layers import project
 
 MARKOV_TYPES = {"markov": "vanilla", "rnn": "rnn"}
 """Conditioning -> its name in config.json."""
+
+
+Embed = Callable[[Tensor], Tensor]
+"""The embeddings (..., D) of token ids (...), as a head reads them."""
 
 
 class Markov(nn.Module):
@@ -37,32 +49,29 @@ class Markov(nn.Module):
         self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         nn.init.zeros_(self.markov_w2.weight)
 
+    @property
+    def output(self) -> nn.Linear:
+        """The matrix (v, r) whose product with a code is added to the logits."""
+        return self.markov_w2
+
+    def read(self, tokens: Tensor, embed: Embed) -> Tensor:
+        """What `step` needs of tokens (...), (..., E)."""
+        codes: Tensor = self.markov_w1(tokens)
+        return codes
+
     def prepare(self, states_BKD: Tensor) -> Tensor:
         """Project the states of all slots to their share of the codes, (B, K, X)."""
         return states_BKD[..., :0]
 
     def step(
-        self, read_BFr: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
+        self, read_BFE: Tensor, given_BFX: Tensor, carried_BFg: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Codes (B, F, r) of a slot, and the recurrent state for the next slot.
 
-        read_BFr: `markov_w1` of the tokens before it. given_BFX: from `prepare`, for this slot.
-        carried_BFr: the state; None: zeros.
+        read_BFE: from `read`, of the tokens before it. given_BFX: from `prepare`, for this slot.
+        carried_BFg: the state; None at the first prediction.
         """
-        return read_BFr, None
-
-    def along(self, tokens_MK: Tensor, states_MKD: Tensor) -> Tensor:
-        """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
-        given_MKX = self.prepare(states_MKD)
-        carried = None
-        codes = []
-        # at once, because each look-up has a gradient as large as the table
-        read_MKr = self.markov_w1(tokens_MK)
-        for slot in range(tokens_MK.shape[1]):
-            one = slice(slot, slot + 1)
-            code_M1r, carried = self.step(read_MKr[:, one], given_MKX[:, one], carried)
-            codes.append(code_M1r)
-        return torch.cat(codes, dim=1)
+        return read_BFE, None
 
 
 class Recurrent(Markov):
@@ -77,19 +86,68 @@ class Recurrent(Markov):
         return project(states_BKD, weight, self.joint_proj.bias)
 
     def step(
-        self, read_BFr: Tensor, given_BFX: Tensor, carried_BFr: Tensor | None
+        self, read_BFE: Tensor, given_BFX: Tensor, carried_BFg: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        rank = read_BFr.shape[-1]
+        rank = read_BFE.shape[-1]
         weight = self.joint_proj.weight
-        joint = project(read_BFr, weight[:, rank : 2 * rank]) + given_BFX
-        if carried_BFr is not None:
-            joint = joint + project(carried_BFr, weight[:, :rank])
+        joint = project(read_BFE, weight[:, rank : 2 * rank]) + given_BFX
+        if carried_BFg is not None:
+            joint = joint + project(carried_BFg, weight[:, :rank])
         gate_BFr, candidate_BFr, output_BFr = joint.chunk(3, dim=-1)
         gate_BFr = gate_BFr.sigmoid()
         candidate_BFr = candidate_BFr.tanh()
-        if carried_BFr is None:
+        if carried_BFg is None:
             return output_BFr.tanh(), candidate_BFr * (1 - gate_BFr)
-        return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFr, gate_BFr)
+        return output_BFr.tanh(), torch.lerp(candidate_BFr, carried_BFg, gate_BFr)
+
+
+class Domino:
+    """All tokens from the anchor on, and the slot's own state; methods as of `Markov`.
+
+    It is no module, because published files have its layers at the top, among the head's.
+    """
+
+    def __init__(self, prefix_gru: nn.ParameterDict, embed_proj: nn.Sequential) -> None:
+        self.weight_ih: Tensor = prefix_gru["weight_ih_l0"]
+        self.weight_hh: Tensor = prefix_gru["weight_hh_l0"]
+        self.narrow = cast(nn.Linear, embed_proj[0])
+        self.output = cast(nn.Linear, embed_proj[2])
+
+    def read(self, tokens: Tensor, embed: Embed) -> Tensor:
+        return project(embed(tokens).to(self.weight_ih.dtype), self.weight_ih)
+
+    def prepare(self, states_BKD: Tensor) -> Tensor:
+        return project(states_BKD, self.narrow.weight[:, : states_BKD.shape[-1]])
+
+    def step(
+        self, read_BFE: Tensor, given_BFX: Tensor, carried_BFg: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        reset_BFg, update_BFg, new_BFg = read_BFE.chunk(3, dim=-1)
+        if carried_BFg is None:
+            state_BFg = new_BFg.tanh() * (1 - update_BFg.sigmoid())
+            return given_BFX.new_zeros(given_BFX.shape), state_BFg
+        before = project(carried_BFg, self.weight_hh).chunk(3, dim=-1)
+        new_BFg = (new_BFg + (reset_BFg + before[0]).sigmoid() * before[2]).tanh()
+        state_BFg = torch.lerp(new_BFg, carried_BFg, (update_BFg + before[1]).sigmoid())
+        weight = self.narrow.weight[:, -state_BFg.shape[-1] :]
+        return F.silu(given_BFX + project(state_BFg, weight)), state_BFg
 
 
 CONDITIONING: dict[str, type[Markov]] = {"markov": Markov, "rnn": Recurrent}
+Conditioning = Markov | Domino
+
+
+def codes_along(
+    conditioning: Conditioning, tokens_MK: Tensor, states_MKD: Tensor, embed: Embed
+) -> Tensor:
+    """The codes (M, K, r) of all slots; tokens_MK: the text's token before each prediction."""
+    given_MKX = conditioning.prepare(states_MKD)
+    carried = None
+    codes = []
+    # at once, because each look-up has a gradient as large as the table
+    read_MKE = conditioning.read(tokens_MK, embed)
+    for slot in range(tokens_MK.shape[1]):
+        one = slice(slot, slot + 1)
+        code_M1r, carried = conditioning.step(read_MKE[:, one], given_MKX[:, one], carried)
+        codes.append(code_M1r)
+    return torch.cat(codes, dim=1)

@@ -5,6 +5,7 @@ loss, ranks and every gradient, in drafting every tree; both see the same, and n
 from __future__ import annotations
 
 import json
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -23,6 +24,7 @@ from tiny_targets import VOCABULARY, random_model
 
 from draftheads.heads.batch import Batch
 from draftheads.heads.block import BlockHead, mask_token
+from draftheads.heads.conditioning import codes_along
 from draftheads.heads.formats.hub import load_head, save_head
 from draftheads.heads.losses import RANKS, linear_cross_entropy
 from draftheads.heads.target.model import Target
@@ -34,6 +36,7 @@ SIZES: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate_size": 24, "rope_theta": 20.0,
     "feature_layers": [0, 2, 3], "layers": 2, "block_size": 4, "rank": 5, "conditioning": "none",
 }  # fmt: skip
+DOMINO: dict[str, Any] = {"unchecked": {"conditioning": "domino"}}
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
     "markov": {"conditioning": "markov", "confidence": True, "mask": 3},
@@ -51,6 +54,9 @@ CHOICES: dict[str, dict[str, Any]] = {
     "reduced": {"vocabulary": ODD, "conditioning": "rnn", "confidence": True},
     "reduced soft": {"vocabulary": ODD, "labels": "soft", "sample_from_anchor": False},
     "window": {"sliding_window": 4, "layers": 3, "confidence": True, "conditioning": "rnn"},
+    "domino": {**DOMINO, "confidence": True, "embeddings": "own"},
+    "domino of few tokens": {**DOMINO, "vocabulary": ODD, "sample_from_anchor": False},
+    "domino soft": {**DOMINO, "labels": "soft", "mask": 3, "sliding_window": 4},
     "dflash window": {"sliding_window": 5, "sample_from_anchor": False, "block_size": 5, "mask": 7},
 }
 
@@ -189,9 +195,10 @@ def trained_logits(head: BlockHead, batch: Batch, features_BTX, target: Target, 
     blocks = head._blocks(batch, features_BTX, target, [marked_BT] * head.depth, marked_BT)
     states_MKD = blocks.states_MKD
     logits_MKv = F.linear(states_MKD, head.lm_head.weight).float()
-    if head.markov_head is not None:
-        codes_MKr = head.markov_head.along(chains_MK, states_MKD)
-        logits_MKv = logits_MKv + head.markov_head.markov_w2(codes_MKr)
+    if conditioning := head.conditioning:
+        embed = partial(head.embed, target=target)
+        codes_MKr = codes_along(conditioning, chains_MK, states_MKD, embed)
+        logits_MKv = logits_MKv + conditioning.output(codes_MKr)
     return logits_MKv.float()
 
 
@@ -200,6 +207,8 @@ ALIKE: dict[str, dict[str, Any]] = {
     "markov": {"conditioning": "markov", "sample_from_anchor": False},
     "window": {"conditioning": "rnn", "sliding_window": 5},
     "rnn": {"conditioning": "rnn", "mask": 3},
+    "domino": {**DOMINO, "mask": 3},
+    "domino own slots": {**DOMINO, "sample_from_anchor": False},
 }
 
 
@@ -351,9 +360,9 @@ def test_a_short_row_counts_no_more_for_the_long_one_beside_it(target, batch):
     torch.testing.assert_close(loss(first | second), loss(first) + loss(second))
 
 
-@pytest.mark.parametrize("conditioning", ["none", "rnn"])
-def test_gradient_checkpointing_changes_nothing(target, batch, conditioning):
-    head = new_head(target, conditioning=conditioning, anchors=3, labels="soft")
+@pytest.mark.parametrize("choices", [{}, {"conditioning": "rnn"}, DOMINO])
+def test_gradient_checkpointing_changes_nothing(target, batch, choices):
+    head = new_head(target, **choices, anchors=3, labels="soft")
     features_BTX = target.features(batch, head.training_layers)
     results = []
     for head.recompute in (False, True):
@@ -366,8 +375,9 @@ def test_gradient_checkpointing_changes_nothing(target, batch, conditioning):
 
 
 @pytest.mark.parametrize("length", [2, 12])
-def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, length):
-    head = new_head(target, conditioning="rnn", confidence=True)
+@pytest.mark.parametrize("choices", [{"conditioning": "rnn"}, DOMINO])
+def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, length, choices):
+    head = new_head(target, **choices, confidence=True)
     tokens_BT = torch.randint(0, VOCABULARY, (2, length))
     nothing_BT = torch.zeros_like(tokens_BT)
     batch = Batch(tokens_BT, nothing_BT.bool(), torch.arange(length).expand(2, -1), nothing_BT)
@@ -404,12 +414,13 @@ def test_observed_ranks_equal_the_restatement(target, batch, monkeypatch):
 
 def test_a_new_head_of_any_conditioning_is_one_without(target, batch):
     losses = []
-    for conditioning in ("none", "markov", "rnn"):
+    for conditioning in ("none", "markov", "rnn", "domino"):
         torch.manual_seed(0)
-        head = make_head(BlockHead, target, **{**SIZES, "mask": 3, "conditioning": conditioning})
+        unchecked = {"conditioning": conditioning}
+        head = make_head(BlockHead, target, **{**SIZES, "mask": 3, "unchecked": unchecked})
         features_BTX = target.features(batch, head.training_layers)
         losses.append(float(head(batch, features_BTX, target).loss.detach()))
-    assert losses == [losses[0]] * 3
+    assert losses == [losses[0]] * 4
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,11 @@ def said_behind_a_prefix(request):
         yield log
 
 
-@pytest.fixture(params=["none", "markov", "rnn"])
+@pytest.fixture(params=["none", "markov", "rnn", "domino"])
 def block(request):
     choices = {"block_size": 2, "mask": 3, "feature_layers": [3], "rank": 4}
-    return awake(make_head(BlockHead, tiny_target(), conditioning=request.param, **choices))
+    unchecked = {"conditioning": request.param}
+    return awake(make_head(BlockHead, tiny_target(), unchecked=unchecked, **choices))
 
 
 @pytest.fixture
@@ -247,5 +248,5 @@ def test_blocks_see_the_features_up_to_their_anchor(said_by_a_block):
 
 def test_blocks_see_their_anchor_and_what_their_conditioning_brings(block, said_by_a_block):
     """Never a token of another block, nor one that is still to be predicted."""
-    seen = THE_ROOT_ALONE if block.markov_head is None else TOKENS_BEHIND_THE_ROOT
+    seen = THE_ROOT_ALONE if block.conditioning is None else TOKENS_BEHIND_THE_ROOT
     assert influence(said_by_a_block, other_token) == drawn(seen)

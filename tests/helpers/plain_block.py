@@ -93,21 +93,37 @@ class PlainBlock(PlainHead):
         turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([turned.real, turned.imag], dim=-1)
 
-    def code(self, states_KD: Tensor, tokens: list[int]) -> Tensor | None:
-        """What the tokens from the anchor on bring to the next prediction, (r,)."""
+    def correction(self, states_KD: Tensor, tokens: list[int]) -> Tensor | None:
+        """What the tokens from the anchor on add to the logits of the next prediction, (v,)."""
         if self.design.conditioning is None:
             return None
+        if self.design.conditioning == "domino":
+            return self.correction_of_domino(states_KD[len(tokens) - 1], tokens)
         w1_Vr, rank = self.weights["markov_head.markov_w1.weight"], self.design.rank
-        state_r, output_r = torch.zeros(rank, dtype=torch.float64), None
+        state_r, output_r = torch.zeros(rank, dtype=torch.float64), w1_Vr[tokens[-1]]
         for token, state_D in zip(tokens, states_KD, strict=False):
             if self.design.conditioning == "rnn":
                 read = torch.cat([state_r, w1_Vr[token], state_D])
                 gate_r, new_r, output_r = self.linear("markov_head.joint_proj", read).split(rank)
                 gate_r, output_r = torch.sigmoid(gate_r), torch.tanh(output_r)
                 state_r = gate_r * state_r + (1 - gate_r) * torch.tanh(new_r)
-            else:
-                output_r = w1_Vr[token]
-        return output_r
+        return self.weights["markov_head.markov_w2.weight"] @ output_r
+
+    def correction_of_domino(self, state_D: Tensor, tokens: list[int]) -> Tensor | None:
+        """None for the first prediction, of which only the anchor is known."""
+        if len(tokens) == 1:
+            return None
+        size = self.design.gru_size
+        state_g = torch.zeros(size, dtype=torch.float64)
+        for token in tokens:
+            read = self.weights["prefix_gru.weight_ih_l0"] @ self.embeddings_VD[token]
+            kept = self.weights["prefix_gru.weight_hh_l0"] @ state_g
+            reset_g = torch.sigmoid(read[:size] + kept[:size])
+            update_g = torch.sigmoid(read[size : 2 * size] + kept[size : 2 * size])
+            new_g = torch.tanh(read[2 * size :] + reset_g * kept[2 * size :])
+            state_g = (1 - update_g) * new_g + update_g * state_g
+        code_r = self.weights["embed_proj.0.weight"] @ torch.cat([state_D, state_g])
+        return self.weights["embed_proj.2.weight"] @ silu(code_r)
 
     def given(self, states_KD: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor | None]:
         """Logits (v,) of the token after these, of which the first is the anchor; the confidence's
@@ -115,9 +131,9 @@ class PlainBlock(PlainHead):
         """
         state_D, previous = states_KD[len(tokens) - 1], tokens[-1]
         logits_v = self.unembed_vD @ state_D
-        code_r = self.code(states_KD, tokens)
-        if code_r is not None:
-            logits_v = logits_v + self.weights["markov_head.markov_w2.weight"] @ code_r
+        correction_v = self.correction(states_KD, tokens)
+        if correction_v is not None:
+            logits_v = logits_v + correction_v
         if self.design.confidence is None:
             return logits_v, None
         if self.design.confidence == "state+token":

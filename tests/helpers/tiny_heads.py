@@ -32,6 +32,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequential-prefix": ("sequential", {"prefix": True}),
     "block-none": ("block", {"conditioning": "none"}),
     "block-markov": ("block", {"conditioning": "markov", "sample_from_anchor": False, "mask": 3}),
+    "block-domino": ("block", {"unchecked": {"conditioning": "domino"}}),
     "block-own": ("block", {"confidence": True, "embeddings": "own"}),
 }
 """Every kind, and what differs so much within a kind that it must keep all promises by itself: name
