@@ -1,10 +1,12 @@
-"""Block heads: DSpark and DFlash, in the layouts of DeepSpec, z-lab, SpecForge, vLLM, SGLang and
-llama.cpp, which differ by the place of keys, and of the speculators library.
+"""Block heads: DSpark, DFlash and Domino, in the layouts of DeepSpec, z-lab, SpecForge, NeMo
+Automodel, vLLM, SGLang and llama.cpp, which differ by the place of keys, and of the speculators
+library.
 
 Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: deepspec/modeling/dspark of deepseek-ai/DeepSpec; dflash/model.py of z-lab/dflash;
-qwen3_dspark.py and qwen3_dflash.py of vLLM 0.33; models/dspark.py and models/dflash.py of SGLang
-0.5.23; models/dspark and models/dflash of speculators 0.9; conversion/qwen.py of llama.cpp.
+domino_core.py and draft_qwen3.py of NVIDIA-NeMo/Automodel; qwen3_dspark.py and qwen3_dflash.py of
+vLLM 0.33; models/dspark.py, models/dflash.py and speculative/domino_utils.py of SGLang 0.5.23;
+models/dspark and models/dflash of speculators 0.9; conversion/qwen.py of llama.cpp.
 """
 
 from __future__ import annotations
@@ -33,15 +35,18 @@ from draftheads.heads.formats.stored import Stored, check_values, renamed, targe
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, needed, require
 
-KNOWN = re.compile(r"((DFlash)?Qwen3DSpark|DSparkDraft|DFlashDraft)Model|(DSpark|DFlash)Speculator")
+KNOWN = re.compile(
+    r"((DFlash)?Qwen3DSpark|DSparkDraft|(Qwen3)?DFlashDraft|DominoDraft)Model"
+    r"|(DSpark|DFlash)Speculator"
+)
 """Architectures of heads with Qwen3's layers."""
-ONE_AND_N = re.compile(r"DFlash(DraftModel|Speculator)")
+ONE_AND_N = re.compile(r"(Qwen3)?DFlash(DraftModel|Speculator)")
 """Those whose anchor's slot does not predict, unless config.json says otherwise."""
 DESIGN: dict[str, tuple[Any, ...]] = {
     **LAYER,
     "speculators_model_type": (None, "dspark", "dflash"),
     "model_type": (None, "qwen3", "dflash"),
-    "projector_type": (None, "dflash", "dspark"),
+    "projector_type": (None, "dflash", "dspark", "domino"),
     "conv_kernel_size": (None, 0),  # DFlash 2
     "selector_rank": (None, 0),
     "attention_mode": (None, "gqa"),
@@ -51,7 +56,21 @@ DESIGN: dict[str, tuple[Any, ...]] = {
     "output_multiplier": ONE,
 }
 """Keys of config.json, its sections and its RoPE, with the values that our heads implement."""
-COPIED = ("block_size", "target_layer_ids", "mask_token_id", "rope_theta", "rope_scaling")
+DOMINO: dict[str, tuple[Any, ...]] = {
+    "shift_label": (True, False),
+    "pure_draft_prefix_len": (1,),
+}
+"""The same of Domino's heads, which must have these keys. The first prediction alone has no
+correction, as in SGLang.
+"""
+COPIED = (
+    "block_size",
+    "target_layer_ids",
+    "mask_token_id",
+    "projector_type",
+    "rope_theta",
+    "rope_scaling",
+)
 """Keys that ours have, too."""
 KEPT = (
     "block_size",
@@ -149,6 +168,10 @@ def _drop_copies(tensors: dict[str, Tensor], target: Target | None) -> None:
 
 
 def _samples_from_anchor(config: dict[str, Any]) -> bool:
+    if config.get("projector_type") == "domino":
+        shift_label, _ = needed(config, *DOMINO)
+        check_values(config, DOMINO)
+        return bool(shift_label)
     said = config.get("sample_from_anchor")
     kind = config.get("markov_head_type")
     said = config.get("query_zero_predicts_next") if said is None else said  # vLLM's name

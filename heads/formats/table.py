@@ -29,7 +29,6 @@ def as_ours(stored: Stored) -> Stored:
 FOREIGN = {
     r"P_?Eagle": "P-EAGLE, which drafts all tokens in one pass from learned states",
     r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
-    r"Domino": "Domino, whose logits a GRU over the draft tokens corrects",
     r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
     r"Gemma4": "Gemma 4's layers, which our heads do not have",
 }
@@ -43,7 +42,7 @@ READERS: list[tuple[str, str, Translates]] = [
         eagle.from_eagle,
     ),
     (
-        "DSpark and DFlash",
+        "DSpark, DFlash and Domino",
         r"^(dflash_config|target_layer_ids|(model\.)?hidden_norm\.weight)$",
         block.from_block,
     ),
@@ -125,6 +124,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ],
     ("openvino", "block"): [
         "slots or heads of DSpark",  # it is exported as a plain model
+        "Domino's conditioning",
         "a learned mask vector",
         "an lm_head of its own",  # the exporter drops both without a word
         "embeddings of its own",
@@ -149,6 +149,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("mlx", "block"): [
         "a learned mask vector",
         "rnn conditioning",
+        "Domino's conditioning",
         "sliding_window",  # the same keys for all slots
         "an lm_head of its own",
         "embeddings of its own",  # of a target with tied ones, they would be the lm_head, too
@@ -160,6 +161,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "block"): [
         "a learned mask vector",
         "rnn conditioning",
+        "Domino's conditioning",
         RISING,
         "the last state as a feature",
     ],
@@ -184,6 +186,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("gguf", "block"): [
         "a learned mask vector",
         "rnn conditioning",
+        "Domino's conditioning",
         "embeddings of its own",  # without an lm_head, they would be that, too
         RISING,
         "the last state as a feature",
@@ -191,6 +194,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("speculators", "block"): [
         "a learned mask vector",
         "sliding_window",  # trained there from the anchor, and served from the slot
+        "Domino's conditioning",
         "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
         "an lm_head of its own for all tokens",
         "embeddings of its own",
@@ -250,6 +254,7 @@ def traits(stored: Stored) -> dict[str, Any]:
         "slots or heads of DSpark": config.get("architectures") != ["DFlashDraftModel"],
         "a learned mask vector": config.get("mask_token_id") is None,
         "rnn conditioning": has_rnn,
+        "Domino's conditioning": config.get("projector_type") == "domino",
         "rnn conditioning of DFlash's slots": has_rnn and not config.get("sample_from_anchor"),
         "an lm_head of its own": own_lm_head,
         "an lm_head of its own for all tokens": own_lm_head and not is_reduced,

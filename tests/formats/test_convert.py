@@ -80,7 +80,7 @@ def believed(name: str, folder: Path, head: Served) -> None:
 
 DRAFTING = ["medusa-shared", "eagle-scaled", "eagle3-reduced", "eagle3-residual", "block-rnn",
             "eagle3-qk-norm", "eagle3-qk-norm-window",
-            "block-dflash", "block-dflash-markov", "block-none", "block-reduced",
+            "block-domino", "block-dflash", "block-dflash-markov", "block-none", "block-reduced",
             "block-window", "block-own-head"]  # fmt: skip
 
 
@@ -157,6 +157,11 @@ REASONS = {
     ("block-last", "gguf"): "it has the last state as a feature",
     ("block-dflash-rnn", "speculators"): "it has rnn conditioning of DFlash's slots; nothing",
     ("block-window", "speculators"): "it has sliding_window",
+    **{
+        ("block-domino", to): "it has Domino's conditioning; nothing"
+        for to in ("vllm", "openvino", "mlx", "gguf", "speculators")
+    },
+    ("block-domino-reduced", "sglang"): "it has an lm_head of its own; nothing",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",
     ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm$",
     ("medusa-own", "fasterdecoding"): "got 'fasterdecoding'",
@@ -418,6 +423,8 @@ FAULTS = {
     "block-key-gone": ("block-markov", "vllm", "gone", "layers.1.self_attn.q_norm.weight", {}),
     "block-fewer-features": ("block-dflash", "vllm", "", "", {"dflash_config": LESS}),
     "block-bias": ("block-dflash", "sglang", "", "", {"attention_bias": True}),
+    "block-domino-key-gone": ("block-domino", "sglang", "gone", "embed_proj.0.weight", {}),
+    "block-domino-gone": ("block-domino", "sglang", "", "", {"dflash_config": LESS}),
     "block-more-layers": ("block-rnn", "speculators", "", "", {"markov_head_type": "vanilla"}),
     "openvino-not-dflash": ("block-dflash", "openvino", "", "", {"architectures": ["Qwen3"]}),
     "mlx-no-section": ("block-markov", "mlx", "", "", {"dflash_config": None}),

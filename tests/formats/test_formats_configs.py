@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulators_block import block_shapes, confidence_shapes, markov_shapes
+from emulators_block import block_shapes, confidence_shapes, domino_shapes, markov_shapes
 
 from draftheads.heads.formats.block import flat
 from draftheads.heads.formats.hub import HEADS
@@ -27,7 +27,6 @@ FILES = sorted(FOLDER.rglob("*.json"))
 TARGET: Any = SimpleNamespace(layers=32, hidden_size=3072, vocab_size=256000, name="their target")
 
 REFUSED = {
-    "domino": "got 'DominoDraftModel': Domino, whose logits a GRU",
     "qwen3.6-27b-dflash": "expected layers that all have a window or all have none",
     "dflash_draft_config": "expected block_size in config.json",
     "peagle": "got 'PEagleDraftModel': P-EAGLE, which drafts all tokens in one pass",
@@ -42,7 +41,7 @@ REFUSED = {
     "CR2_eagle_config": "expected a head in one of the layouts",
 }
 """Part of a path -> part of the reason."""
-COUNTS = {"medusa": 1, "eagle": 16, "eagle3": 43, "block": 13, "refused": 24}
+COUNTS = {"medusa": 1, "eagle": 16, "eagle3": 43, "block": 16, "refused": 21}
 
 
 def layer(config: dict[str, Any], wide: int) -> dict[str, tuple[int, ...]]:
@@ -80,6 +79,8 @@ def published(config: dict[str, Any]) -> dict[str, torch.Tensor]:
         if "markov_rank" in flat(config):
             shapes |= markov_shapes(config, flat(config)["markov_rank"])
             shapes |= confidence_shapes(flat(config))
+        if flat(config).get("projector_type") == "domino":
+            shapes |= domino_shapes(config, flat(config))
         return {name: torch.ones(()).expand(shape) for name, shape in shapes.items()}
     width, vocab = config["hidden_size"], config["vocab_size"]
     draft = config.get("draft_vocab_size") or vocab

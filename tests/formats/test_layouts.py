@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulators_block import block_shapes, confidence_shapes, markov_shapes
+from emulators_block import block_shapes, confidence_shapes, domino_shapes, markov_shapes
 from layouts import (
     BASE,
     BLOCK_CONFIG,
@@ -27,8 +27,11 @@ from layouts import (
     HEADLESS,
     LAYER,
     LLAMA,
+    NEMOS_DOMINO,
     PLAIN,
     SHARED,
+    SHIFTED,
+    SPECFORGES_DOMINO,
     SPECULATORS,
     V01,
     VLLM,
@@ -47,7 +50,7 @@ from layouts import (
 from tiny_heads import drafts_of
 from tiny_targets import VOCABULARY, some_prompts, tiny_target
 from torch import Tensor
-from trained_heads import FEW, same, trained
+from trained_heads import DOMINO, FEW, same, trained
 
 from draftheads.heads.base import DraftHead
 from draftheads.heads.block import feature_layers, layer_ids
@@ -239,6 +242,8 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bonus-anchor": ({"sample_from_anchor": False}, {**SPECFORGE, "sample_from_anchor": False}),
     "z-lab": (PLAIN, ZLAB),
     "z-lab-window": ({**PLAIN, "sliding_window": 6}, {**ZLAB, "dflash_config": SWA}),
+    "domino": (DOMINO, SPECFORGES_DOMINO),
+    "domino-nemo": ({**DOMINO, "sample_from_anchor": False}, NEMOS_DOMINO),
     "speculators": ({}, DSPARK),
     "speculators-dflash": (PLAIN, DFLASH),
 }  # fmt: skip
@@ -424,8 +429,6 @@ FOREIGN = {
     "parallel": ({"parallel_drafting": True}, "P-EAGLE, which drafts all"),
     "DFlash2DraftModel": ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2, which mixes"),
     "dflash2": ({"speculators_model_type": "dflash2"}, "DFlash 2, which mixes"),
-    "DominoDraftModel": ({"architectures": ["DominoDraftModel"]}, "Domino, whose logits a GRU"),
-    "domino": ({"dflash_config": {"projector_type": "domino"}}, "Domino, whose logits a GRU"),
     "lilicorr": ({"dflash_config": {"projector_type": "lilicorr"}}, "LiLiCorr, whose logits"),
     "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which our"),
     "Gemma4DSparkModel": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers, which our"),
@@ -450,6 +453,7 @@ BASES: dict[str, Callable[[], Layout]] = {
     "block": lambda: Layout(head_of({}), DEEPSPEC),
     "block with few tokens": lambda: Layout(head_of({"vocabulary": FEW}), DEEPSPEC),
     "dspark": fourth,
+    "domino": lambda: Layout(head_of(DOMINO), SPECFORGES_DOMINO),
     "block of speculators": lambda: published_block("speculators", ""),
     "dflash of speculators": lambda: published_block("speculators-dflash", ""),
 }
@@ -493,7 +497,23 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
             [*value][-1] if isinstance(value, dict) and key != "quantization_config" else key
         ]
     ),
-    ("block", {"projector_type": "domino"}, "got 'domino': Domino, whose logits"),
+    # the default of NeMo is 0, with which it corrects the first prediction, too; SGLang has 1 alone
+    *(
+        ("domino", {"dflash_config": {**SHIFTED, key: value}}, said)
+        for key, value, said in (
+            ("pure_draft_prefix_len", GONE, "expected pure_draft_prefix_len in config.json, got"),
+            ("pure_draft_prefix_len", 0, "expected pure_draft_prefix_len: 1; got 0"),
+            ("shift_label", GONE, "expected shift_label in config.json, got none"),
+            ("shift_label", "yes", "expected shift_label: True, False; got 'yes'"),
+            ("projector_type", "causal_v5", "dflash, dspark, domino; got 'causal_v5'"),
+            ("projector_type", "dflash", "prefix_gru.weight_hh_l0: expected none"),
+        )
+    ),
+    (
+        "block",
+        {"projector_type": "domino", **SHIFTED},
+        "a matrix prefix_gru.weight_hh_l0, got none",
+    ),
     ("block", {"rope_parameters": {"mrope_section": [1]}}, "expected mrope_section: absent"),
     ("block", {"model_type": "deepseek_v4"}, "expected model_type: absent, qwen3, dflash"),
     ("block", {"dflash_config": {"conv_kernel_size": 2}}, "expected conv_kernel_size"),
@@ -550,12 +570,14 @@ TENSORS: list[tuple[str, dict[str, Tensor | None], str]] = [
         for name in ("d2t", "lm_head.weight")
     ),
     ("block", {WEIGHT: GONE}, "expected norms of queries and keys, as Qwen3 has"),
+    ("domino", {"embed_proj.0.weight": GONE}, "expected a matrix embed_proj.0.weight, got none"),
+    ("domino", {"prefix_gru.bias_ih_l0": torch.zeros(72)}, "prefix_gru.bias_ih_l0: expected none"),
 ]
 """Layout, tensors, a part of the line."""
 WITH_TARGET = {"block", "block with few tokens"}
 
 
-@pytest.mark.mend("P-EAGLE, DFlash 2, Domino")
+@pytest.mark.mend("P-EAGLE, DFlash 2")
 @pytest.mark.mend("a window without layer_types")
 @pytest.mark.mend("fields of configs that change the layer")
 @pytest.mark.parametrize(
@@ -751,6 +773,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Any]] = {
         },
         (False, 15, None, 0, None),
     ),
+    "Huang2020/Qwen3-8B-Domino-b16": (
+        {
+            **QWEN3_8B, "architectures": ["DFlashDraftModel"], "block_size": 16,
+            "dflash_config": {**SHIFTED, **IDS, "emb_dim": 256, "gru_hidden_dim": 1024},
+        },
+        (True, 16, "domino", 256, None),
+    ),
 }  # fmt: skip
 
 
@@ -761,6 +790,8 @@ def test_published_shapes_load_by_name(name):
     if "markov_rank" in config:
         shapes |= markov_shapes(config, 256) | confidence_shapes(config)
         shapes |= {f"{each}.weight": (151936, 4096) for each in ("embed_tokens", "lm_head")}
+    if "gru_hidden_dim" in config.get("dflash_config", {}):
+        shapes |= domino_shapes(config, config["dflash_config"])
     tensors = {key: torch.ones(()).expand(shape) for key, shape in shapes.items()}
     assert tensors["fc.weight"].shape == (4096, 20480)
     ones_VD = SimpleNamespace(weight=torch.ones(()).expand(8, 4096))  # some rows are enough

@@ -52,6 +52,17 @@ def confidence_shapes(config: Config) -> Shapes:
     return under("confidence_head.proj", proj)
 
 
+def domino_shapes(config: Config, section: Config) -> Shapes:
+    """The correction of Domino, at the top of the file."""
+    width, size, rank = config["hidden_size"], section["gru_hidden_dim"], section["emb_dim"]
+    return {
+        "prefix_gru.weight_ih_l0": (3 * size, width),
+        "prefix_gru.weight_hh_l0": (3 * size, size),
+        "embed_proj.0.weight": (rank, width + size),
+        "embed_proj.2.weight": (config["vocab_size"], rank),
+    }
+
+
 def vllm_block(folder: Path, *, style: str = "plain") -> Served:
     """The Markov head is the vanilla one, whatever config.json says; the confidence head is left
     out where the file has none; embeddings and lm_head of the file are used where they differ. A
@@ -96,8 +107,9 @@ def vllm_block(folder: Path, *, style: str = "plain") -> Served:
 
 
 def sglang_block(folder: Path) -> Served:
-    """Reads three kinds of Markov heads; passes over lm_head, embeddings and, without ragged
-    verification, the confidence head.
+    """Reads three kinds of Markov heads, and Domino's correction, with which a block drafts one
+    token less than it has slots; passes over lm_head, embeddings and, without ragged verification,
+    the confidence head.
     """
     config, tensors = read(folder)
     section = config.get("dflash_config") or {}
@@ -113,9 +125,17 @@ def sglang_block(folder: Path) -> Served:
         served.parameters |= markov_shapes({**config, "draft_vocab_size": None}, rank, kind)
     elif config["architectures"] != [DFLASH]:
         raise EngineError(f"{config['architectures']} is not known")
+    anchored = is_dspark and config.get("sample_from_anchor", True)
+    is_domino = section.get("projector_type") == "domino"
+    if is_domino:
+        anchored = section["shift_label"]
+        if section["pure_draft_prefix_len"] != 1 or not isinstance(anchored, bool):
+            raise EngineError("Domino requires pure_draft_prefix_len 1 and a bool shift_label")
+        served.parameters |= domino_shapes(config, section)
     served.facts = {
         "aux": [layer + 1 for layer in ids],
-        "anchored": is_dspark and config.get("sample_from_anchor", True),
+        "anchored": anchored,
+        "undrafted": int(is_domino and anchored),
         **_attention(config, {}, config.get("is_causal")),
         "mask": section.get("mask_token_id", config.get("mask_token_id")),
         "ids": None,
@@ -290,7 +310,8 @@ class PlainBlock(PlainHead):
     def chain(self, states_TX: Tensor, anchor: int) -> tuple[list[int], Tensor]:
         """Its greedy tokens, the target's ids, and their logits (K, v)."""
         tokens, logits, state = [anchor], [], None
-        for x_D in self.slots(states_TX, anchor)[0 if self.facts["anchored"] else 1 :]:
+        slots = self.slots(states_TX, anchor)[0 if self.facts["anchored"] else 1 :]
+        for x_D in slots[: len(slots) - self.facts.get("undrafted", 0)]:
             bias_v, state = self.bias(x_D, tokens[-1], state)
             logits.append(self.unembed_vD @ x_D + bias_v)
             best = int(logits[-1].argmax())
@@ -299,6 +320,8 @@ class PlainBlock(PlainHead):
 
     def bias(self, x_D: Tensor, token: int, state: Any) -> tuple[Any, Any]:
         weights = self.weights
+        if "prefix_gru.weight_ih_l0" in weights:
+            return self.bias_of_domino(x_D, token, state)
         if "markov_head.markov_w1.weight" not in weights:
             return 0.0, None
         code_r = weights["markov_head.markov_w1.weight"][token]
@@ -310,3 +333,17 @@ class PlainBlock(PlainHead):
             state = kept * state + (1 - kept) * candidate.tanh()
             code_r = output.tanh()
         return weights["markov_head.markov_w2.weight"] @ code_r, state
+
+    def bias_of_domino(self, x_D: Tensor, token: int, state: Any) -> tuple[Any, Any]:
+        """The first token is the argmax of the lm_head alone; `torch.nn.GRUCell` reads it, too."""
+        weight_ih, weight_hh = (
+            self.weights[f"prefix_gru.weight_{name}_l0"] for name in ("ih", "hh")
+        )
+        cell = torch.nn.GRUCell(weight_ih.shape[1], weight_hh.shape[1], bias=False).double()
+        cell.load_state_dict({"weight_ih": weight_ih, "weight_hh": weight_hh})
+        new = cell(self.embed_VD[token][None], state)
+        if state is None:
+            return 0.0, new
+        read = torch.cat([x_D, new[0]])
+        code = torch.nn.functional.silu(self.linear("embed_proj.0", read))
+        return self.linear("embed_proj.2", code), new

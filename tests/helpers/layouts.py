@@ -101,6 +101,19 @@ ZLAB = {
     "dflash_config": SHARED,
 }  # fmt: skip
 
+SHIFTED = {
+    **SHARED, "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 6,
+    "gru_hidden_dim": 24, "shift_label": True,
+}  # fmt: skip
+SPECFORGES_DOMINO = {
+    **LAYER, "architectures": ["DominoDraftModel"], "block_size": 5, "num_target_layers": 3,
+    "emb_dim": 6, "tie_word_embeddings": True, "dflash_config": SHIFTED,
+}  # fmt: skip
+NEMOS_DOMINO = {
+    **LAYER, "architectures": ["Qwen3DFlashDraftModel"], "num_target_layers": 3,
+    "dflash_config": {**SHIFTED, "block_size": 5, "shift_label": False},
+}  # fmt: skip
+
 
 def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}

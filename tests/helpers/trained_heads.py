@@ -43,6 +43,7 @@ def trained(name: str = "medusa-plain", **choices: Any) -> DraftHead:
     return head.eval()
 
 
+DOMINO = {"unchecked": {"conditioning": "domino"}}
 THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
 BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
@@ -125,6 +126,9 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     ),
     "block-dflash-markov": ({**BLOCK, **DFLASH, "conditioning": "markov"}, ALL),
     "block-dflash-rnn": ({**BLOCK, "sample_from_anchor": False}, {"sglang"}),
+    "block-domino": ({**BLOCK, **DOMINO}, {"sglang"}),
+    "block-dflash-domino": ({**BLOCK, **DFLASH, **DOMINO, "sliding_window": 5}, {"sglang"}),
+    "block-domino-reduced": ({**BLOCK, **DOMINO, "vocabulary": FEW}, set()),
     "block-dflash-reduced": (
         {**BLOCK, **DFLASH, "vocabulary": FEW},
         {"vllm", "gguf", "speculators"},
