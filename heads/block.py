@@ -47,12 +47,15 @@ from draftheads.heads.conditioning import (
     Conditioning,
     Domino,
     Markov,
+    Selector,
     codes_along,
 )
 from draftheads.heads.cpu.linear import operand, pack_like
 from draftheads.heads.drafting import Committed, DraftCache
 from draftheads.heads.labels import soft_labels
 from draftheads.heads.layers import (
+    GROUP,
+    TAPS,
     Angles,
     Cached,
     DecoderLayer,
@@ -166,13 +169,15 @@ class BlockDesign:
     feature_layers: tuple[int, ...]  # indices into the target's hidden states, 0 = embeddings
     mask_token: int | None  # None: a learned vector
     conditioning: str | None  # "markov", "rnn" or "domino"
-    rank: int
+    rank: int  # of the conditioning, or of the selector
     gru_size: int  # width of Domino's recurrent state
     confidence: str | None  # reads "state", or "state+token" with the code of the previous token
     window: int | None  # positions that a slot sees, its own included; None: all
     draft_vocab_size: int
     own_lm_head: bool
     own_embeddings: bool
+    candidates: int = 0  # per slot, among which a selector chooses; 0: none
+    convolutions: bool = False
 
     @classmethod
     def of(cls, target: Target, choices: BlockChoices, ids_v: Tensor | None) -> BlockDesign:
@@ -209,6 +214,12 @@ class BlockDesign:
             raise ValueError(
                 f"expected a mask token from 0 to {self.vocab_size - 1}, got {self.mask_token}; "
                 "correct head.mask, or mask_token_id in config.json"
+            )
+        if self.candidates and not self.candidates <= self.draft_vocab_size == self.vocab_size:
+            raise ValueError(
+                f"expected a selector of at most all {self.vocab_size} tokens of the target, got a "
+                f"selector_top_k of {self.candidates} and {self.draft_vocab_size} tokens to draft; "
+                "get another head"
             )
         if self.window is not None and self.window < self.block_size:
             raise ValueError(
@@ -279,6 +290,7 @@ class BlockDrafter(TreeDrafter):
         builder.start()
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
         conditioning = head.conditioning
+        selector = head.candidate_selector
         embed = partial(head.embed, target=self.target)
         parts_BKX = states_BKD
         if conditioning is not None:
@@ -293,7 +305,11 @@ class BlockDrafter(TreeDrafter):
                     conditioning.read(tokens_BF, embed), part_B1X, carried_BFg
                 )
                 logits_BFv = logits_BFv + conditioning.output(codes_BFr)
-            if not builder.add(logits_BFv):
+            ids_Bk = None
+            if selector is not None:
+                logits_Bk, ids_Bk = base_BKv[:, level].topk(head.design.candidates)
+                logits_BFv = selector(tokens_BF, states_BKD[:, level], logits_Bk, ids_Bk)
+            if not builder.add(logits_BFv, ids_Bk):
                 break
             tokens_BF = builder.tokens_BF
             if carried_BFg is not None:
@@ -331,7 +347,8 @@ class BlockHead(Vocabulary, DraftHead):
         width = shape.hidden_size
         self.fc = nn.Linear(len(design.feature_layers) * width, width, bias=False)
         self.hidden_norm = RMSNorm(width, shape.eps)
-        layers = (DecoderLayer(shape, qk_norm=True) for _ in range(design.layers))
+        slots = design.block_size if design.convolutions else 0
+        layers = (DecoderLayer(shape, qk_norm=True, slots=slots) for _ in range(design.layers))
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(width, shape.eps)
         if design.mask_token is None:
@@ -352,7 +369,10 @@ class BlockHead(Vocabulary, DraftHead):
         design = self.design
         width = self.hidden_size
         self.markov_head: Markov | None = None
-        if design.conditioning == "domino":
+        self.candidate_selector: Selector | None = None
+        if design.candidates:
+            self.candidate_selector = Selector(design.rank, width, design.vocab_size)
+        elif design.conditioning == "domino":
             gru = nn.GRU(width, design.gru_size, bias=False)
             # its parameters alone, because torch.compile takes no recurrent module
             self.prefix_gru = nn.ParameterDict(gru.named_parameters())
@@ -412,6 +432,8 @@ class BlockHead(Vocabulary, DraftHead):
     @property
     def architecture(self) -> str:  # type: ignore[override]
         design = self.design
+        if design.candidates or design.convolutions:
+            return "DFlash2DraftModel"
         is_dspark = design.sample_from_anchor or design.conditioning or design.confidence
         is_domino = design.conditioning == "domino"
         return "Qwen3DSparkModel" if is_dspark and not is_domino else "DFlashDraftModel"
@@ -421,7 +443,15 @@ class BlockHead(Vocabulary, DraftHead):
         return self.has_soft_labels or not self.design.own_lm_head
 
     def check_tree(self, tree: Tree) -> None:
-        check_fits(tree, self.design.draft_vocab_size, self.depth)
+        check_fits(tree, self.design.candidates or self.design.draft_vocab_size, self.depth)
+
+    def train_with(self, choices: Any) -> None:
+        if self.candidate_selector is not None:
+            raise ValueError(
+                "expected a head without a selector, which is not trained here, got one of DFlash "
+                "2; decode with it, or train another head"
+            )
+        super().train_with(choices)
 
     def drafter(self, target: Target, tree: Tree | None = None) -> BlockDrafter:
         return BlockDrafter(self, target, tree or self.tree)
@@ -442,7 +472,7 @@ class BlockHead(Vocabulary, DraftHead):
         shared = {
             "mask_token_id": design.mask_token,
             "target_layer_ids": layer_ids(self.feature_layers),
-            **self._domino_config(),
+            **self._later_config(),
         }
         markov_type = MARKOV_TYPES.get(design.conditioning or "")
         return {
@@ -470,17 +500,23 @@ class BlockHead(Vocabulary, DraftHead):
             "layer_types": [attention] * design.layers,
         }
 
-    def _domino_config(self) -> dict[str, Any]:
-        """What DFlash's section says of Domino's conditioning; without one, nothing."""
-        if self.design.conditioning != "domino":
-            return {}
-        return {
-            "projector_type": "domino",
-            "emb_dim": self.design.rank,
-            "gru_hidden_dim": self.design.gru_size,
-            "pure_draft_prefix_len": 1,
-            "shift_label": self.design.sample_from_anchor,
-        }
+    def _later_config(self) -> dict[str, Any]:
+        """What DFlash's section says of the parts of Domino and of DFlash 2 that the head has."""
+        design = self.design
+        config: dict[str, Any] = {}
+        if design.conditioning == "domino":
+            config |= {
+                "projector_type": "domino",
+                "emb_dim": design.rank,
+                "gru_hidden_dim": design.gru_size,
+                "pure_draft_prefix_len": 1,
+                "shift_label": design.sample_from_anchor,
+            }
+        if design.convolutions:
+            config |= {"conv_kernel_size": TAPS, "conv_group_size": GROUP}
+        if design.candidates:
+            config |= {"selector_rank": design.rank, "selector_top_k": design.candidates}
+        return config
 
     @classmethod
     def from_config(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
@@ -492,7 +528,9 @@ class BlockHead(Vocabulary, DraftHead):
         vocab_size, target_layers = needed(config, "vocab_size", "num_target_layers")
         shape = LayerShape.read(config)
         conditioning, rank, gru_size = conditioning_in(config, tensors)
-        confidence = None
+        candidates, confidence = 0, None
+        if config.get("selector_rank"):
+            rank, candidates = needed(config, "selector_rank", "selector_top_k")
         if "confidence_head.proj.weight" in tensors:
             wide = matrix(tensors, "confidence_head.proj.weight").shape[1] > shape.hidden_size
             confidence = "state+token" if wide else "state"
@@ -515,6 +553,8 @@ class BlockHead(Vocabulary, DraftHead):
             draft_vocab_size=words,
             own_lm_head="lm_head.weight" in tensors,
             own_embeddings="embed_tokens.weight" in tensors,
+            candidates=candidates,
+            convolutions=bool(config.get("conv_kernel_size")),
         )
         return cls(design)
 
@@ -597,7 +637,8 @@ class BlockHead(Vocabulary, DraftHead):
         for first in range(0, int(number_BT.max()) + 1, EVALUATED):
             part_BT = masks[0] & (number_BT >= first) & (number_BT < first + EVALUATED)
             blocks = self._blocks(batch, features_BTD, target, masks, part_BT)
-            ranks_MK = chunked_ranks(*self._factors(batch, blocks, target)).view_as(blocks.real_MK)
+            factors = self._factors(batch, blocks, target)
+            ranks_MK = chunked_ranks(*factors, self.design.candidates).view_as(blocks.real_MK)
             known_MK = blocks.real_MK & (ranks_MK < RANKS)
             ranks_PK[blocks.places_MK[:, 0] - 1] = torch.where(known_MK, ranks_MK, -1)
         return ranks_PK[batch.loss_mask_BT.flatten()]
@@ -684,6 +725,10 @@ class BlockHead(Vocabulary, DraftHead):
             )
         weight_vD = self.unembed_weight(target)
         states_RD = blocks.states_MKD.flatten(0, 1).index_select(0, rows_R)
+        selector = self.candidate_selector
+        if selector is not None:
+            codes_Rr = selector.codes(blocks.tokens_MK.flatten()[rows_R], states_RD)
+            plus = codes_Rr, selector.successor_codebook
         return states_RD, weight_vD, labels_MK.flatten()[rows_R], plus
 
 

@@ -1,4 +1,4 @@
-"""What the preceding tokens of a block add to the logits of a slot: a low-rank product.
+"""What the preceding tokens of a block add to the logits of a slot: low-rank products.
 
 The slots of a block do not see each other's tokens. Conditioning turns those tokens into a code of
 r numbers per slot and adds a matrix (v, r) times the code to the logits. It needs no pass through
@@ -10,12 +10,17 @@ the layers, so it is grown along a tree: each node has its parent's recurrent st
     domino    code = silu(W [h; s]); s = GRU(embeddings of all tokens from the anchor to the
               previous one); zero for the first prediction, which has no correction
 
-Sources: DSpark (github.com/deepseek-ai/DeepSpec, MIT) and Domino (arXiv 2605.29707), with the names
-of their tensors.
+A selector adds to the logits of a slot's candidates, which are its best tokens; no others are
+drafted. So a level of the tree needs no product over the vocabulary.
+
+    selector  logit(b) + <predecessor[previous] * (W h), successor[b]> of a candidate b
+
+Sources: DSpark (github.com/deepseek-ai/DeepSpec, MIT), Domino (arXiv 2605.29707) and DFlash 2
+(draft_qwen3_dflash2.py of NVIDIA-NeMo/Automodel, Apache-2.0), with the names of their tensors.
 
 Legend: B batch, M anchors of a batch, K drafts of a block, F nodes expanded together, D width of
 the target, r rank, E numbers read of a token, g numbers of the recurrent state, X numbers per slot,
-v draft vocabulary, V vocabulary of the target.
+v draft vocabulary, V vocabulary of the target, k candidates.
 """
 
 from __future__ import annotations
@@ -131,6 +136,32 @@ class Domino:
         state_BFg = torch.lerp(new_BFg, carried_BFg, (update_BFg + before[1]).sigmoid())
         weight = self.narrow.weight[:, -state_BFg.shape[-1] :]
         return F.silu(given_BFX + project(state_BFg, weight)), state_BFg
+
+
+class Selector(nn.Module):
+    """The previous token and the slot's own state choose among the candidates."""
+
+    def __init__(self, rank: int, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def codes(self, before: Tensor, states: Tensor) -> Tensor:
+        """Numbers (..., r) of slots with these states (..., D), after these tokens (...)."""
+        gates = project(states, self.hidden_projection.weight)
+        return self.predecessor_codebook[before] * gates
+
+    def forward(
+        self, before_BF: Tensor, state_BD: Tensor, logits_Bk: Tensor, tokens_Bk: Tensor
+    ) -> Tensor:
+        """The logits of a slot's candidates after each of the tokens before_BF, (B, F, k).
+
+        logits_Bk, tokens_Bk: of the candidates; all tokens are ids of the target.
+        """
+        codes_BFr = self.codes(before_BF, state_BD[:, None])
+        added_BFk: Tensor = codes_BFr @ self.successor_codebook[tokens_Bk].transpose(1, 2)
+        return logits_Bk[:, None] + added_BFk
 
 
 CONDITIONING: dict[str, type[Markov]] = {"markov": Markov, "rnn": Recurrent}

@@ -1,7 +1,8 @@
 """The modules that draft heads consist of, and the maps of their draft vocabularies.
 
 Legend: B batch, Q query positions, M tokens, K heads, D width, E input width of a layer, H query
-heads, G key/value heads, W head width, V vocabulary, v draft vocabulary.
+heads, G key/value heads, W head width, V vocabulary, v draft vocabulary, N blocks of S slots, t
+taps.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ KEYS = {
     "context": "max_position_embeddings",
 }
 """The fields of `LayerShape` by their names in a Llama config."""
+TAPS = 2
+"""Slots that a convolution reads: its own and the one before."""
+GROUP = 16
+"""Channels of a convolution's input that have the same correction of their kernels."""
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """RoPE scalings whose angles do not depend on the length of the text."""
 
@@ -356,13 +361,42 @@ class GatedMlp(nn.Module):
         return out_BQD
 
 
+class Convolution(nn.Module):
+    """The convolutions over the slots of a block before and after a sub-layer (DFlash 2):
+
+        y[s] = kernel[s, 0] * x[s] + kernel[s, 1] * x[s - 1], with zeros before the first slot
+
+    The kernels are learned, and corrected by a linear map of the sub-layer's input. Source, with
+    these names of tensors: draft_qwen3_dflash2.py of NVIDIA-NeMo/Automodel (Apache-2.0).
+    """
+
+    def __init__(self, width: int, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
+        self.base_kernel = nn.Parameter(torch.zeros(2, TAPS, width))
+        self.kernel_projection = nn.Linear(width, 2 * TAPS * (width // GROUP), bias=False)
+
+    def forward(self, x_BQD: Tensor, layer: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """layer: the sub-layer, called with the convolved input and these arguments."""
+        corrections = self.kernel_projection(x_BQD).repeat_interleave(GROUP, dim=-1)
+        kernels = self.base_kernel + corrections.view(*x_BQD.shape[:2], *self.base_kernel.shape)
+        before_BQtD, after_BQtD = kernels.unbind(2)
+        out_BQD = layer(self._convolve(x_BQD, before_BQtD), *arguments)
+        return self._convolve(out_BQD, after_BQtD)
+
+    def _convolve(self, x_BQD: Tensor, kernel_BQtD: Tensor) -> Tensor:
+        x_NSD = x_BQD.view(-1, self.slots, x_BQD.shape[-1])
+        previous_BQD = F.pad(x_NSD, (0, 0, 1, -1)).view_as(x_BQD)
+        return kernel_BQtD[:, :, 0] * x_BQD + kernel_BQtD[:, :, 1] * previous_BQD
+
+
 class DecoderLayer(nn.Module):
     """A pre-norm Llama layer. input_norm: False for EAGLE-1's first layer, which has none. qk_norm:
-    as in Qwen3.
+    as in Qwen3. slots: of the blocks in which convolutions are around attention and MLP; 0: none.
     """
 
     def __init__(
-        self, shape: LayerShape, *, input_norm: bool = True, qk_norm: bool = False
+        self, shape: LayerShape, *, input_norm: bool = True, qk_norm: bool = False, slots: int = 0
     ) -> None:
         super().__init__()
         self.self_attn = Attention(shape, shape.hidden_size, qk_norm=qk_norm)
@@ -371,12 +405,20 @@ class DecoderLayer(nn.Module):
             self.input_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.eps)
         self.input_norm = input_norm
+        self.slots = slots
+        if slots:
+            self.attention_conv = Convolution(shape.hidden_size, slots)
+            self.mlp_conv = Convolution(shape.hidden_size, slots)
 
     def forward(self, hidden_BQD: Tensor, angles: Angles, memory: Memory) -> Tensor:
         x = self.input_layernorm(hidden_BQD) if self.input_norm else hidden_BQD
-        hidden_BQD = hidden_BQD + self.self_attn(x, angles, memory)
-        out_BQD: Tensor = hidden_BQD + self.mlp(self.post_attention_layernorm(hidden_BQD))
-        return out_BQD
+        if self.slots:
+            hidden_BQD = hidden_BQD + self.attention_conv(x, self.self_attn, angles, memory)
+            out_BQD: Tensor = self.mlp_conv(self.post_attention_layernorm(hidden_BQD), self.mlp)
+        else:
+            hidden_BQD = hidden_BQD + self.self_attn(x, angles, memory)
+            out_BQD = self.mlp(self.post_attention_layernorm(hidden_BQD))
+        return hidden_BQD + out_BQD
 
 
 class FusingLayer(nn.Module):

@@ -143,13 +143,22 @@ def rank_counts(depths_R: Tensor, ranks_R: Tensor, depth: int) -> Tensor:
 
 
 def chunked_ranks(
-    hidden_RD: Tensor, weight_vD: Tensor, labels_R: Tensor, plus: LowRank | None = None
+    hidden_RD: Tensor,
+    weight_vD: Tensor,
+    labels_R: Tensor,
+    plus: LowRank | None = None,
+    candidates: int = 0,
 ) -> Tensor:
-    """The rank of each label, as in `linear_cross_entropy`, without loss or gradient."""
+    """The rank of each label, as in `linear_cross_entropy`, without loss or gradient. candidates:
+    if not 0, only as many tokens with the best logits of the first product have ranks.
+    """
     factors = (hidden_RD, weight_vD, *(plus or ()))
     ranks = [labels_R[:0]]
     for part in _chunks(hidden_RD, len(weight_vD)):
         products = _products(factors, part)
+        if candidates:
+            logits_Ck, best_Ck = products[0].topk(candidates)
+            products[0] = torch.full_like(products[0], -torch.inf).scatter(1, best_Ck, logits_Ck)
         for piece in _pieces(products[0]):
             ranks.append(_ranks(_logits(products, piece), labels_R[part][piece]))
     return torch.cat(ranks)
@@ -312,10 +321,13 @@ def _softmax(logits_Pv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranks(logits_Pv: Tensor, labels_P: Tensor) -> Tensor:
-    """The number of logits above the label's; equal ones of lower index count too."""
+    """The number of logits above the label's; equal ones of lower index count too. Labels with a
+    logit of -inf have rank RANKS.
+    """
     label_P1 = logits_Pv.gather(1, labels_P.clamp(min=0)[:, None])
     ahead_Pv = logits_Pv > label_P1
     lower_Pv = torch.arange(logits_Pv.shape[1], device=labels_P.device) < labels_P[:, None]
     ahead_Pv |= (logits_Pv == label_P1) & lower_Pv
     ahead_P = ahead_Pv.sum(1, dtype=torch.int32)  # the default, int64, is several times slower
-    return torch.where(labels_P >= 0, ahead_P.clamp(max=RANKS), RANKS).long()
+    is_known_P = (labels_P >= 0) & (label_P1[:, 0] > -torch.inf)
+    return torch.where(is_known_P, ahead_P.clamp(max=RANKS), RANKS).long()

@@ -24,6 +24,13 @@ def gather_nodes(x_BFX: Tensor, nodes_BE: Tensor) -> Tensor:
     return x_BFX.gather(1, nodes_BE[:, :, None].expand(-1, -1, x_BFX.shape[2]))
 
 
+def target_ids(columns_BE: Tensor, ids_Bv: Tensor | None, token_map: Tensor | None) -> Tensor:
+    """The target's ids of columns of logits. ids_Bv, token_map: as of the builders."""
+    if ids_Bv is not None:
+        return ids_Bv.gather(1, columns_BE)
+    return columns_BE if token_map is None else token_map[columns_BE]
+
+
 class DynamicTreeBuilder:
     """Expansion and reranking of EAGLE-2 (arXiv 2406.16858, section 4): call `start`, then `add`
     until it returns False, then `tree`. token_map: target ids of the draft
@@ -49,10 +56,11 @@ class DynamicTreeBuilder:
         self.frontier_BF: Tensor | None = None  # candidate numbers
         self.candidates = 0
 
-    def add(self, logits_BFv: Tensor) -> bool:
+    def add(self, logits_BFv: Tensor, ids_Bv: Tensor | None = None) -> bool:
         """Add a level from the logits after each node of the frontier; False when the tree is
         complete. The `top_k` best children of each node are candidates, and the `top_k` best of
-        these are the next frontier.
+        these are the next frontier. ids_Bv: the target ids of the logits; None: of the draft
+        vocabulary.
         """
         children = min(self.limits.top_k, logits_BFv.shape[-1])
         top = torch.log_softmax(logits_BFv, dim=-1).topk(children)
@@ -63,8 +71,7 @@ class DynamicTreeBuilder:
         else:
             scores_BFk = scores_BFk + self.scores_BF[:, :, None]
             self.parents.append(self.frontier_BF[:, :, None].expand(-1, -1, children).flatten(1))
-        ids_BFk = top.indices if self.token_map is None else self.token_map[top.indices]
-        tokens_BE = ids_BFk.flatten(1)
+        tokens_BE = target_ids(top.indices.flatten(1), ids_Bv, self.token_map)
         scores_BE = scores_BFk.flatten(1)
         self.tokens.append(tokens_BE)
         self.scores.append(scores_BE)
@@ -126,14 +133,14 @@ class StaticTreeBuilder:
     def start(self) -> None:
         self.tokens: list[Tensor] = []  # (B, E) for each level
 
-    def add(self, logits_BFv: Tensor) -> bool:
+    def add(self, logits_BFv: Tensor, ids_Bv: Tensor | None = None) -> bool:
         if not self.levels:
             return False
         width, picks_E, expanded_F, parents_F = self.levels[len(self.tokens)]
-        ids_BE = logits_BFv.topk(width).indices.flatten(1)
-        if ids_BE.shape[1] > len(picks_E):
-            ids_BE = ids_BE.index_select(1, picks_E)
-        tokens_BE = ids_BE if self.token_map is None else self.token_map[ids_BE]
+        columns_BE = logits_BFv.topk(width).indices.flatten(1)
+        if columns_BE.shape[1] > len(picks_E):
+            columns_BE = columns_BE.index_select(1, picks_E)
+        tokens_BE = target_ids(columns_BE, ids_Bv, self.token_map)
         self.tokens.append(tokens_BE)
         self.tokens_BF = tokens_BE
         if tokens_BE.shape[1] > len(expanded_F):

@@ -1,12 +1,13 @@
-"""Block heads: DSpark, DFlash and Domino, in the layouts of DeepSpec, z-lab, SpecForge, NeMo
-Automodel, vLLM, SGLang and llama.cpp, which differ by the place of keys, and of the speculators
-library.
+"""Block heads: DSpark, DFlash, DFlash 2 and Domino, in the layouts of DeepSpec, z-lab, SpecForge,
+NeMo Automodel, vLLM, SGLang and llama.cpp, which differ by the place of keys, and of the
+speculators library.
 
 Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: deepspec/modeling/dspark of deepseek-ai/DeepSpec; dflash/model.py of z-lab/dflash;
-domino_core.py and draft_qwen3.py of NVIDIA-NeMo/Automodel; qwen3_dspark.py and qwen3_dflash.py of
-vLLM 0.33; models/dspark.py, models/dflash.py and speculative/domino_utils.py of SGLang 0.5.23;
-models/dspark and models/dflash of speculators 0.9; conversion/qwen.py of llama.cpp.
+domino_core.py, draft_qwen3.py and draft_qwen3_dflash2.py of NVIDIA-NeMo/Automodel; qwen3_dspark.py,
+qwen3_dflash.py and qwen3_dflash2.py of vLLM 0.33; models/dspark.py, models/dflash.py and
+speculative/domino_utils.py of SGLang 0.5.23; models/dspark, models/dflash and models/dflash2 of
+speculators 0.9; conversion/qwen.py of llama.cpp.
 """
 
 from __future__ import annotations
@@ -35,20 +36,17 @@ from draftheads.heads.formats.stored import Stored, check_values, renamed, targe
 from draftheads.heads.target.model import Target
 from draftheads.heads.tensors import matrix, needed, require
 
+ONE_AND_N = re.compile(r"(Qwen3)?DFlash2?DraftModel|DFlashSpeculator")
+"""Architectures whose anchor's slot does not predict, unless config.json says otherwise."""
 KNOWN = re.compile(
-    r"((DFlash)?Qwen3DSpark|DSparkDraft|(Qwen3)?DFlashDraft|DominoDraft)Model"
-    r"|(DSpark|DFlash)Speculator"
+    rf"{ONE_AND_N.pattern}|DominoDraftModel|(DFlash)?Qwen3DSparkModel|DSpark(DraftModel|Speculator)"
 )
 """Architectures of heads with Qwen3's layers."""
-ONE_AND_N = re.compile(r"(Qwen3)?DFlash(DraftModel|Speculator)")
-"""Those whose anchor's slot does not predict, unless config.json says otherwise."""
 DESIGN: dict[str, tuple[Any, ...]] = {
     **LAYER,
-    "speculators_model_type": (None, "dspark", "dflash"),
+    "speculators_model_type": (None, "dspark", "dflash", "dflash2"),
     "model_type": (None, "qwen3", "dflash"),
     "projector_type": (None, "dflash", "dspark", "domino"),
-    "conv_kernel_size": (None, 0),  # DFlash 2
-    "selector_rank": (None, 0),
     "attention_mode": (None, "gqa"),
     "add_swa_attention_sink_bias": NO,
     "attention_value_scale": ONE,
@@ -63,6 +61,8 @@ DOMINO: dict[str, tuple[Any, ...]] = {
 """The same of Domino's heads, which must have these keys. The first prediction alone has no
 correction, as in SGLang.
 """
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of DFlash 2's convolutions and selector."""
 COPIED = (
     "block_size",
     "target_layer_ids",
@@ -70,6 +70,7 @@ COPIED = (
     "projector_type",
     "rope_theta",
     "rope_scaling",
+    *DFLASH2,
 )
 """Keys that ours have, too."""
 KEPT = (

@@ -36,7 +36,11 @@ KEYS: list[tuple[Any, str]] = [
     ),
     (Nodes | None, "draft_nodes depth top_k num_target_layers"),
     (Slots | None, "block_size"),
-    (Rank | None, "mask_token_id markov_rank"),
+    (
+        Rank | None,
+        """mask_token_id markov_rank conv_kernel_size conv_group_size selector_rank
+        selector_top_k""",
+    ),
     (
         Positive | None,
         """rms_norm_eps rope_theta factor low_freq_factor high_freq_factor beta_fast beta_slow

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from draftheads.extras import extras
 from draftheads.heads.block import feature_layers
 from draftheads.heads.files import renaming
-from draftheads.heads.formats.block import flat, to_engine
+from draftheads.heads.formats.block import DFLASH2, flat, to_engine
 from draftheads.heads.formats.eagle import AUX_LAYERS
 from draftheads.heads.formats.facts import TargetFacts
 from draftheads.heads.formats.stored import Renames, Stored, renamed
@@ -46,6 +46,12 @@ RENAMES: Renames = [
     (r"^midlayer\.", "layers.0."),
     (r"^layers\.0\.hidden_norm\.", "blk.0.attn_norm_2."),
     (r"^layers\.", "blk."),
+    (r"\.attention_conv\.", ".attn_conv."),
+    (r"\.mlp_conv\.", ".ffn_conv."),
+    (r"_conv\.base_kernel$", "_conv_base"),
+    (r"_conv\.kernel_projection\.", "_conv_proj."),
+    (r"^candidate_selector\.(predecessor|successor)_codebook$", r"selector_\1.weight"),
+    (r"^candidate_selector\.hidden_projection\.", "selector_hidden."),
     (r"\.input_layernorm\.", ".attn_norm."),
     (r"\.post_attention_layernorm\.", ".ffn_norm."),
     (r"\.self_attn\.o_proj\.", ".attn_output."),
@@ -177,7 +183,7 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path, quant: str | None
         if "block_size" in keys:
             writer.add_uint32(MASK, flat(stored.config)["mask_token_id"])
         for name, tensor in _tensors(stored).items():
-            is_matrix = tensor.is_floating_point() and tensor.ndim > 1
+            is_matrix = tensor.is_floating_point() and tensor.ndim == 2
             raw = None
             if is_matrix and quant and tensor.shape[-1] % BLOCK == 0:
                 raw = GGMLQuantizationType[quant.upper()]
@@ -186,7 +192,7 @@ def write_gguf(stored: Stored, target: TargetFile, file: Path, quant: str | None
             if raw is not None:
                 writer.add_tensor(name, quantize(tensor.float().numpy(), raw), raw_dtype=raw)
             else:
-                is_small = tensor.is_floating_point() and tensor.ndim == 1
+                is_small = tensor.is_floating_point() and not is_matrix
                 writer.add_tensor(name, (tensor.float() if is_small else tensor).numpy())
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -226,6 +232,7 @@ def _keys(stored: Stored) -> dict[str, Any]:
         "sample_from_anchor": config["sample_from_anchor"],
         "has_confidence_head": config["enable_confidence_head"],
         "attention.causal": False,
+        **{key: config[key] for key in DFLASH2 if config.get(key)},
     }
 
 

@@ -28,7 +28,6 @@ def as_ours(stored: Stored) -> Stored:
 
 FOREIGN = {
     r"P_?Eagle": "P-EAGLE, which drafts all tokens in one pass from learned states",
-    r"DFlash_?2": "DFlash 2, which mixes neighbouring slots and selects among candidates",
     r"LiLiCorr": "LiLiCorr, whose logits a correction of its own changes",
     r"Gemma4": "Gemma 4's layers, which our heads do not have",
 }
@@ -93,6 +92,10 @@ UNFOUND_TARGETS = {
 for EAGLE-3 at the first token, with a line about a missing port.
 """
 
+DFLASH2 = "convolutions or a selector"
+IN_PART = "one of convolutions and a selector, or slots or heads of DSpark beside them"
+"""Engines make all of DFlash 2 or of DSpark."""
+
 UNSUPPORTED: dict[tuple[str, str], list[str]] = {
     ("vllm", "medusa"): ["truncated_vocab_size"],  # vLLM stops at an assertion
     ("vllm", "eagle"): ["sliding_window", "a bias in fc"],
@@ -126,8 +129,9 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "slots or heads of DSpark",  # it is exported as a plain model
         "Domino's conditioning",
         "a learned mask vector",
-        "an lm_head of its own",  # the exporter drops both without a word
+        "an lm_head of its own",  # the exporter drops these without a word
         "embeddings of its own",
+        DFLASH2,
         UNFOUND,
         RISING,
         "embeddings as a feature",
@@ -153,12 +157,14 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "sliding_window",  # the same keys for all slots
         "an lm_head of its own",
         "embeddings of its own",  # of a target with tied ones, they would be the lm_head, too
+        DFLASH2,
         "the same feature twice",
         RISING,
         "embeddings as a feature",
         "the last state as a feature",
     ],
     ("vllm", "block"): [
+        IN_PART,
         "a learned mask vector",
         "rnn conditioning",
         "Domino's conditioning",
@@ -166,6 +172,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("sglang", "block"): [
+        IN_PART,
         "a learned mask vector",
         "an lm_head of its own",  # only the target's are read
         "embeddings of its own",
@@ -184,6 +191,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "the last state as a feature",
     ],
     ("gguf", "block"): [
+        IN_PART,
         "a learned mask vector",
         "rnn conditioning",
         "Domino's conditioning",
@@ -198,6 +206,7 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         "rnn conditioning of DFlash's slots",  # there, the anchor's slot is its first step
         "an lm_head of its own for all tokens",
         "embeddings of its own",
+        DFLASH2,  # vLLM does not know it by that library's name
         "the last state as a feature",
     ],
 }
@@ -231,6 +240,8 @@ def traits(stored: Stored) -> dict[str, Any]:
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
     own_lm_head = config.get("has_own_lm_head")
     has_rnn = config.get("markov_head_type") == "rnn"
+    parts = [bool(config.get(key)) for key in ("conv_kernel_size", "selector_rank")]
+    is_dspark = config.get("sample_from_anchor") or config.get("enable_confidence_head")
     return {
         "truncated_vocab_size": config.get("truncated_vocab_size") is not None,
         "sliding_window": config.get("sliding_window") is not None,
@@ -256,6 +267,8 @@ def traits(stored: Stored) -> dict[str, Any]:
         "rnn conditioning": has_rnn,
         "Domino's conditioning": config.get("projector_type") == "domino",
         "rnn conditioning of DFlash's slots": has_rnn and not config.get("sample_from_anchor"),
+        DFLASH2: any(parts),
+        IN_PART: any(parts) and (is_dspark or not all(parts)),
         "an lm_head of its own": own_lm_head,
         "an lm_head of its own for all tokens": own_lm_head and not is_reduced,
         "embeddings of its own": config.get("has_embed_tokens"),

@@ -209,7 +209,7 @@ def method(folder: str) -> str:
     """The engines' name of a head's kind. Raises ValueError for kinds that none has."""
     head, _ = open_head(folder).read()
     if isinstance(head, BlockHead):
-        return "dflash" if "DFlash" in head.architecture else "dspark"
+        return "dspark" if "DSpark" in head.architecture else "dflash"
     if head.kind not in ("eagle", "eagle3", "medusa", "mtp"):
         raise ValueError(f"{folder}: no engine runs {head.kind} heads; give one of another kind")
     return head.kind

@@ -162,6 +162,12 @@ REASONS = {
         for to in ("vllm", "openvino", "mlx", "gguf", "speculators")
     },
     ("block-domino-reduced", "sglang"): "it has an lm_head of its own; nothing",
+    ("block-selector", "gguf"): "it has one of convolutions and a selector, or slots or heads of",
+    ("block-convolutions", "sglang"): "it has one of convolutions and a selector, or slots",
+    ("block-dflash2-anchor", "vllm"): "or slots or heads of DSpark beside them; nothing",
+    ("block-dflash2", "speculators"): "it has convolutions or a selector; nothing",
+    ("block-dflash2", "mlx"): "it has convolutions or a selector; nothing",
+    ("block-convolutions", "openvino"): "it has slots or heads of DSpark, convolutions or a sel",
     ("sequential-hydra", "vllm"): "got sequential; use --to draftheads$",
     ("medusa-own", "sglang"): "got medusa; use --to draftheads, vllm$",
     ("medusa-own", "fasterdecoding"): "got 'fasterdecoding'",

@@ -23,12 +23,14 @@ from emulators_block import block_shapes, confidence_shapes, domino_shapes, mark
 from layouts import (
     BASE,
     BLOCK_CONFIG,
+    CONVOLUTIONS,
     DEEPSPEC,
     HEADLESS,
     LAYER,
     LLAMA,
     NEMOS_DOMINO,
     PLAIN,
+    SELECTOR,
     SHARED,
     SHIFTED,
     SPECFORGES_DOMINO,
@@ -36,6 +38,7 @@ from layouts import (
     V01,
     VLLM,
     ZLAB,
+    ZLAB2,
     block,
     block_of,
     eagle3,
@@ -208,6 +211,7 @@ def deepspecs_dflash() -> Layout:
     return Layout(head, config, facts=facts, targets=(TARGET,))
 
 
+CHOOSES = {"candidates": 5, "rank": 6}
 SPECFORGE = {
     **LAYER, "architectures": ["DSparkDraftModel"], "block_size": 5, "num_target_layers": 3,
     "dflash_config": {
@@ -247,6 +251,32 @@ BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "domino-nemo": ({**DOMINO, "sample_from_anchor": False}, NEMOS_DOMINO),
     "speculators": ({}, DSPARK),
     "speculators-dflash": (PLAIN, DFLASH),
+    "z-lab-2": ({**PLAIN, "design": {**CHOOSES, "convolutions": True}}, ZLAB2),
+    "z-lab-2-inside": (
+        {**PLAIN, "design": {**CHOOSES, "convolutions": True}},
+        {
+            **ZLAB2, "block_size": None,
+            "dflash_config": {**ZLAB2["dflash_config"], "block_size": 5, "is_causal": False},
+        },
+    ),
+    "nemo-2": (
+        {**PLAIN, "design": {**CHOOSES, "convolutions": True}},
+        {**ZLAB2, "architectures": ["Qwen3DFlash2DraftModel"]},
+    ),
+    "selector": (
+        {**PLAIN, "design": CHOOSES}, {**ZLAB2, "dflash_config": {**SHARED, **SELECTOR}}
+    ),
+    "convolutions": (
+        {**PLAIN, "design": {"convolutions": True}},
+        {**ZLAB, "dflash_config": {**SHARED, **CONVOLUTIONS, "selector_rank": 0}},
+    ),
+    "speculators-dflash2": (
+        {**PLAIN, "design": {**CHOOSES, "convolutions": True}},
+        {
+            **DFLASH, **CONVOLUTIONS, **SELECTOR, "speculators_model_type": "dflash2",
+            "architectures": ["DFlash2DraftModel"],
+        },
+    ),
 }  # fmt: skip
 
 
@@ -429,8 +459,6 @@ FOREIGN = {
     "PEagleDraftModel": ({"architectures": ["PEagleDraftModel"]}, "P-EAGLE, which drafts all"),
     "peagle": ({"speculators_model_type": "peagle"}, "P-EAGLE, which drafts all"),
     "parallel": ({"parallel_drafting": True}, "P-EAGLE, which drafts all"),
-    "DFlash2DraftModel": ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2, which mixes"),
-    "dflash2": ({"speculators_model_type": "dflash2"}, "DFlash 2, which mixes"),
     "lilicorr": ({"dflash_config": {"projector_type": "lilicorr"}}, "LiLiCorr, whose logits"),
     "Gemma4Eagle3Model": ({"architectures": ["Gemma4Eagle3Model"]}, "Gemma 4's layers, which our"),
     "Gemma4DSparkModel": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4's layers, which our"),
@@ -441,6 +469,7 @@ ANOTHER = "these are not supported, train or get another head"
 WINDOW = "expected layer_types in config.json, got use_sliding_window without them"
 ADD_TYPES = 'add "layer_types": ["sliding_attention"] for layers with the window of 512'
 WEIGHT = "layers.0.self_attn.q_norm.weight"
+CONV = "layers.0.attention_conv.{}"
 DISAGREES = {**SAID, "layer_types": ["sliding_attention"], "use_sliding_window": False}
 CHUNKED = {"layer_types": ["chunked_attention"], "attention_chunk_size": 8192}
 NEXT = {"transformer_layer_config": {**LLAMA, "model_type": "qwen3_next"}}
@@ -458,6 +487,7 @@ BASES: dict[str, Callable[[], Layout]] = {
     "domino": lambda: Layout(head_of(DOMINO), SPECFORGES_DOMINO),
     "block of speculators": lambda: published_block("speculators", ""),
     "dflash of speculators": lambda: published_block("speculators-dflash", ""),
+    "dflash 2": lambda: published_block("z-lab-2", ""),
 }
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("medusa", {"truncated_vocab_size": 6}, "expected truncated_vocab_size: absent, 19; got 6"),
@@ -518,8 +548,22 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("block", {"rope_parameters": {"mrope_section": [1]}}, "expected mrope_section: absent"),
     ("block", {"model_type": "deepseek_v4"}, "expected model_type: absent, qwen3, dflash"),
-    ("block", {"dflash_config": {"conv_kernel_size": 2}}, "expected conv_kernel_size"),
-    ("block", {"dflash_config": {"selector_rank": 256}}, "expected selector_rank: absent, 0"),
+    ("block", {"dflash_config": {"conv_kernel_size": 2}}, "attention_conv.base_kernel: expected"),
+    ("block", {"dflash_config": {"selector_rank": 256}}, "expected selector_top_k in config.json"),
+    *(
+        ("dflash 2", {"dflash_config": {**ZLAB2["dflash_config"], **keys}}, said)
+        for keys, said in (
+            ({"selector_rank": 7}, "predecessor_codebook: expected numbers (19, 7), got"),
+            ({"selector_rank": 0}, "predecessor_codebook: expected none, got numbers (19, 6)"),
+            (
+                {"selector_top_k": 20},
+                "of at most all 19 tokens of the target, got a selector_top_k of 20",
+            ),
+            ({"conv_kernel_size": 0}, "base_kernel: expected none, got numbers (2, 2, 32)"),
+            ({"output_multiplier": 2.0}, "expected output_multiplier: absent, 1, 1.0; got 2.0"),
+            ({"projector_type": "domino"}, "expected shift_label, pure_draft_prefix_len in config"),
+        )
+    ),
     ("block", {"dflash_config": {"attention_sink_bias": True}}, "expected attention_sink_bias"),
     ("block", {"hidden_act": "gelu"}, "expected hidden_act: absent, silu, swish; got 'gelu'"),
     ("block", {"is_causal": True}, "whose slots see each other both ways, got causal"),
@@ -571,15 +615,17 @@ TENSORS: list[tuple[str, dict[str, Tensor | None], str]] = [
         ("block with few tokens", {name: GONE}, "got none; the file is incomplete")
         for name in ("d2t", "lm_head.weight")
     ),
+    ("dflash 2", {CONV.format("base_kernel"): torch.zeros(2, 3, 32)}, "(2, 2, 32), got"),
+    ("dflash 2", {CONV.format("kernel_projection.weight"): torch.zeros(16, 32)}, "(8, 32), got"),
     ("block", {WEIGHT: GONE}, "expected norms of queries and keys, as Qwen3 has"),
     ("domino", {"embed_proj.0.weight": GONE}, "expected a matrix embed_proj.0.weight, got none"),
     ("domino", {"prefix_gru.bias_ih_l0": torch.zeros(72)}, "prefix_gru.bias_ih_l0: expected none"),
 ]
 """Layout, tensors, a part of the line."""
-WITH_TARGET = {"block", "block with few tokens"}
+WITH_TARGET = {"block", "block with few tokens", "dflash 2"}
 
 
-@pytest.mark.mend("P-EAGLE, DFlash 2")
+@pytest.mark.mend("P-EAGLE")
 @pytest.mark.mend("a window without layer_types")
 @pytest.mark.mend("fields of configs that change the layer")
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ SIZES: dict[str, Any] = {
     "feature_layers": [0, 2, 3], "layers": 2, "block_size": 4, "rank": 5, "conditioning": "none",
 }  # fmt: skip
 DOMINO: dict[str, Any] = {"unchecked": {"conditioning": "domino"}}
+SELECTOR = {"rank": 5, "candidates": 6}
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
     "markov": {"conditioning": "markov", "confidence": True, "mask": 3},
@@ -57,8 +58,14 @@ CHOICES: dict[str, dict[str, Any]] = {
     "domino": {**DOMINO, "confidence": True, "embeddings": "own"},
     "domino of few tokens": {**DOMINO, "vocabulary": ODD, "sample_from_anchor": False},
     "domino soft": {**DOMINO, "labels": "soft", "mask": 3, "sliding_window": 4},
+    "convolutions": {"design": {"convolutions": True}, "mask": 3, "layers": 1},
     "dflash window": {"sliding_window": 5, "sample_from_anchor": False, "block_size": 5, "mask": 7},
 }
+OF_OTHERS: dict[str, dict[str, Any]] = {
+    "selector": {"design": SELECTOR},
+    "dflash 2": {"sample_from_anchor": False, "design": {**SELECTOR, "convolutions": True}},
+}
+"""Heads that are not trained here."""
 
 # Four documents, and two tokens of padding; l marks what is learned.
 #     A  A  A  A  A  A  B  B  B  B  B
@@ -156,7 +163,7 @@ def test_training_equals_its_restatement(target, batch, choices):
     assert got.ranks_KR.sum(1).tolist() == JUDGED[: head.depth]
 
 
-@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("choices", [*CHOICES.values(), *OF_OTHERS.values()])
 @torch.no_grad()
 def test_drafting_equals_its_restatement(target, choices):
     """Fixed and dynamic trees, in a batch of ragged rows, committed in pieces."""
@@ -176,9 +183,9 @@ def noted(monkeypatch) -> list[torch.Tensor]:
         builder = tree_builder(*arguments)
         add = builder.add
 
-        def add_and_note(logits_BFv: torch.Tensor) -> bool:
+        def add_and_note(logits_BFv: torch.Tensor, ids_Bv: torch.Tensor | None) -> bool:
             logits.append(logits_BFv)
-            return add(logits_BFv)
+            return add(logits_BFv, ids_Bv)
 
         builder.add = add_and_note  # type: ignore[method-assign]
         return builder
@@ -199,6 +206,12 @@ def trained_logits(head: BlockHead, batch: Batch, features_BTX, target: Target, 
         embed = partial(head.embed, target=target)
         codes_MKr = codes_along(conditioning, chains_MK, states_MKD, embed)
         logits_MKv = logits_MKv + conditioning.output(codes_MKr)
+    selector = head.candidate_selector
+    if selector is not None:
+        best = logits_MKv.flatten(0, 1).topk(head.design.candidates)
+        before_R1 = chains_MK.flatten()[:, None]
+        scores_R1k = selector(before_R1, states_MKD.flatten(0, 1), *best)
+        return scores_R1k.view(*chains_MK.shape, -1).float()
     return logits_MKv.float()
 
 
@@ -209,6 +222,7 @@ ALIKE: dict[str, dict[str, Any]] = {
     "rnn": {"conditioning": "rnn", "mask": 3},
     "domino": {**DOMINO, "mask": 3},
     "domino own slots": {**DOMINO, "sample_from_anchor": False},
+    "dflash 2": {"design": {**SELECTOR, "convolutions": True}, "mask": 3},
 }
 
 
@@ -390,11 +404,16 @@ def test_nothing_to_learn_costs_nothing_and_leaves_zero_gradients(target, length
     assert gradients
 
 
+@pytest.mark.parametrize(
+    "choices", [{"conditioning": "rnn", "vocabulary": ODD}, *OF_OTHERS.values()]
+)
 @torch.no_grad()
-def test_observed_ranks_equal_the_restatement(target, batch, monkeypatch):
-    """However many blocks are evaluated together; a draft vocabulary lacks some tokens."""
+def test_observed_ranks_equal_the_restatement(target, batch, monkeypatch, choices):
+    """However many blocks are evaluated together; a draft vocabulary lacks some tokens, and so do
+    the candidates of a slot.
+    """
     monkeypatch.setattr("draftheads.heads.block.EVALUATED", 3)
-    head = new_head(target, conditioning="rnn", vocabulary=ODD, anchors=1)
+    head = new_head(target, anchors=1, **choices)
     plain = PlainBlock(head, target)
     features_BTX = target.features(batch, head.feature_layers)
     learned = batch.loss_mask_BT.nonzero().tolist()
@@ -440,6 +459,13 @@ def test_choices_that_do_not_fit_are_refused_in_one_line(target, choices, reason
     with pytest.raises(ValueError, match=reason) as refused:
         make_head(BlockHead, target, **{**SIZES, **choices})
     assert "\n" not in str(refused.value)
+
+
+def test_selectors_are_not_trained(target):
+    """By whoever would: a recipe that continues one, and a chat that learns."""
+    head = new_head(target, **OF_OTHERS["selector"])
+    with pytest.raises(ValueError, match="expected a head without a selector.*or train another"):
+        head.train_with(head.choices)
 
 
 @pytest.mark.parametrize("id", [-1, VOCABULARY])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_heads import EACH, KINDS, drafts_of, random_head
+from tiny_heads import DRAFTING, KINDS, drafts_of, random_head
 from tiny_targets import some_prompts, tiny_target
 
 from draftheads.heads.base import DraftHead
@@ -45,7 +45,7 @@ def test_weights_written_through_data_are_drafted_with(name, write):
     assert drafts(head) != before, "the change must matter for this to prove anything"
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", DRAFTING)
 def test_heads_made_and_used_in_inference_mode_draft_the_same(name):
     expected = drafts(random_head(name, tiny_target()))
     with torch.inference_mode():

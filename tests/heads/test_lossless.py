@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 from tiny_heads import (
-    EACH,
+    DRAFTING,
     KINDS,
     Oracle,
     decode,
@@ -100,7 +100,7 @@ def test_caches_that_are_too_small_grow_and_change_no_draft(monkeypatch, kind):
     assert drafts_of(head, target, prompts, NEW) == before
 
 
-@pytest.mark.parametrize("kind", EACH)
+@pytest.mark.parametrize("kind", DRAFTING)
 def test_rows_draft_in_a_batch_what_they_draft_alone(kind):
     target, prompts = tiny_target(), some_prompts(*LENGTHS)
     head = random_head(kind, target, layers=2, sliding_window=9)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_heads import EACH, VARIANTS, random_head, written_by
+from tiny_heads import DRAFTING, OF_OTHERS, VARIANTS, random_head, written_by
 from tiny_targets import VOCABULARY, random_model, some_prompts, tiny_target
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +27,7 @@ SHARED = {
     "eagle3": {"vocabulary": range(12)},
 }
 """The other source of a kind's last matrix."""
-CASES = [*EACH, *(pytest.param(name, id=f"{name}-other") for name in SHARED)]
+CASES = [*DRAFTING, *(pytest.param(name, id=f"{name}-other") for name in SHARED)]
 
 
 class Products(TorchDispatchMode):
@@ -71,7 +71,7 @@ def test_a_draft_copies_no_matrix(request, target, name, top_k, rows):
     own = SHARED[name] if is_other else {}
     head = random_head(name, target, top_k=top_k or 3, **own).to(torch.bfloat16)
     head.requires_grad_(False)  # as trained weights, F.linear would fold some of them by itself
-    if top_k is None and VARIANTS[name][0] != "medusa":
+    if top_k is None and {**VARIANTS, **OF_OTHERS}[name][0] != "medusa":
         head.tree = type(random_head("medusa", target).tree).unfitted(3)
     drafter = head.drafter(target)
     with torch.no_grad(), Products(head, target.model) as products:  # of eager tensors, as decoding
@@ -80,7 +80,7 @@ def test_a_draft_copies_no_matrix(request, target, name, top_k, rows):
     assert products.batched == []
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", DRAFTING)
 def test_an_evaluation_copies_no_matrix(target, name):
     head = random_head(name, target).to(torch.bfloat16).requires_grad_(False)
     batch = written_by(tiny_target("qwen3"), some_prompts(5, 5), 20)

@@ -16,9 +16,9 @@ from draftheads.heads.tree_drafting import DynamicTreeBuilder
 class Chain(DynamicTreeBuilder):
     """The builder of a greedy chain, which keeps the logits of its levels."""
 
-    def add(self, logits_BFv: torch.Tensor) -> bool:
+    def add(self, logits_BFv: torch.Tensor, ids_Bv: torch.Tensor | None = None) -> bool:
         self.logits = [*getattr(self, "logits", []), logits_BFv[0, 0]]
-        return super().add(logits_BFv)
+        return super().add(logits_BFv, ids_Bv)
 
 
 def our_chain(head: Any, target: Any, prompt: torch.Tensor) -> tuple[list[int], torch.Tensor]:

@@ -1,15 +1,16 @@
 """What serving engines make of a folder of a block head, restated from the facts of their loaders,
 and the chain that they draft, in float64, one slot and one attention head at a time.
 
-Source: qwen3_dspark.py, qwen3_dflash.py, dspark/speculator.py and speculators/algos.py of vLLM
-0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23; Qwen3DFlash* in
-exporters/openvino/model_patcher.py of optimum-intel 2.2.0; speculative/drafters/qwen3_dflash and
-dspark of mlx-vlm 0.7.10.
+Source: qwen3_dspark.py, qwen3_dflash.py, qwen3_dflash2.py, dspark/speculator.py and
+speculators/algos.py of vLLM 0.33; models/dspark.py, dflash.py and dflash_utils.py of SGLang 0.5.23;
+Qwen3DFlash* in exporters/openvino/model_patcher.py of optimum-intel 2.2.0;
+speculative/drafters/qwen3_dflash and dspark of mlx-vlm 0.7.10.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from emulators_eagle import _ids, _leniently, _strictly, llama_layer, rope
 from plain_eagle import PlainHead
 from torch import Tensor
 
-DSPARK, DFLASH = "Qwen3DSparkModel", "DFlashDraftModel"
+DSPARK, DFLASH, DFLASH2 = "Qwen3DSparkModel", "DFlashDraftModel", "DFlash2DraftModel"
 
 
 def block_shapes(config: Config, features: int) -> Shapes:
@@ -63,6 +64,25 @@ def domino_shapes(config: Config, section: Config) -> Shapes:
     }
 
 
+def dflash2_shapes(config: Config, section: Config) -> Shapes:
+    """Engines make both parts; llama.cpp and vLLM stop where one is missing."""
+    sizes = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    if not all(section.get(size) for size in sizes):
+        raise EngineError("DFlash2 model is missing conv/selector metadata")
+    taps, group, rank, _ = (section[size] for size in sizes)
+    width, vocab = config["hidden_size"], config["vocab_size"]
+    if width % group:
+        raise EngineError("hidden size must be divisible by conv_group_size")
+    shapes: Shapes = {"base_kernel": (2, taps, width)}
+    shapes["kernel_projection.weight"] = (2 * taps * width // group, width)
+    convolutions: Shapes = {}
+    for number, name in product(range(config["num_hidden_layers"]), ("attention", "mlp")):
+        convolutions |= under(f"layers.{number}.{name}_conv", shapes)
+    codebooks: Shapes = {f"{name}_codebook": (vocab, rank) for name in ("predecessor", "successor")}
+    selector = under("candidate_selector", {**codebooks, "hidden_projection.weight": (rank, width)})
+    return convolutions | selector
+
+
 def vllm_block(folder: Path, *, style: str = "plain") -> Served:
     """The Markov head is the vanilla one, whatever config.json says; the confidence head is left
     out where the file has none; embeddings and lm_head of the file are used where they differ. A
@@ -72,8 +92,10 @@ def vllm_block(folder: Path, *, style: str = "plain") -> Served:
     config, tensors = read(folder)
     if style == "speculators":
         config = _nested(config)
-    if config["architectures"] not in ([DSPARK], [DFLASH]) or config["model_type"] != "qwen3":
-        raise EngineError(f"{config['architectures']} of {config['model_type']} is not this")
+    if config["architectures"] not in ([DSPARK], [DFLASH], [DFLASH2]):
+        raise EngineError(f"{config['architectures']} is not this")
+    if config["model_type"] != "qwen3":
+        raise EngineError(f"{config['model_type']} is not this")
     is_dspark, section = config["architectures"] == [DSPARK], config.get("dflash_config") or {}
     ids = section.get("target_layer_ids") or config.get("target_layer_ids")
     served = Served(block_shapes(config, len(ids)))
@@ -85,6 +107,8 @@ def vllm_block(folder: Path, *, style: str = "plain") -> Served:
         served.parameters |= markov_shapes(config, config["markov_rank"], kind)
         if config.get("enable_confidence_head") and any("confidence" in name for name in tensors):
             served.parameters |= confidence_shapes(config)
+    if config["architectures"] == [DFLASH2]:
+        served.parameters |= dflash2_shapes(config, section)
     for name, rows in (("embed_tokens", vocab), ("lm_head", draft)):
         if f"{name}.weight" in tensors:
             served.parameters[f"{name}.weight"] = (rows, config["hidden_size"])
@@ -98,6 +122,7 @@ def vllm_block(folder: Path, *, style: str = "plain") -> Served:
         **_attention(config, section, causal),
         "mask": section.get("mask_token_id", config.get("mask_token_id")),
         "ids": _ids(tensors) if draft < vocab else None,
+        "candidates": section.get("selector_top_k"),
         **_numbers(config),
     }
     if style == "speculators":  # else the command line says how many
@@ -123,6 +148,8 @@ def sglang_block(folder: Path) -> Served:
         if not rank or kind not in ("vanilla", "rnn"):
             raise EngineError(f"DSpark requires markov_rank > 0, and not {kind}")
         served.parameters |= markov_shapes({**config, "draft_vocab_size": None}, rank, kind)
+    elif config["architectures"] == [DFLASH2]:
+        served.parameters |= dflash2_shapes(config, section)
     elif config["architectures"] != [DFLASH]:
         raise EngineError(f"{config['architectures']} is not known")
     anchored = is_dspark and config.get("sample_from_anchor", True)
@@ -139,6 +166,7 @@ def sglang_block(folder: Path) -> Served:
         **_attention(config, {}, config.get("is_causal")),
         "mask": section.get("mask_token_id", config.get("mask_token_id")),
         "ids": None,
+        "candidates": section.get("selector_top_k"),
         **_numbers(config),
     }
     served = _leniently(served, {name: name for name in tensors}, tensors)
@@ -273,18 +301,42 @@ class PlainBlock(PlainHead):
         for number in range(self.layers):
             name = f"layers.{number}"
             normed = [self.norm(f"{name}.input_layernorm", x_D) for x_D in block]
+            kernels = self.kernels(f"{name}.attention_conv", normed)
+            normed = self.convolved(f"{name}.attention_conv", normed, kernels, 0)
             read = [*enumerate(context), *enumerate(normed, start)]
             entries = [self.entry(f"{name}.self_attn", x_D, place) for place, x_D in read]
+            attended = []
             for slot, x_D in enumerate(normed):
                 seen = [e for e in entries if self.sees(start + slot, e[0], start)]
-                block[slot] = block[slot] + self.attend(
-                    f"{name}.self_attn", x_D, start + slot, seen
-                )
-            block = [
-                x_D + self.mlp(f"{name}.mlp", self.norm(f"{name}.post_attention_layernorm", x_D))
-                for x_D in block
-            ]
+                attended.append(self.attend(f"{name}.self_attn", x_D, start + slot, seen))
+            attended = self.convolved(f"{name}.attention_conv", attended, kernels, 1)
+            block = [x_D + out_D for x_D, out_D in zip(block, attended, strict=True)]
+            normed = [self.norm(f"{name}.post_attention_layernorm", x_D) for x_D in block]
+            kernels = self.kernels(f"{name}.mlp_conv", normed)
+            normed = self.convolved(f"{name}.mlp_conv", normed, kernels, 0)
+            out = [self.mlp(f"{name}.mlp", x_D) for x_D in normed]
+            out = self.convolved(f"{name}.mlp_conv", out, kernels, 1)
+            block = [x_D + out_D for x_D, out_D in zip(block, out, strict=True)]
         return [self.norm("norm", x_D) for x_D in block]
+
+    def kernels(self, name: str, block: list[Tensor]) -> list[Tensor]:
+        """Of each slot: before or after the sub-layer, tap, channel."""
+        if f"{name}.base_kernel" not in self.weights:
+            return []
+        base = self.weights[f"{name}.base_kernel"]
+        changes = [self.linear(f"{name}.kernel_projection", x_D) for x_D in block]
+        group = base[0].numel() * 2 // len(changes[0])
+        return [base + change.repeat_interleave(group).view_as(base) for change in changes]
+
+    def convolved(
+        self, name: str, block: list[Tensor], kernels: list[Tensor], side: int
+    ) -> list[Tensor]:
+        out = []
+        for slot, kernel in enumerate(kernels):
+            taps = range(min(kernel.shape[1], slot + 1))
+            terms = [kernel[side, tap] * block[slot - tap] for tap in taps]
+            out.append(torch.stack(terms).sum(0))
+        return out or block
 
     def sees(self, slot: int, place: int, start: int) -> bool:
         assert not self.facts["causal"]
@@ -312,11 +364,30 @@ class PlainBlock(PlainHead):
         tokens, logits, state = [anchor], [], None
         slots = self.slots(states_TX, anchor)[0 if self.facts["anchored"] else 1 :]
         for x_D in slots[: len(slots) - self.facts.get("undrafted", 0)]:
+            if self.facts.get("candidates"):
+                logits_k, best = self.selected(x_D, tokens[-1])
+                logits.append(logits_k)
+                tokens.append(best)
+                continue
             bias_v, state = self.bias(x_D, tokens[-1], state)
             logits.append(self.unembed_vD @ x_D + bias_v)
             best = int(logits[-1].argmax())
             tokens.append(self.facts["ids"][best] if self.facts["ids"] else best)
         return tokens[1:], torch.stack(logits)
+
+    def selected(self, x_D: Tensor, token: int) -> tuple[Tensor, int]:
+        """The scores of the candidates, by their own logits, and the best one."""
+        logits_k, places_k = (self.unembed_vD @ x_D).sort(descending=True, stable=True)
+        logits_k, places = logits_k[: self.facts["candidates"]], places_k.tolist()
+        tokens = [self.facts["ids"][place] if self.facts["ids"] else place for place in places]
+        name, gate_r = (
+            "candidate_selector",
+            self.linear("candidate_selector.hidden_projection", x_D),
+        )
+        code_r = self.weights[f"{name}.predecessor_codebook"][token] * gate_r
+        successors_kr = self.weights[f"{name}.successor_codebook"][tokens[: len(logits_k)]]
+        scores_k = logits_k + successors_kr @ code_r
+        return scores_k, tokens[int(scores_k.argmax())]
 
     def bias(self, x_D: Tensor, token: int, state: Any) -> tuple[Any, Any]:
         weights = self.weights

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from emulators import EngineError, Served, Shapes, under
-from emulators_block import PlainBlock
+from emulators_block import PlainBlock, dflash2_shapes
 from emulators_eagle import llama_layer
 from gguf import GGMLQuantizationType, GGUFReader, dequantize
 from torch import Tensor
@@ -25,7 +25,16 @@ LAYER = {
     **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
     **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+    "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_proj": "mlp_conv.kernel_projection",
 }
+BARE = {"attn_conv_base": "attention_conv.base_kernel", "ffn_conv_base": "mlp_conv.base_kernel"}
+SELECTOR = {
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+    "selector_hidden.weight": "candidate_selector.hidden_projection.weight",
+}
+"""Names without an ending on one side."""
 WHOLE = {
     "output_norm": "norm",
     "output": "lm_head",
@@ -69,6 +78,11 @@ def llamacpp(file: Path) -> Served:
     else:
         encoder, wide = "hidden_norm", width
         shapes |= _markov(tensors, vocab, draft, width)
+        if "selector_hidden.weight" in tensors:
+            sizes = {"vocab_size": vocab, "num_hidden_layers": own["block_count"]}
+            shapes |= dflash2_shapes({**config, **sizes}, own)
+            if width < own["selector_top_k"] * (own["selector_top_k"] + 1):
+                raise EngineError("hidden size is too small for the selector lattice")
     if encoder:
         shapes[f"{encoder}.weight"] = (wide,)
     if "output.weight" in tensors:  # else the target's
@@ -79,8 +93,8 @@ def llamacpp(file: Path) -> Served:
         ours = _name(name, encoder)
         if ours not in shapes:
             served.dropped.add(name)
-        elif tensor.ndim == 1 and tensor.dtype != torch.float32:
-            raise EngineError(f"{name}: a norm is float32")
+        elif tensor.ndim != 2 and tensor.dtype != torch.float32:
+            raise EngineError(f"{name}: a norm or a kernel is float32")
         else:
             served.put(ours, tensor)
     return served
@@ -93,6 +107,10 @@ def _tensor(stored: Any) -> Tensor:
 
 
 def _name(name: str, encoder: str) -> str:
+    if name in SELECTOR:
+        return SELECTOR[name]
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)", name):
+        return f"layers.{found[1]}.{BARE.get(found[2], '?')}"
     if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name):
         return f"layers.{found[1]}.{LAYER.get(found[2], '?')}.weight"
     stem, _, end = name.rpartition(".")
@@ -125,6 +143,7 @@ def _facts(own: dict[str, Any], keys: dict[str, Any], ids: Tensor | None) -> dic
         "anchored": own.get("sample_from_anchor", True),
         "slots": own.get("block_size", 16),
         "mask": keys.get("tokenizer.ggml.mask_token_id"),
+        "candidates": own.get("selector_top_k"),
         "scale": own.get("embedding_scale"),
     }
 

@@ -100,6 +100,12 @@ ZLAB = {
     **LAYER, "architectures": ["DFlashDraftModel"], "block_size": 5, "num_target_layers": 3,
     "dflash_config": SHARED,
 }  # fmt: skip
+CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}
+SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
+ZLAB2 = {
+    **ZLAB, "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {**SHARED, **CONVOLUTIONS, **SELECTOR},
+}  # fmt: skip
 
 SHIFTED = {
     **SHARED, "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 6,

@@ -2,10 +2,12 @@
 its context and its own, in float64.
 
 Legend: S slots, C places of the context, E keys, D width, H query heads, G key/value heads, W head
-width, v draft vocabulary.
+width, v draft vocabulary, r rank.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from plain_eagle import PlainHead
@@ -47,13 +49,42 @@ class PlainBlock(PlainHead):
         for number in range(self.design.layers):
             name = f"layers.{number}"
             h_SD = self.normed(f"{name}.input_layernorm", x_SD)
-            x_SD = x_SD + self.attend(f"{name}.self_attn", h_SD, context_CD)
+            x_SD = x_SD + self.around(
+                f"{name}.attention_conv",
+                h_SD,
+                lambda h_SD, name=name: self.attend(f"{name}.self_attn", h_SD, context_CD),
+            )
             h_SD = self.normed(f"{name}.post_attention_layernorm", x_SD)
-            gate_SI = silu(h_SD @ self.weights[f"{name}.mlp.gate_proj.weight"].T)
-            up_SI = h_SD @ self.weights[f"{name}.mlp.up_proj.weight"].T
-            x_SD = x_SD + (gate_SI * up_SI) @ self.weights[f"{name}.mlp.down_proj.weight"].T
+            x_SD = x_SD + self.around(
+                f"{name}.mlp_conv", h_SD, lambda h_SD, name=name: self.mlp(f"{name}.mlp", h_SD)
+            )
         first = 0 if self.design.sample_from_anchor else 1
         return self.normed("norm", x_SD)[first:]
+
+    def mlp(self, name: str, h_SD: Tensor) -> Tensor:
+        gate_SI = silu(h_SD @ self.weights[f"{name}.gate_proj.weight"].T)
+        up_SI = h_SD @ self.weights[f"{name}.up_proj.weight"].T
+        return (gate_SI * up_SI) @ self.weights[f"{name}.down_proj.weight"].T
+
+    def around(self, name: str, h_SD: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sub-layer, with its convolutions if it has some."""
+        if not self.design.convolutions:
+            return layer(h_SD)
+        base_2tD = self.weights[f"{name}.base_kernel"]
+        # (slots, before or after, tap, group)
+        change = h_SD @ self.weights[f"{name}.kernel_projection.weight"].T
+        change = change.view(len(h_SD), 2, 2, -1)
+        group_D = torch.arange(h_SD.shape[1]) // 16
+
+        def convolved(x_SD: Tensor, side: int) -> Tensor:
+            out = []
+            for slot in range(len(x_SD)):
+                own_D, before_D = base_2tD[side] + change[slot, side][:, group_D]
+                previous_D = x_SD[slot - 1] if slot else 0 * x_SD[0]
+                out.append(own_D * x_SD[slot] + before_D * previous_D)
+            return torch.stack(out)
+
+        return convolved(layer(convolved(h_SD, 0)), 1)
 
     def normed(self, name: str, x_XD: Tensor) -> Tensor:
         mean_square = (x_XD * x_XD).mean(-1, keepdim=True)
@@ -130,15 +161,34 @@ class PlainBlock(PlainHead):
         logit, if any.
         """
         state_D, previous = states_KD[len(tokens) - 1], tokens[-1]
-        logits_v = self.unembed_vD @ state_D
+        logits_v = self.base(state_D)
         correction_v = self.correction(states_KD, tokens)
         if correction_v is not None:
             logits_v = logits_v + correction_v
+        if self.design.candidates:
+            logits_v = self.selected(logits_v, state_D, previous)
         if self.design.confidence is None:
             return logits_v, None
         if self.design.confidence == "state+token":
             state_D = torch.cat([state_D, self.weights["markov_head.markov_w1.weight"][previous]])
         return logits_v, self.linear("confidence_head.proj", state_D)[0]
+
+    def base(self, state_D: Tensor) -> Tensor:
+        """Logits (v,) without conditioning."""
+        return self.unembed_vD @ state_D
+
+    def selected(self, logits_v: Tensor, state_D: Tensor, previous: int) -> Tensor:
+        """With what the selector adds to the best; the others are no candidates."""
+        name = "candidate_selector"
+        gate_r = self.weights[f"{name}.hidden_projection.weight"] @ state_D
+        code_r = self.weights[f"{name}.predecessor_codebook"][previous] * gate_r
+        known = logits_v.tolist()
+        order = sorted(range(len(known)), key=lambda place: -known[place])
+        out_v = torch.full_like(logits_v, -torch.inf)
+        for place in order[: self.design.candidates]:
+            successor_r = self.weights[f"{name}.successor_codebook"][self.vocabulary[place]]
+            out_v[place] = logits_v[place] + code_r @ successor_r
+        return out_v
 
     def logits(self, context_CD: Tensor, tokens: tuple[int, ...]) -> Tensor:
         """Logits (v,) of the token after an anchor with this context and what was drafted."""

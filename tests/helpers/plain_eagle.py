@@ -178,8 +178,8 @@ def plain_unroll(
 
 
 def plain_rank(logits_v: Tensor, token: int, vocabulary: list[int]) -> int:
-    """How many logits are greater than the token's."""
-    if token not in vocabulary:
+    """How many logits are greater than the token's. Tokens of -inf are never drafted."""
+    if token not in vocabulary or logits_v[vocabulary.index(token)] == -torch.inf:
         return RANKS
     return min(int((logits_v > logits_v[vocabulary.index(token)]).sum()), RANKS)
 

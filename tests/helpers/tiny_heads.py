@@ -5,6 +5,7 @@ heart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +42,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 BLOCKS = [name for name in VARIANTS if name.startswith("block-")]
 EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name in BLOCKS)) for name in VARIANTS]
 """The variants as parameters of a test; those of block heads are for the full suite."""
+DFLASH2 = {"rank": 8, "candidates": 6, "convolutions": True}
+OF_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "block-dflash2": ("block", {"conditioning": "none", "design": DFLASH2, "mask": 3}),
+}
+"""What is not trained here."""
+DRAFTING = [*EACH, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_OTHERS)]
 KINDS = [
     pytest.param(name, marks=[pytest.mark.thorough] * (name not in HEADS)) for name in VARIANTS
 ]
@@ -55,16 +62,24 @@ BY_HEART = {"labels": "hard", "steps": 8}
 
 def make_head(kind: type[DraftHead], target: Target, **choices: Any) -> Any:
     """A new head with these choices of a recipe; vocabulary: target ids; unchecked: choices that a
-    recipe refuses, and a head of others can have.
+    recipe refuses, and a head of others can have; design: what no recipe of ours asks for.
     """
     vocabulary, unchecked = choices.pop("vocabulary", None), choices.pop("unchecked", {})
-    return kind.create(target, kind.Choices(**choices).model_copy(update=unchecked), vocabulary)
+    design = choices.pop("design", {})
+    choices = kind.Choices(**choices).model_copy(update=unchecked)
+    head = kind.create(target, choices, vocabulary)
+    if not design:
+        return head
+    other = kind(replace(head.design, **design))
+    other.load_state_dict(head.state_dict(), strict=False)
+    other.choices = choices
+    return other
 
 
 def new_head(name: str, target: Target, **choices: Any) -> DraftHead:
-    """An untrained head of one of the `VARIANTS`; choices: those that its kind has."""
-    kind, own = VARIANTS[name]
-    names = {*HEADS[kind].Choices.model_fields, "vocabulary", "unchecked"}
+    """A new head of one of the `VARIANTS` or `OF_OTHERS`; choices: those that its kind has."""
+    kind, own = {**VARIANTS, **OF_OTHERS}[name]
+    names = {*HEADS[kind].Choices.model_fields, "vocabulary", "unchecked", "design"}
     own = {key: value for key, value in {**own, **choices}.items() if key in names}
     return make_head(HEADS[kind], target, **own)
 

@@ -48,6 +48,7 @@ THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
 BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
 DFLASH = {"sample_from_anchor": False, "conditioning": "none"}
+DFLASH2 = {"rank": 6, "candidates": 5, "convolutions": True}
 ALL = {"vllm", "sglang", "gguf", "speculators", "mlx"}
 CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "medusa-own": ({"layers": 1, "depth": 3}, {"vllm"}),
@@ -133,6 +134,10 @@ CHOICES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {**BLOCK, **DFLASH, "vocabulary": FEW},
         {"vllm", "gguf", "speculators"},
     ),
+    "block-dflash2": ({**BLOCK, **DFLASH, "design": DFLASH2}, {"vllm", "sglang", "gguf"}),
+    "block-dflash2-anchor": ({**BLOCK, "design": DFLASH2, "conditioning": "none"}, set()),
+    "block-selector": ({**BLOCK, **DFLASH, "design": {**DFLASH2, "convolutions": False}}, set()),
+    "block-convolutions": ({**BLOCK, **DFLASH, "design": {"convolutions": True}}, set()),
     "block-reduced": (
         {**BLOCK, "conditioning": "markov", "vocabulary": FEW},
         {"vllm", "gguf", "speculators"},

@@ -24,7 +24,7 @@ from covering import covering
 from decoding_modes import MODES, STEPS, Answers, Manner, Question, row_seeds
 from hybrid_targets import HYBRIDS, hybrid_model
 from plain_decoding import Place, chosen, until_the_end
-from tiny_heads import VARIANTS, random_head
+from tiny_heads import OF_OTHERS, VARIANTS, random_head
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -217,7 +217,7 @@ DRAFTERS: dict[str, Callable[[Target], Any]] = {
     "model": lambda target: DraftModel(nearly(target), StaticTree.from_widths((2, 2, 1))),
 }
 OTHER_DRAFTERS: dict[str, Callable[[Target], Any]] = {
-    **{name: partial(head, name) for name in VARIANTS if name not in DRAFTERS},
+    **{name: partial(head, name) for name in [*VARIANTS, *OF_OTHERS] if name not in DRAFTERS},
     "itself": lambda target: DraftModel(target, StaticTree.from_widths((3, 2, 1))),
     "four": lambda target: Merged(
         [
