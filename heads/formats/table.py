@@ -37,6 +37,7 @@ FOREIGN = {
 
 READERS: list[tuple[str, str, Translates]] = [
     ("Hydra", r"^hydra_", medusa.from_hydra),
+    ("EAGLE-4", "^LlamaForCausalLMEagle4$", eagle.from_eagle4),
     (
         "EAGLE-3",
         r"^(model\.)?(midlayer|layers\.0)\.hidden_norm\.weight$",
@@ -56,7 +57,9 @@ READERS: list[tuple[str, str, Translates]] = [
     ),
     ("EAGLE-1", r"^(model\.)?fc\.weight$", eagle.from_eagle),
 ]
-"""Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
+"""Layouts in addition to our own: name, a config key, tensor name or architecture unique to it, its
+reader.
+"""
 
 WRITERS: dict[str, dict[str, Translates]] = {
     "vllm": {
@@ -265,11 +268,12 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     if stored.facts.is_ours:
         return stored
     _check_foreign(stored)
-    names = [*stored.config, *stored.tensors]
+    architectures = stored.config.get("architectures") or []
+    names = [*stored.config, *stored.tensors, *architectures]
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
             return read(stored, target)
-    architecture = next(iter(stored.config.get("architectures") or []), "")
+    architecture = next(iter(architectures), "")
     if re.search("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", architecture):
         raise ValueError(
             f"expected a head, got a whole model ({architecture}); pass it as --target, or let it "
