@@ -5,7 +5,8 @@ Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: eagle/model/cnets1.py and cnets.py of SafeAILab/EAGLE; llama_eagle.py and llama_eagle3.py
 of vLLM 0.33 and SGLang 0.5.23; src/speculators/models/eagle3 of vllm-project/speculators; vLLM
 transformers_utils/configs/speculators; exporters/openvino/model_patcher.py of optimum-intel 2.2.0;
-NeMo AutoModel's documentation of speculative/eagle/eagle4 and export_eagle4.
+pytorch/models/llama_eagle3.py of LMDeploy 0.18; NeMo AutoModel's documentation of
+speculative/eagle/eagle4 and export_eagle4.
 """
 
 from __future__ import annotations
@@ -357,6 +358,13 @@ def to_openvino(stored: Stored, target: Target | None) -> Stored:
     """With d2t for a full vocabulary, too: the exporter leaves what is missing as memory was."""
     none_v = torch.zeros(len(stored.tensors["lm_head.weight"]), dtype=torch.int64)
     return Stored(stored.config, {"d2t": none_v, **stored.tensors})
+
+
+def to_lmdeploy(stored: Stored, target: Target | None) -> Stored:
+    """With d2t for a full vocabulary, too: without it, all drafts are token 0. LMDeploy prefixes
+    the name with "Eagle3".
+    """
+    return to_vllm(to_openvino(stored, target), target)
 
 
 def to_speculators(stored: Stored, target: Target | None) -> Stored:

@@ -72,6 +72,7 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
     "openvino": {"eagle3": eagle.to_openvino, "block": as_is},
     "mlx": {"eagle3": eagle.to_speculators, "block": block.to_mlx},
+    "lmdeploy": {"eagle3": eagle.to_lmdeploy},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
 """Other programs -> kind of head -> its writer."""
@@ -79,6 +80,8 @@ WRITERS: dict[str, dict[str, Translates]] = {
 
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
+
+USUAL = "other features than [2, n // 2, n - 3]"
 
 UNFOUND = "a target whose states the engine does not find"
 UNFOUND_BY_ALL = {
@@ -135,6 +138,18 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         RISING,
         "embeddings as a feature",
         "the last state as a feature",
+    ],
+    ("lmdeploy", "eagle3"): [
+        "a target other than Llama",  # which gathers no states
+        "the same feature twice",
+        USUAL,
+        "norms of queries and keys",
+        "fc_norm",
+        "norm_output",
+        "norm_before_fc",
+        "norm_before_residual",  # passed over without a word, as the window
+        "more than one layer",
+        "sliding_window",
     ],
     ("mlx", "eagle3"): [
         "norms of queries and keys",
@@ -243,9 +258,11 @@ def traits(stored: Stored) -> dict[str, Any]:
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "other than three features": len(features) != 3,
+        USUAL: layers is None or features != [2, layers // 2, layers - 3],
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
         UNFOUND: architecture in UNFOUND_TARGETS.get(kind, ()),
+        "a target other than Llama": architecture != "LlamaForCausalLM",
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
