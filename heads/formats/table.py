@@ -240,7 +240,6 @@ def traits(stored: Stored) -> dict[str, Any]:
     bias = stored.tensors.get("fc.bias")
     features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
     layers = config.get("num_target_layers") or stored.facts.target.layers
-    kind = stored.facts.kind
     architecture = stored.facts.target.architecture
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
     own_lm_head = config.get("has_own_lm_head")
@@ -261,7 +260,7 @@ def traits(stored: Stored) -> dict[str, Any]:
         USUAL: layers is None or features != [2, layers // 2, layers - 3],
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
-        UNFOUND: architecture in UNFOUND_TARGETS.get(kind, ()),
+        UNFOUND: architecture in UNFOUND_TARGETS.get(stored.facts.kind, ()),
         "a target other than Llama": architecture != "LlamaForCausalLM",
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": is_reduced,
