@@ -38,7 +38,7 @@ def convert(
     to: Annotated[
         str,
         Option(
-            help="draftheads, vllm, sglang, gguf, openvino, mlx, speculators or mtp",
+            help="draftheads, vllm, sglang, gguf, openvino, mlx, lmdeploy, speculators or mtp",
         ),
     ],
     target: Annotated[

@@ -30,6 +30,7 @@ ENGINES = {
     "gguf": "llama.cpp",
     "openvino": "OpenVINO GenAI (2026.4)",
     "mlx": "mlx-vlm (0.7.10), for targets whose caches it can roll back",
+    "lmdeploy": "LMDeploy (0.18)",
 }
 CHAIN = 3
 """Longest chain in a command for heads that are not made for a block: later tokens are rarely
@@ -113,8 +114,8 @@ def merge_sections(edited: str, old: str, new: str) -> str:
 
 def _engines(to: str) -> list[str]:
     """The engines that a card tells about."""
-    if to == "draftheads":  # after a conversion, too; mlx-vlm reads too few to be named
-        return [engine for engine in ENGINES if engine != "mlx"]
+    if to == "draftheads":  # after a conversion, too; two read too few to be named
+        return [engine for engine in ENGINES if engine not in ("mlx", "lmdeploy")]
     return ["vllm" if to == "speculators" else to]  # whose layout it reads, too
 
 
@@ -130,6 +131,7 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
         "sglang": is_bare,
         "openvino": True,
         "mlx": True,
+        "lmdeploy": True,
         "gguf": False,  # it always is, for a file of the target
     }[to]
     return {

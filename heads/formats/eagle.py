@@ -4,7 +4,9 @@ which differ by prefixes and omissions, and of the speculators library.
 Legend: v draft vocabulary, V vocabulary of the target, D width.
 Sources: eagle/model/cnets1.py and cnets.py of SafeAILab/EAGLE; llama_eagle.py and llama_eagle3.py
 of vLLM 0.33 and SGLang 0.5.23; src/speculators/models/eagle3 of vllm-project/speculators; vLLM
-transformers_utils/configs/speculators; exporters/openvino/model_patcher.py of optimum-intel 2.2.0.
+transformers_utils/configs/speculators; exporters/openvino/model_patcher.py of optimum-intel 2.2.0;
+pytorch/models/llama_eagle3.py of LMDeploy 0.18; NeMo AutoModel's documentation of
+speculative/eagle/eagle4 and export_eagle4.
 """
 
 from __future__ import annotations
@@ -86,6 +88,13 @@ OF_LAYERS = f"""
 attention_bias rope_theta rope_scaling sliding_window use_sliding_window tie_word_embeddings
 """.split()
 """Our keys that describe the layers, of both kinds."""
+OF_EAGLE4 = f"""
+fc_norm norm_output num_aux_hidden_states draft_vocab_size target_hidden_size torch_dtype
+{AUX_LAYERS} {" ".join(OF_LAYERS)}
+""".split()
+"""Keys of an EAGLE-4 head that Llama's config does not have, or no longer has."""
+CANDIDATE_HEAD = r"^(efficient_lm_head|candidate_head|num_candidates)"
+"""How names of its keys and tensors begin."""
 
 
 def from_eagle(stored: Stored, target: Target | None) -> Stored:
@@ -126,6 +135,48 @@ def from_eagle(stored: Stored, target: Target | None) -> Stored:
         tensors.setdefault("fc.bias", tensors["fc.weight"].new_zeros(ours["hidden_size"]))
     facts = {"target": {"name": target_name(config)}, **stored.facts.json, "kind": kind}
     return Stored({**ours, "draftheads": facts}, tensors)
+
+
+def from_eagle4(stored: Stored, target: Target | None) -> Stored:
+    """EAGLE-3.1 with a window and the whole vocabulary, as NeMo AutoModel exports it. Its candidate
+    head is left out: that only finds tokens, which the lm_head then scores.
+
+    Raises ValueError for keys whose meaning is not public.
+    """
+    config = {key: stored.config[key] for key in stored.config if not re.match(CANDIDATE_HEAD, key)}
+    if unknown := config.keys() - {*AutoConfig.for_model("llama").to_dict(), *OF_EAGLE4}:
+        raise ValueError(
+            "expected the keys that NeMo AutoModel documents for EAGLE-4, got "
+            f"{', '.join(sorted(unknown)[:3])}; remove them if they change no layer, or get "
+            "another head"
+        )
+    tensors = renamed(stored.tensors, [(f"{CANDIDATE_HEAD}.*", "")])
+    vocabulary = len(matrix(tensors, "lm_head.weight"))
+    sizes = {"vocab_size": (vocabulary,), "draft_vocab_size": (None, vocabulary)}
+    design = {"model_type": ("llama",), "num_hidden_layers": (1,), "fc_norm": (True,)}
+    check_values(config, {**sizes, **design, "norm_output": (True,)})
+    third = {
+        **config,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "layer_types": config.get("layer_types") or ["sliding_attention"],
+        AUX_LAYERS: _usual_layers(config.get(AUX_LAYERS), target),
+    }
+    return from_eagle(Stored(third, tensors), target)
+
+
+def _usual_layers(ids: list[int] | None, target: Target | None) -> list[int]:
+    """The layers that EAGLE-3 reads by default. EAGLE-4's ids may count hidden states or outputs of
+    layers, and only for these layers it is clear which.
+    """
+    known = require(target, "its number of layers determines which states this head reads")
+    layers = list(low_middle_high(known.layers))
+    outputs = [layer - 1 for layer in layers]
+    if ids not in (None, layers, outputs):
+        raise ValueError(
+            f"expected {AUX_LAYERS} to be {layers}, or {outputs} if they count outputs of layers, "
+            f"got {ids}: what EAGLE-4 counts is not public; get a head of these layers"
+        )
+    return layers
 
 
 def with_sections(config: dict[str, Any]) -> dict[str, Any]:
@@ -256,8 +307,8 @@ def _features(
     return {
         AUX_LAYERS: layers,
         **switches,
-        "fc_norm": "fc_norm.0.weight" in tensors,
-        "norm_before_fc": "input_norm.weight" in tensors,
+        "fc_norm": switches["fc_norm"] or "fc_norm.0.weight" in tensors,
+        "norm_before_fc": switches["norm_before_fc"] or "input_norm.weight" in tensors,
     }
 
 
@@ -307,6 +358,13 @@ def to_openvino(stored: Stored, target: Target | None) -> Stored:
     """With d2t for a full vocabulary, too: the exporter leaves what is missing as memory was."""
     none_v = torch.zeros(len(stored.tensors["lm_head.weight"]), dtype=torch.int64)
     return Stored(stored.config, {"d2t": none_v, **stored.tensors})
+
+
+def to_lmdeploy(stored: Stored, target: Target | None) -> Stored:
+    """With d2t for a full vocabulary, too: without it, all drafts are token 0. LMDeploy prefixes
+    the name with "Eagle3".
+    """
+    return to_vllm(to_openvino(stored, target), target)
 
 
 def to_speculators(stored: Stored, target: Target | None) -> Stored:

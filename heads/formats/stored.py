@@ -173,4 +173,4 @@ def check_values(config: dict[str, Any], allowed: dict[str, tuple[Any, ...]]) ->
     for key, values in allowed.items():
         if config.get(key) not in values:
             choices = ", ".join("absent" if value is None else str(value) for value in values)
-            raise ValueError(f"expected {key}: {choices}; got {config[key]!r:.60}")
+            raise ValueError(f"expected {key}: {choices}; got {config.get(key)!r:.60}")

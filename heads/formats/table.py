@@ -35,6 +35,7 @@ FOREIGN = {
 
 READERS: list[tuple[str, str, Translates]] = [
     ("Hydra", r"^hydra_", medusa.from_hydra),
+    ("EAGLE-4", "^LlamaForCausalLMEagle4$", eagle.from_eagle4),
     (
         "EAGLE-3",
         r"^(model\.)?(midlayer|layers\.0)\.hidden_norm\.weight$",
@@ -54,7 +55,9 @@ READERS: list[tuple[str, str, Translates]] = [
     ),
     ("EAGLE-1", r"^(model\.)?fc\.weight$", eagle.from_eagle),
 ]
-"""Layouts in addition to our own: name, a config key or tensor name unique to it, its reader."""
+"""Layouts in addition to our own: name, a config key, tensor name or architecture unique to it, its
+reader.
+"""
 
 WRITERS: dict[str, dict[str, Translates]] = {
     "vllm": {
@@ -67,6 +70,7 @@ WRITERS: dict[str, dict[str, Translates]] = {
     "gguf": {"eagle3": as_is, "block": as_is},  # and then `llamacpp.write_gguf`
     "openvino": {"eagle3": eagle.to_openvino, "block": as_is},
     "mlx": {"eagle3": eagle.to_speculators, "block": block.to_mlx},
+    "lmdeploy": {"eagle3": eagle.to_lmdeploy},
     "speculators": {"eagle3": eagle.to_speculators, "block": block.to_speculators},
 }
 """Other programs -> kind of head -> its writer."""
@@ -74,6 +78,8 @@ WRITERS: dict[str, dict[str, Translates]] = {
 
 RISING = "features in another order than the target's layers"
 """Engines gather features on their way through the layers, whatever config.json says."""
+
+USUAL = "other features than [2, n // 2, n - 3]"
 
 UNFOUND = "a target whose states the engine does not find"
 UNFOUND_BY_ALL = {
@@ -136,6 +142,18 @@ UNSUPPORTED: dict[tuple[str, str], list[str]] = {
         RISING,
         "embeddings as a feature",
         "the last state as a feature",
+    ],
+    ("lmdeploy", "eagle3"): [
+        "a target other than Llama",  # which gathers no states
+        "the same feature twice",
+        USUAL,
+        "norms of queries and keys",
+        "fc_norm",
+        "norm_output",
+        "norm_before_fc",
+        "norm_before_residual",  # passed over without a word, as the window
+        "more than one layer",
+        "sliding_window",
     ],
     ("mlx", "eagle3"): [
         "norms of queries and keys",
@@ -235,7 +253,6 @@ def traits(stored: Stored) -> dict[str, Any]:
     bias = stored.tensors.get("fc.bias")
     features = stored.facts.feature_layers or config.get(eagle.AUX_LAYERS) or [None]
     layers = config.get("num_target_layers") or stored.facts.target.layers
-    kind = stored.facts.kind
     architecture = stored.facts.target.architecture
     is_reduced = config.get("draft_vocab_size") != config.get("vocab_size")
     own_lm_head = config.get("has_own_lm_head")
@@ -255,9 +272,11 @@ def traits(stored: Stored) -> dict[str, Any]:
         "fc_norm and norm_before_fc": config.get("fc_norm") and config.get("norm_before_fc"),
         "a single feature": len(features) == 1,
         "other than three features": len(features) != 3,
+        USUAL: layers is None or features != [2, layers // 2, layers - 3],
         "the same feature twice": len(set(features)) < len(features),
         RISING: None not in features and features != sorted(features),
-        UNFOUND: architecture in UNFOUND_TARGETS.get(kind, ()),
+        UNFOUND: architecture in UNFOUND_TARGETS.get(stored.facts.kind, ()),
+        "a target other than Llama": architecture != "LlamaForCausalLM",
         "a scaling of RoPE": config.get("rope_scaling") is not None,
         "a reduced vocabulary": is_reduced,
         "embeddings as a feature": 0 in features,
@@ -283,11 +302,12 @@ def translated(stored: Stored, target: Target | None) -> Stored:
     if stored.facts.is_ours:
         return stored
     _check_foreign(stored)
-    names = [*stored.config, *stored.tensors]
+    architectures = stored.config.get("architectures") or []
+    names = [*stored.config, *stored.tensors, *architectures]
     for _, pattern, read in READERS:
         if any(re.search(pattern, name) for name in names):
             return read(stored, target)
-    architecture = next(iter(stored.config.get("architectures") or []), "")
+    architecture = next(iter(architectures), "")
     if re.search("(ForCausalLM|LMHeadModel|ForConditionalGeneration)$", architecture):
         raise ValueError(
             f"expected a head, got a whole model ({architecture}); pass it as --target, or let it "

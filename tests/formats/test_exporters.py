@@ -1,10 +1,11 @@
-"""The promise: `convert --to openvino` and `--to mlx` write what OpenVINO's exporter, its engine
-and mlx-vlm's drafters read right; what they would pass over without a word, or could not verify
-exactly, is an error. Real engines: tests/engines.
+"""The promise: `convert --to openvino`, `--to mlx` and `--to lmdeploy` write what OpenVINO's
+exporter and its engine, mlx-vlm's drafters and LMDeploy read right; what they would pass over
+without a word, or could not verify exactly, is an error. Real engines: tests/engines.
 """
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from emulators import EngineError
 from emulators_block import mlx_block
-from emulators_eagle import mlx_eagle3, openvino_eagle3
+from emulators_eagle import lmdeploy_eagle3, mlx_eagle3, openvino_eagle3
 from safetensors.torch import load_file
 from tiny_heads import random_head
 from tiny_targets import CONFIGS, scaled_up
@@ -27,8 +28,8 @@ from draftheads.heads.target.model import Target
 from draftheads.scripts.benchmarks.engine_runs.openvino import tell_layers
 from draftheads.scripts.convert import converted
 
-LAYERS = 5
-READ = {"feature_layers": [1, 2, 4]}
+LAYERS = 8
+READ = {"feature_layers": [2, 4, 5]}
 
 
 @cache
@@ -58,6 +59,13 @@ EXPORTS: dict[str, list[dict[str, Any]]] = {
         {"head_dim": 16},
         {"feature_layers": [4, 1, 2]},
     ],
+    "lmdeploy": [
+        {},
+        {"vocabulary": FEW},
+        {"rope_theta": 5e5},
+        {"rope_scaling": SCALED},
+        {"head_dim": 16},
+    ],
     "mlx": [
         {},
         {"rope_theta": 5e5},
@@ -81,13 +89,17 @@ def test_an_export_is_complete_and_comes_back(tmp_path, to, choices):
         head = openvino_eagle3(theirs, LAYERS)
         # the target's, and not used
         assert head.uninitialised <= {"embed_tokens.weight", "t2d"}
-        assert head.facts["ids"] == sorted(choices.get("vocabulary") or range(read.vocab_size))
+    elif to == "lmdeploy":
+        head = lmdeploy_eagle3(theirs, LAYERS)
+        assert head.uninitialised == set()
     else:
         head = mlx_eagle3(theirs)
         assert head.uninitialised == set()
         switches = {name: getattr(read.design, name) for name in head.facts["switches"]}
         assert head.facts["switches"] == switches
     assert head.dropped == set()
+    if to != "mlx":
+        assert head.facts["ids"] == sorted(choices.get("vocabulary") or range(read.vocab_size))
     assert head.facts["aux"] == read.feature_layers
     assert head.facts["rope"] == (read.rope.theta, read.rope.scaling)
     back = converted(theirs, tmp_path / "back", "draftheads", target())
@@ -104,12 +116,20 @@ BOTH: dict[str, dict[str, Any]] = {
     "other than three features": {"feature_layers": [1, 3]},
     "the same feature twice": {"feature_layers": [1, 3, 3]},
     "embeddings as a feature": {"feature_layers": [0, 1, 2]},
-    "the last state as a feature": {"feature_layers": [1, 3, 5]},
+    "the last state as a feature": {"feature_layers": [1, 3, LAYERS]},
 }
+OTHER_FEATURES = ("other than three features", "embeddings as", "the last state as")
 TURNED = "features in another order than the target's"
 REFUSED = {
     "openvino": BOTH
     | {
+        "norm_before_fc": {"norm_before_fc": True},
+        "norm_before_residual": {"norm_before_residual": True},
+        "more than one layer": {"layers": 2},
+    },
+    "lmdeploy": {name: each for name, each in BOTH.items() if not name.startswith(OTHER_FEATURES)}
+    | {
+        r"other features than \[2, n // 2, n - 3\]": {"feature_layers": [1, 4, 5]},
         "norm_before_fc": {"norm_before_fc": True},
         "norm_before_residual": {"norm_before_residual": True},
         "more than one layer": {"layers": 2},
@@ -137,6 +157,27 @@ def test_what_would_be_lost_is_an_error_and_nothing_is_written(tmp_path, to, tra
     if to == "openvino":
         card = render_card(open_head(ours).config)
         assert f"OpenVINO GenAI (2026.4) does not support this head: it has {trait}." in card
+
+
+# LMDeploy
+
+
+def test_of_our_own_folder_lmdeploy_finds_no_class_and_of_any_without_d2t_drafts_one_token(
+    tmp_path,
+):
+    ours = saved(tmp_path)
+    with pytest.raises(EngineError, match="Eagle3LlamaForCausalLMEagle3 has no model class"):
+        lmdeploy_eagle3(ours, LAYERS)
+    bare = converted(ours, tmp_path / "vllm", "vllm")
+    config = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    assert set(lmdeploy_eagle3(bare, LAYERS).facts["ids"]) == {0}
+
+
+def test_of_other_targets_than_llama_lmdeploy_gathers_no_states(tmp_path):
+    ours = saved_for(deep("qwen3"), tmp_path, {})
+    with pytest.raises(ValueError, match="it has a target other than Llama; nothing"):
+        converted(ours, tmp_path / "theirs", "lmdeploy")
 
 
 # mlx-vlm
@@ -224,12 +265,12 @@ def test_the_card_of_a_dflash_head_asks_for_whole_blocks(tmp_path):
 def test_card_and_runner_tell_the_same_layers(tmp_path):
     card = render_card(open_head(saved(tmp_path)).config)
     assert "draftheads convert THIS_FOLDER_OR_REPO for-openvino --to openvino" in card
-    assert "hidden_layers_list value=\\'0 1 3\\'" in card
+    assert "hidden_layers_list value=\\'1 3 4\\'" in card
     theirs = converted(tmp_path / "ours", tmp_path / "theirs", "openvino")
     model = theirs / "openvino_model.xml"
     model.write_text('<rt_info><eagle3_mode value="True" /></rt_info>')
     tell_layers(theirs)
-    told = '<hidden_layers_list value="0 1 3" /><eagle3_mode value="True" />'
+    told = '<hidden_layers_list value="1 3 4" /><eagle3_mode value="True" />'
     assert model.read_text() == f"<rt_info>{told}</rt_info>"
     model.write_text("<rt_info></rt_info>")
     with pytest.raises(ValueError, match="expected <eagle3_mode once, got 0; is this a head"):

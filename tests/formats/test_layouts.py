@@ -25,6 +25,7 @@ from layouts import (
     BLOCK_CONFIG,
     CONVOLUTIONS,
     DEEPSPEC,
+    EAGLE4,
     HEADLESS,
     LAYER,
     LLAMA,
@@ -41,6 +42,7 @@ from layouts import (
     ZLAB2,
     block,
     block_of,
+    candidate_head,
     eagle3,
     folder_of,
     head_of,
@@ -161,6 +163,17 @@ def norms_of_angelslim() -> Layout:
     facts = {f"design.{name}": value for name, value in switches.items()}
     nested = {"eagle_config": {"norm_before_residual": True}}
     return Layout(head, {**EAGLE3, **nested}, tensors, facts)
+
+
+def eagle4(ids: list[int] | None) -> Layout:
+    """EAGLE-3.1 with a window and a candidate head. ids: of layers, in either way of counting."""
+    switches = {"fc_norm": True, "norm_output": True}
+    head = eagle3(sliding_window=5, **switches)
+    tensors = renamed(head, "midlayer.", "layers.0.") | candidate_head()
+    tensors["embed_tokens.weight"] = MATRICES
+    facts = {"window": 5, "feature_layers": (1, 2), "architecture": "LlamaForCausalLMEagle3"}
+    facts |= {f"design.{name}": value for name, value in switches.items()}
+    return Layout(head, {**EAGLE4, AUX_LAYERS: ids}, tensors, facts, targets=(TARGET,))
 
 
 def sizes_of_eagle() -> Layout:
@@ -380,6 +393,8 @@ LAYOUTS: dict[str, Callable[[], Layout]] = {
         f"eagle3 {name}": lambda name=name: deepspecs_third(name)
         for name in ("Qwen3Eagle3Model", "Eagle3Qwen3ForCausalLM")
     },
+    # hidden states, outputs of layers, and none
+    **{f"eagle4 {ids}": lambda ids=ids: eagle4(ids) for ids in ([1, 2], [0, 1], GONE)},
     **{
         f"block {name} {prefix}": lambda name=name, prefix=prefix: published_block(name, prefix)
         for name in BLOCKS
@@ -480,6 +495,7 @@ BASES: dict[str, Callable[[], Layout]] = {
     "medusa of a module list": lambda: medusa("", {"lm_head": "shared"}, PT, V01),
     "eagle3": third,
     "eagle3 with few tokens": lambda: Layout(eagle3(vocabulary=FEW), EAGLE3),
+    "eagle4": lambda: eagle4([1, 2]),
     "speculators": of_speculators,
     "block": lambda: Layout(head_of({}), DEEPSPEC),
     "block with few tokens": lambda: Layout(head_of({"vocabulary": FEW}), DEEPSPEC),
@@ -503,6 +519,15 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", DISAGREES, "expected use_sliding_window and layer_types to agree"),
     ("eagle3", CHUNKED, "layer_types: full_attention, sliding_attention; got 'chunked_attention'"),
     ("eagle3", {**LLAMA4, "model_type": "llama"}, "expected use_qk_norm: absent, False; got True"),
+    ("eagle3", {"fc_norm": True}, "fc_norm.0.weight: expected numbers (32,), got none"),
+    ("eagle3", {"norm_before_fc": True}, "input_norm.weight: expected numbers (64,), got none"),
+    ("eagle4", {"draft_tree_cost": 1}, "documents for EAGLE-4, got draft_tree_cost; remove"),
+    ("eagle4", {"norm_output": GONE}, "expected norm_output: True; got None"),
+    ("eagle4", {"fc_norm": False}, "expected fc_norm: True; got False"),
+    ("eagle4", {"sliding_window": GONE}, "expected sliding_window in config.json, got none"),
+    ("eagle4", {"num_hidden_layers": 2}, "expected num_hidden_layers: 1; got 2"),
+    ("eagle4", {"draft_vocab_size": 6}, "expected draft_vocab_size: absent, 19; got 6"),
+    ("eagle4", {AUX: [0, 2]}, "to be [1, 2], or [0, 1] if they count outputs of layers, got [0"),
     ("speculators", {"norm_before_residual": GONE}, "assumes false and vLLM true"),
     (
         "speculators",
@@ -610,6 +635,8 @@ TENSORS: list[tuple[str, dict[str, Tensor | None], str]] = [
         "which maps the 6 draft tokens to the target's, got none",
     ),
     ("eagle3 with few tokens", {"d2t": torch.tensor(FEW)}, "were absolute ids stored?"),
+    ("eagle4", {"lm_head.weight": GONE}, "expected a matrix lm_head.weight, got none"),
+    ("eagle4", {"scorer.weight": torch.ones(1)}, "scorer.weight: expected none"),
     # engines take d2t and its lm_head together
     *(
         ("block with few tokens", {name: GONE}, "got none; the file is incomplete")
@@ -622,10 +649,11 @@ TENSORS: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("domino", {"prefix_gru.bias_ih_l0": torch.zeros(72)}, "prefix_gru.bias_ih_l0: expected none"),
 ]
 """Layout, tensors, a part of the line."""
-WITH_TARGET = {"block", "block with few tokens", "dflash 2"}
+WITH_TARGET = {"block", "block with few tokens", "dflash 2", "eagle4"}
 
 
 @pytest.mark.mend("P-EAGLE")
+@pytest.mark.mend("norms that a config has and the file lacks were left out")
 @pytest.mark.mend("a window without layer_types")
 @pytest.mark.mend("fields of configs that change the layer")
 @pytest.mark.parametrize(

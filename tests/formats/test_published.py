@@ -1,6 +1,7 @@
 """The promise: heads that others have published load strictly and draft as their papers say.
 
-Source: medusa.md, section 1.2; names as in github.com/zankner/Hydra.
+Sources: medusa.md, section 1.2; names as in github.com/zankner/Hydra; for EAGLE-4, NeMo AutoModel's
+documentation of its export.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from typing import Any
 import pytest
 import torch
 from layouts import (
+    EAGLE4,
     HYDRA_CONFIG,
     LAYERS,
     PREFIX,
     WIDTH,
     last_matrix,
     places,
+    published_eagle4,
     published_hydra,
     refusal,
 )
-from plain_drafting import DEPTH, drafts_of, plain_drafts, two_texts
-from plain_eagle import PlainHead
+from plain_drafting import DEPTH, TREES, drafts_of, plain_drafts, two_texts
+from plain_eagle import PlainEagle3, PlainHead
 from plain_hydra import silu
-from tiny_targets import VOCABULARY
+from safetensors.torch import save_file
+from tiny_heads import decode
+from tiny_targets import VOCABULARY, greedy, some_prompts
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftheads.heads.formats.hub import load_head, open_head, save_head
@@ -199,3 +204,61 @@ def test_a_folder_without_weights_says_which_are_missing(tmp_path):
         FileNotFoundError, match=r"model\.safetensors, .* hydra_lm_head\.pt, found none"
     ):
         load_head(tmp_path)
+
+
+class PublishedEagle4(PlainEagle3):
+    """EAGLE-4 restated without its candidate head, as `plain_drafts` wants it."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], text_T: torch.Tensor) -> None:
+        ours = {name.replace("layers.0.", "midlayer."): each for name, each in tensors.items()}
+        switches = {"fc_norm": True, "norm_output": True}
+        switches |= {"norm_before_fc": False, "norm_before_residual": False}
+        shape = SimpleNamespace(hidden_size=WIDTH, head_dim=8, kv_heads=2, eps=1e-5)
+        super().__init__(
+            SimpleNamespace(
+                kind="eagle4", window=5, rope=SimpleNamespace(theta=1e4, scaling=None),
+                design=SimpleNamespace(shape=shape, layers=1, **switches),
+                named_parameters=ours.items,
+            )
+        )  # fmt: skip
+        self.vocabulary, self.texts_BT = list(range(VOCABULARY)), iter(text_T)
+
+    def embedded(self, token: int) -> torch.Tensor:
+        return self.weights["embed_tokens.weight"][token]
+
+    def inputs(self, features_TD: torch.Tensor) -> list[Any]:
+        """Of each position behind the first: the head's output, and what it has read until then."""
+        states: list[Any] = [None]
+        memory: list[Any] = []
+        for position, token in enumerate(next(self.texts_BT).tolist()[1:], start=1):
+            fused = self.fuse(features_TD[position].double())
+            hidden = self.advance(self.embedded(token), fused, position, [memory])
+            states.append((hidden, list(memory)))
+        return states
+
+    def logits(self, state: Any, path: tuple[int, ...]) -> torch.Tensor:
+        hidden, memory = state
+        own = [list(memory)]
+        for token in path[1:]:
+            hidden = self.advance(self.embedded(token), hidden, own[0][-1][0] + 1, own)
+        return self.linear("lm_head", self.state(hidden))
+
+
+@torch.no_grad()
+def test_a_published_eagle4_drafts_as_its_restatement_and_changes_no_text(tmp_path):
+    target = new_target(num_hidden_layers=8)
+    tensors = published_eagle4(target.model.get_input_embeddings().weight.detach())
+    (tmp_path / "config.json").write_text(json.dumps(EAGLE4))
+    save_file(tensors, tmp_path / "model.safetensors")
+    head = load_head(tmp_path, target=target)
+    assert head.feature_layers == (2, 4, 5)
+    tokens_BT, _ = two_texts()
+    features_BTD = torch.randn(*tokens_BT.shape, 3 * WIDTH)
+    expected = plain_drafts(PublishedEagle4(tensors, tokens_BT), tokens_BT, features_BTD)
+    assert drafts_of(head, target, tokens_BT, features_BTD) == expected
+    prompts = some_prompts(19, 11, 5)
+    texts = [greedy(target, prompt, 15) for prompt in prompts]
+    for tree in TREES:
+        for rows in (1, 3):
+            written, _ = decode(target, head, prompts[:rows], tree=tree, max_new_tokens=15)
+            assert written == texts[:rows]

@@ -3,7 +3,8 @@
 Source: eagle.md, sections 4.1, 4.4 and 4.6 to 4.8: vLLM 0.33, SGLang 0.5.23. OpenVINO: classes
 LlamaEagle3* in exporters/openvino/model_patcher.py of optimum-intel 2.2.0, and
 speculative_decoding/eagle3_model_transforms.cpp of OpenVINO GenAI 2026.4. MLX:
-speculative/drafters/eagle3 of mlx-vlm 0.7.10.
+speculative/drafters/eagle3 of mlx-vlm 0.7.10. LMDeploy: pytorch/models/llama_eagle3.py and
+configurations/llama.py of LMDeploy 0.18.
 """
 
 from __future__ import annotations
@@ -169,6 +170,25 @@ def openvino_eagle3(folder: Path, layers: int, *, has_layers: bool = True) -> Se
     served.facts |= {"aux": tuple(output + 1 for output in outputs), "rope": rope(config)}
     served.facts["ids"] = _ids(tensors)
     return _leniently(served, {a: a.replace("midlayer", "layers.0") for a in tensors}, tensors)
+
+
+def lmdeploy_eagle3(folder: Path, layers: int) -> Served:
+    """One layer under the authors' name and three features of a Llama target, whatever the config
+    says; no other norm, no window. Places of the draft vocabulary without d2t are token 0.
+    """
+    config, tensors = read(folder)
+    if "Eagle3" + config["architectures"][0] != "Eagle3LlamaForCausalLM":
+        raise EngineError(f"Eagle3{config['architectures'][0]} has no model class")
+    if config["num_hidden_layers"] != 1 or config["tie_word_embeddings"]:
+        raise EngineError("one layer, and an lm_head that is loaded")
+    draft = config["draft_vocab_size"]
+    shapes = _eagle3(config, dict.fromkeys(SWITCHES, False), 3, 1, draft)
+    served = Served({name.replace("layers.0", "midlayer"): each for name, each in shapes.items()})
+    ids = _ids(tensors) if "d2t" in tensors else [0] * draft
+    aux = sorted({2, layers // 2, layers - 3})
+    served.facts |= {"aux": tuple(aux), "rope": rope(config), "ids": ids}
+    names = [name for name in tensors if name not in ("d2t", "t2d")]
+    return _strictly(served, {name: name for name in names}, tensors)
 
 
 def mlx_eagle3(folder: Path) -> Served:

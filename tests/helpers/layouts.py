@@ -1,5 +1,5 @@
 """Other projects' checkpoint layouts, as published: Medusa's, EAGLE's, those of block heads of
-DeepSpec and z-lab, and Hydra's.
+DeepSpec and z-lab, Hydra's, and EAGLE-4's as NeMo AutoModel documents its export.
 """
 
 from __future__ import annotations
@@ -205,3 +205,39 @@ def published_hydra(architecture: str) -> dict[str, torch.Tensor]:
         shapes[f"{layer}.self_attn.rotary_emb.inv_freq"] = (4,)
     torch.manual_seed(3)
     return {name: 2 * torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+
+
+EAGLE4: dict[str, Any] = {
+    **LLAMA, "architectures": ["LlamaForCausalLMEagle4"], "sliding_window": 5, "fc_norm": True,
+    "norm_output": True, "target_hidden_size": WIDTH, "num_aux_hidden_states": 3,
+    "efficient_lm_head_rank": 4, "num_candidates": 6,
+}  # fmt: skip
+
+
+def candidate_head() -> dict[str, Tensor]:
+    """A low-rank lm_head beside the whole one."""
+    return {
+        "efficient_lm_head.weight": torch.randn(VOCABULARY, 4),
+        "efficient_lm_head_down_proj.weight": torch.randn(4, WIDTH),
+    }
+
+
+def published_eagle4(embeddings_VD: Tensor) -> dict[str, Tensor]:
+    """The tensors of a random head, with a copy of its target's embeddings."""
+    wide = (WIDTH, 3 * WIDTH)
+    layer = "layers.0"
+    shapes = {"fc.weight": wide, "norm.weight": (WIDTH,), "lm_head.weight": (VOCABULARY, WIDTH)}
+    shapes |= {f"fc_norm.{number}.weight": (WIDTH,) for number in range(3)}
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    shapes |= {f"{layer}.{norm}.weight": (WIDTH,) for norm in norms}
+    shapes[f"{layer}.self_attn.q_proj.weight"] = (WIDTH, 2 * WIDTH)
+    shapes |= {f"{layer}.self_attn.{part}_proj.weight": (WIDTH // 2, 2 * WIDTH) for part in "kv"}
+    shapes[f"{layer}.self_attn.o_proj.weight"] = (WIDTH, WIDTH)
+    shapes |= {f"{layer}.mlp.{part}_proj.weight": (48, WIDTH) for part in ("gate", "up")}
+    shapes[f"{layer}.mlp.down_proj.weight"] = (WIDTH, 48)
+    torch.manual_seed(4)
+    tensors = {name: 2 * torch.randn(shape) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    for tensor in tensors.values():
+        if tensor.ndim == 1:
+            torch.nn.init.normal_(tensor, mean=1.0, std=0.3)
+    return {**tensors, **candidate_head(), "embed_tokens.weight": embeddings_VD.clone()}
