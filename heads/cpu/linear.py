@@ -33,6 +33,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers of transformers that read the same states."""
 STEPS = 127
 """Of int8 to either side of zero."""
+ROUNDED_ROWS = 4096
+"""Rows of a weight that are rounded together: this takes 17 bytes a number for a while."""
 TINY = torch.finfo(torch.float32).tiny
 """The least scale: that of a row of zeros."""
 
@@ -277,13 +279,18 @@ def to_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> tuple[Tensor, Tenso
     """A weight in 8 bits, symmetric, and a scale for each output. in_pairs: two neighbours have at
     most 128 steps together: 255 * 128 < 2^15.
     """
-    weight_OI = weight_OI.detach().float()
-    sizes_OI = weight_OI.abs()
-    if in_pairs:
-        odd = sizes_OI.shape[1] % 2
-        sizes_OI = F.pad(sizes_OI, (0, odd)).reshape(len(sizes_OI), -1, 2).sum(2)
-    scales_O = (sizes_OI.amax(1) / STEPS).clamp(min=TINY)
-    return (weight_OI / scales_O[:, None]).round().to(torch.int8), scales_O
+    weights = []
+    scales = []
+    for part_OI in weight_OI.detach().split(ROUNDED_ROWS):
+        part_OI = part_OI.float()
+        sizes_OI = part_OI.abs()
+        if in_pairs:
+            odd = sizes_OI.shape[1] % 2
+            sizes_OI = F.pad(sizes_OI, (0, odd)).reshape(len(sizes_OI), -1, 2).sum(2)
+        scales_O = (sizes_OI.amax(1) / STEPS).clamp(min=TINY)
+        weights.append((part_OI / scales_O[:, None]).round().to(torch.int8))
+        scales.append(scales_O)
+    return torch.cat(weights), torch.cat(scales)
 
 
 def inverse(sizes_I: Tensor, weight_OI: Tensor) -> Tensor:
