@@ -92,8 +92,6 @@ EVALUATED = 64
 """Anchors per row whose blocks are evaluated together."""
 SHARP = 128
 """Width of the heads whose normed queries and keys have scores large enough (Qwen3's)."""
-GRU_WIDTHS = 4
-"""Width of Domino's recurrent state in published heads, per rank."""
 RESERVED = ("reserved", "unused", "placeholder", "mask")
 """Parts of the names of tokens that no text contains."""
 
@@ -170,12 +168,12 @@ class BlockDesign:
     mask_token: int | None  # None: a learned vector
     conditioning: str | None  # "markov", "rnn" or "domino"
     rank: int  # of the conditioning, or of the selector
-    gru_size: int  # width of Domino's recurrent state
     confidence: str | None  # reads "state", or "state+token" with the code of the previous token
     window: int | None  # positions that a slot sees, its own included; None: all
     draft_vocab_size: int
     own_lm_head: bool
     own_embeddings: bool
+    gru_size: int = 0  # width of Domino's recurrent state
     candidates: int = 0  # per slot, among which a selector chooses; 0: none
     convolutions: bool = False
 
@@ -185,10 +183,8 @@ class BlockDesign:
         shape = LayerShape.of(target, choices)
         features = tuple(choices.feature_layers or evenly_spaced(target.layers))
         check_features(features, target)
-        conditioning: str | None = choices.conditioning
-        if conditioning == "none":
-            conditioning = None
-        confidence = "state+token" if conditioning in MARKOV_TYPES else "state"
+        has_conditioning = choices.conditioning != "none"
+        confidence = "state+token" if has_conditioning else "state"
         return cls(
             shape,
             rope=Rope.of(target, choices, shape.head_dim),
@@ -199,9 +195,8 @@ class BlockDesign:
             sample_from_anchor=choices.sample_from_anchor,
             feature_layers=features,
             mask_token=mask_token(target, choices.mask),
-            conditioning=conditioning,
-            rank=choices.rank if conditioning else 0,
-            gru_size=GRU_WIDTHS * choices.rank if conditioning == "domino" else 0,
+            conditioning=choices.conditioning if has_conditioning else None,
+            rank=choices.rank if has_conditioning else 0,
             confidence=confidence if choices.confidence else None,
             window=choices.sliding_window,
             draft_vocab_size=target.vocab_size if ids_v is None else len(ids_v),

@@ -281,7 +281,7 @@ def to_int8(weight_OI: Tensor, *, in_pairs: bool = False) -> tuple[Tensor, Tenso
     """
     weights = []
     scales = []
-    for part_OI in weight_OI.detach().split(ROUNDED_ROWS):
+    for part_OI in torch.split(weight_OI.detach(), ROUNDED_ROWS):
         part_OI = part_OI.float()
         sizes_OI = part_OI.abs()
         if in_pairs:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_heads
 import torch
 import torch.nn.functional as F
 from plain_block import PlainBlock
@@ -36,7 +37,7 @@ SIZES: dict[str, Any] = {
     "heads": 4, "kv_heads": 2, "head_dim": 8, "intermediate_size": 24, "rope_theta": 20.0,
     "feature_layers": [0, 2, 3], "layers": 2, "block_size": 4, "rank": 5, "conditioning": "none",
 }  # fmt: skip
-DOMINO: dict[str, Any] = {"unchecked": {"conditioning": "domino"}}
+DOMINO: dict[str, Any] = {"conditioning": "none", "design": tiny_heads.DOMINO}
 SELECTOR = {"rank": 5, "candidates": 6}
 CHOICES: dict[str, dict[str, Any]] = {
     "none": {},
@@ -433,10 +434,9 @@ def test_observed_ranks_equal_the_restatement(target, batch, monkeypatch, choice
 
 def test_a_new_head_of_any_conditioning_is_one_without(target, batch):
     losses = []
-    for conditioning in ("none", "markov", "rnn", "domino"):
+    for choices in (*({"conditioning": each} for each in ("none", "markov", "rnn")), DOMINO):
         torch.manual_seed(0)
-        unchecked = {"conditioning": conditioning}
-        head = make_head(BlockHead, target, **{**SIZES, "mask": 3, "unchecked": unchecked})
+        head = make_head(BlockHead, target, **{**SIZES, "mask": 3, **choices})
         features_BTX = target.features(batch, head.training_layers)
         losses.append(float(head(batch, features_BTX, target).loss.detach()))
     assert losses == [losses[0]] * 4

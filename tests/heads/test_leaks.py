@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plain_hydra import awake
-from tiny_heads import make_head
+from tiny_heads import DOMINO, make_head
 from tiny_targets import (
     CONFIGS,
     MASKLESS,
@@ -182,8 +182,10 @@ def said_behind_a_prefix(request):
 @pytest.fixture(params=["none", "markov", "rnn", "domino"])
 def block(request):
     choices = {"block_size": 2, "mask": 3, "feature_layers": [3], "rank": 4}
-    unchecked = {"conditioning": request.param}
-    return awake(make_head(BlockHead, tiny_target(), unchecked=unchecked, **choices))
+    choices["conditioning"] = request.param
+    if request.param == "domino":
+        choices |= {"conditioning": "none", "design": DOMINO}
+    return awake(make_head(BlockHead, tiny_target(), **choices))
 
 
 @pytest.fixture

@@ -43,7 +43,10 @@ def trained(name: str = "medusa-plain", **choices: Any) -> DraftHead:
     return head.eval()
 
 
-DOMINO = {"unchecked": {"conditioning": "domino"}}
+DOMINO = {
+    "conditioning": "none",
+    "design": {"conditioning": "domino", "rank": 6, "gru_size": 24},
+}
 THREE = {"feature_layers": [1, 2, 3]}
 USUAL = {"feature_layers": [2, 2, 2]}  # what n = 5 layers would have: [2, n // 2, n - 3]
 BLOCK = {"feature_layers": [1, 2], "mask": 7, "rank": 6, "block_size": 5}
