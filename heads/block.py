@@ -270,17 +270,25 @@ class BlockDrafter(TreeDrafter):
         )
 
     def propose(self, committed: Committed) -> TokenTree:
+        self.cache.commit(committed)
+        roots_B = committed.last_tokens_B()
+        return self._grow(roots_B, self._slots(roots_B))
+
+    def _slots(self, roots_B: Tensor) -> Tensor:
+        """The states (B, K, D) of the slots that predict, as many as the tree is deep."""
         head = self.head
         size = head.design.block_size
-        self.cache.commit(committed)
         self.cache.extend_block(size)
-        roots_B = committed.last_tokens_B()
         x_BSD = head.block(roots_B[:, None], self.target)
         angles = self.cache.angles(size)
         for layer, memory in zip(head.layers, self.cache.memories, strict=True):
             x_BSD = layer(x_BSD, angles, memory)
-        # of the slots that predict, as many as the tree is deep
-        states_BKD = head.norm(x_BSD)[:, -head.depth :][:, : self.depth]
+        states_BSD: Tensor = head.norm(x_BSD)
+        return states_BSD[:, -head.depth :][:, : self.depth]
+
+    def _grow(self, roots_B: Tensor, states_BKD: Tensor) -> TokenTree:
+        """The tree whose level k has the logits of slot k, conditioned on the tokens before."""
+        head = self.head
         builder = self.builder
         builder.start()
         base_BKv = project(states_BKD.to(self.weight_vD.dtype), self.weight_vD).float()
