@@ -126,7 +126,8 @@ def refusals(head: DraftHead, target: Target) -> str:
     """Which programs `convert` would not write this head for, and why; "" for none."""
     about = {"architecture": type(target.model).__name__, "layers": target.layers}
     facts = {"kind": head.kind, "target": about, "feature_layers": list(head.feature_layers)}
-    stored = Stored({**head.config(), "draftheads": facts}, {})
+    config = {**head.config(), "architectures": [head.architecture], "draftheads": facts}
+    stored = Stored(config, {})
     reasons: dict[str, list[str]] = {}
     for to in WRITERS:
         if reason := loss(to, stored):

@@ -21,11 +21,11 @@ from plain_hydra import awake
 from safetensors.torch import load_file, save_file
 from tiny_heads import drafts_of
 from tiny_targets import random_model, some_prompts, tiny_target
-from trained_heads import CHOICES, FEW, POSSIBLE, forget, same, saved, trained
+from trained_heads import CHOICES, FEW, POSSIBLE, forget, original, same, saved, trained
 from typer.testing import CliRunner
 
-from draftheads.heads.formats.hub import load_head, save_head
-from draftheads.heads.formats.table import destinations
+from draftheads.heads.formats.hub import load_head, open_head, refusals, save_head
+from draftheads.heads.formats.table import WRITERS, destinations, loss
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import DynamicTree
 from draftheads.scripts.cli import app, main
@@ -137,6 +137,18 @@ def test_what_training_writes_is_complete_for_its_engines(tmp_path, name, engine
     believed(name, ours, found)
     if engine is vllm_medusa:
         assert set(found.loaded) >= set(load_head(ours).state_dict())
+
+
+@pytest.mark.mend("which programs take a head, said before it is trained")
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_is_said_before_training_is_what_convert_refuses(name):
+    head, stored = open_head(original(name)).read()
+    expected: dict[str, list[str]] = {}
+    for to in WRITERS:
+        if reason := loss(to, stored):
+            expected.setdefault(reason, []).append(to)
+    said = "; ".join(f"{', '.join(each)}: {reason}" for reason, each in expected.items())
+    assert refusals(head, tiny_target()) == said
 
 
 REASONS = {
