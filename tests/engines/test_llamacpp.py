@@ -65,7 +65,7 @@ HEADS: dict[str, tuple[int, str, tuple[str, ...]]] = {
         + (YARN, "head.sliding_window=12"),
     ),
     "dflash": (6, "block", (*BLOCK, *DFLASH)),
-    "dflash2": (6, "block", (*BLOCK, *DFLASH)),
+    "dflash2": (6, "block", (*BLOCK, *DFLASH, "head.vocabulary=null")),
 }
 """Draft tokens, recipe of the demo, choices. Shorter blocks of llama.cpp's are not ours."""
 
