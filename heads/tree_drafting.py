@@ -82,7 +82,18 @@ class DynamicTreeBuilder:
         self.parents_BF = chosen_BF // children
         self.frontier_BF = self.candidates + chosen_BF
         self.candidates += tokens_BE.shape[1]
-        return True
+        return not self._is_settled()
+
+    def _is_settled(self) -> bool:
+        """True if no deeper candidate can be among the best, as scores fall along a path. On a CPU
+        alone, because other devices would have to be waited for, and never in compiled steps.
+        """
+        most = self.limits.draft_nodes
+        is_quick = self.scores_BF.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not is_quick or self.candidates < most:
+            return False
+        least_B = torch.cat(self.scores, dim=1).topk(most).values[:, -1]
+        return bool((self.scores_BF[:, 0] <= least_B).all())
 
     def tree(self, roots_B: Tensor) -> TokenTree:
         """The root and the best `draft_nodes` candidates."""

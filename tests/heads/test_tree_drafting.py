@@ -84,6 +84,28 @@ def test_the_tree_that_is_drawn():
     assert tree.topology.parents_BN.tolist() == [[-1, 0, 0, 2, 3]]
 
 
+@pytest.mark.parametrize(
+    ("likeliest", "levels", "depth"),
+    [
+        (1 / 12, 1, 1),  # all first tokens before any second one
+        (0.3, 3, 2),  # .3, .09, twice .064; then .027
+        (0.97, 4, 4),  # four in a chain
+    ],
+)
+def test_a_search_ends_where_no_deeper_token_can_be_drafted(likeliest, levels, depth):
+    """The best four nodes, where one token is as likely as said, and all others are alike."""
+    asked = []
+
+    def model(root: int, path: Path) -> list[float]:
+        asked.append(len(path))
+        others = (1 - likeliest) / 11
+        return [math.log(likeliest if token == A else others) for token in range(12)]
+
+    tree = grow(DynamicTreeBuilder(DynamicTree(4, 8, 4), None), model, [C])
+    assert max(asked) + 1 == levels
+    assert tree.topology.depths_BN.max() == depth and tree.tokens_BN.shape == (1, 5)
+
+
 LIMITS = [
     DynamicTree(59, 8, 10),
     DynamicTree(16, 5, 4),
