@@ -42,7 +42,7 @@ READERS: list[tuple[str, str, Translates]] = [
         eagle.from_eagle,
     ),
     (
-        "DSpark, DFlash and Domino",
+        "DSpark, DFlash (1 and 2) and Domino",
         r"^(dflash_config|target_layer_ids|(model\.)?hidden_norm\.weight)$",
         block.from_block,
     ),
