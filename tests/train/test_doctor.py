@@ -417,6 +417,10 @@ def test_other_engines_are_healthy_too(compare, bench, good, planted):
     assert compare(load_head(good["eagle3"], target=bench.target), **planted) is None
 
 
+CHAIN = StaticTree.from_widths([1] * (DEPTH - 1))
+
+
+@pytest.mark.mend("a tuned tree that is a chain was called too short")
 @pytest.mark.parametrize(
     ("kind", "fault", "check"),
     [
@@ -425,6 +429,8 @@ def test_other_engines_are_healthy_too(compare, bench, good, planted):
         ("eagle3", {"head": None}, "speculation"),
         ("eagle3", {"tree": DynamicTree(6, DEPTH, 2)}, "draft length"),
         ("medusa", {"swap": True}, "acceptance"),
+        ("medusa", {"tree": CHAIN, "own": CHAIN}, None),  # tuned to a chain shorter than the head
+        ("medusa", {"tree": CHAIN}, "draft length"),
     ],
 )
 def test_our_own_server_is_examined_with_its_trees(bench, good, kind, fault, check):
@@ -432,6 +438,7 @@ def test_our_own_server_is_examined_with_its_trees(bench, good, kind, fault, che
     if fault.get("swap"):
         later_blocks_swapped(bench, other)
     engine = Speculator(bench.target, fault.get("head", other), tree=fault.get("tree"))
+    own.tree = fault.get("own", own.tree)
     evidence = Evidence(bench.target, own, HeadFacts({}), bench.prompts, new_tokens=NEW)
     with running(engine, ServeOptions("served")) as (url, _):
         served = ServedTarget(str(bench.folder / "target"), ServerOptions(urls=[url]))

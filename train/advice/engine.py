@@ -122,8 +122,9 @@ def other_chat(evidence: Evidence, served: ServedTarget) -> Finding | None:
 
 
 def other_drafts(evidence: Evidence, counts: Counter[str], positions: int) -> Finding | None:
-    """Drafts that are fewer or less often right than ours. positions: of the server's drafts; with
-    more tokens than positions they are trees, as only we have them.
+    """Drafts that are fewer or less often right than ours. positions: of the server's drafts. With
+    more tokens than positions they are trees, as only our own server has them; those of the head's
+    own tree may be a chain.
     """
     if not counts:
         return Finding(
@@ -141,7 +142,7 @@ def other_drafts(evidence: Evidence, counts: Counter[str], positions: int) -> Fi
     chain = math.ceil(counts["spec_decode_num_draft_tokens_total"] / steps)
     own, decoded = evidence.head.tree, evidence.decoded
     depth, most = own.depth, own.draft_nodes
-    if chain <= positions:
+    if chain <= positions and (chain, positions) != (most, depth):
         most = evidence.head.depth
         depth = min(chain, most)
         tree = StaticTree.from_widths([1] * depth)
