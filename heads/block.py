@@ -437,9 +437,10 @@ class BlockHead(Vocabulary, DraftHead):
         design = self.design
         if design.candidates or design.convolutions:
             return "DFlash2DraftModel"
+        if design.conditioning == "domino":
+            return "DFlashDraftModel"
         is_dspark = design.sample_from_anchor or design.conditioning or design.confidence
-        is_domino = design.conditioning == "domino"
-        return "Qwen3DSparkModel" if is_dspark and not is_domino else "DFlashDraftModel"
+        return "Qwen3DSparkModel" if is_dspark else "DFlashDraftModel"
 
     @property
     def needs_unembed(self) -> bool:

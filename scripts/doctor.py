@@ -237,12 +237,15 @@ def print_diagnosis(evidence: Evidence, diagnosis: Diagnosis) -> None:
         console.print(f"  next: {finding.advice}")
 
 
-def print_gains(gains: Sequence[Gain], seconds: float | None, console: Console) -> None:
-    """Print what would help. seconds: of the head's training, if it is known."""
+def print_gains(gains: Sequence[Gain], seconds: object, console: Console) -> None:
+    """Print what would help. seconds: of the head's training, a float if it is known."""
     from draftheads.scripts.printing import duration
 
-    time = f" (it took {duration(seconds)})" if seconds else ""
-    console.print(f"more τ, by gain per effort; the effort in trainings of this head{time}")
+    time = f", {duration(seconds)}" if isinstance(seconds, float) else ""
+    console.print(
+        "what would raise τ, the most for its effort first (effort 1: as long as this head's "
+        f"training{time})"
+    )
     for each in gains:
         factor = f"up to {each.high:.2f}" if each.low == 1 else f"{each.low:.2f} to {each.high:.2f}"
         console.print(f"  {factor:>12} times, effort {each.trainings:g}: {each.change}")

@@ -180,8 +180,7 @@ def llamacpp_chains(
     --head. nodes: lengths of chains to try; empty: that of the head's card.
     """
     from draftheads.heads.base import DraftHead
-    from draftheads.heads.block import BlockHead
-    from draftheads.heads.formats.card import CHAIN
+    from draftheads.heads.formats.card import CHAIN, method
     from draftheads.heads.formats.llamacpp import ARCHITECTURES, TargetFile
     from draftheads.heads.target.placement import is_gguf
     from draftheads.infer.measure.llamacpp import RIVAL, Chain, find_server
@@ -194,10 +193,8 @@ def llamacpp_chains(
     for number, (name, head) in enumerate(heads.items()):
         if not isinstance(head, DraftHead) or head.kind not in ARCHITECTURES:
             continue
-        method = head.kind
         lengths = {min(each, head.depth) for each in nodes or [CHAIN]}
-        if isinstance(head, BlockHead):
-            method = "dflash" if "DFlash" in head.architecture else "dspark"
+        if head.kind == "block":
             lengths = {head.depth}  # shorter blocks would have other drafts
         file = folder / f"{number}.gguf"
         try:
@@ -206,7 +203,8 @@ def llamacpp_chains(
             logger.warning("without %s in %s: %s", name, RIVAL, error)
             continue
         for length in sorted(lengths):
-            chains[f"{RIVAL} {name}@{length}"] = Chain(file, method, length)
+            drafts = method(head.kind, head.config())
+            chains[f"{RIVAL} {name}@{length}"] = Chain(file, drafts, length)
     return chains
 
 

@@ -243,11 +243,11 @@ def rise_per_doubling(lines: Sequence[Line]) -> float | None:
     3/8 and 3/4 of a run: those before say little about later ones, and behind, the learning rate
     has fallen. None if there are fewer than two.
     """
-    taus = {
-        line["step"]: line["heldout_tokens_per_step"]
-        for line in lines
-        if line.get("heldout_tokens_per_step")
-    }
+    taus = {}
+    for line in lines:
+        tau = line.get("heldout_tokens_per_step")
+        if line["step"] > 0 and isinstance(tau, float) and math.isfinite(tau):
+            taus[line["step"]] = tau
     last = max(taus, default=0)
     steps = [step for step in taus if 3 * last <= 8 * step <= 6 * last]
     if len(steps) < 2:

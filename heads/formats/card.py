@@ -77,7 +77,7 @@ def render_card(config: dict[str, Any], to: str = "draftheads") -> str:
         engines=[_engine(each, config, to) for each in _engines(to) if kind in WRITERS[each]],
         llamacpp=" ".join(["", *server_options(kind, facts.target.eos_ids)]),
         chain=block.chain(config) if kind == "block" else max(1, min(CHAIN, tree.depth)),
-        method=_method(config),
+        method=method(kind, config),
         in_target=layer is not None and family_of(layer["config"]["model_type"]) is not None,
         tree=tree,
         decoding=training.get("decoding"),
@@ -125,7 +125,7 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
     """
     kind = HeadFacts(config["draftheads"]).kind
     is_shared = kind == "medusa" and config["original_lm_head"]
-    is_bare = _method(config) == "dspark" and not config["markov_rank"]
+    is_bare = method(kind, config) == "dspark" and not config["markov_rank"]
     converts = {
         "vllm": is_bare or kind == "eagle" or is_shared,
         "sglang": is_bare,
@@ -143,9 +143,8 @@ def _engine(to: str, config: dict[str, Any], layout: str) -> dict[str, Any]:
     }
 
 
-def _method(config: dict[str, Any]) -> str:
+def method(kind: str, config: dict[str, Any]) -> str:
     """Engines' name of the way to draft: the kind, or the one of two that a block head is."""
-    kind = HeadFacts(config["draftheads"]).kind
     if kind != "block":
         return kind
     return "dflash" if "dflash_config" in config else "dspark"

@@ -22,7 +22,7 @@ import torch
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 
 from draftheads.heads.target.placement import is_gguf
-from draftheads.infer.accept import Acceptance
+from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.rows import Step
 from draftheads.recipes import target_path
 
@@ -32,6 +32,8 @@ PLACE = "DRAFTHEADS_LLAMACPP"
 """Environment variable: a folder with the program."""
 PROGRAM = "llama-server"
 RIVAL = "llama.cpp"
+PROBE = (1, 2, 3)
+"""Token ids that any target has."""
 PATIENCE_S = 60
 """Until the server answers."""
 MORE_CONTEXT = 8
@@ -75,10 +77,9 @@ class LlamaServer:
         try:
             reply = httpx.post(f"{self.url}/completion", json=body, timeout=None)
             answer = reply.raise_for_status().json()
-        except httpx.HTTPError as error:
-            raise OSError(f"{self.url}: expected an answer of llama.cpp, got {error}") from error
-        timings = answer["timings"]
-        tokens = answer["tokens"]
+            tokens, timings = answer["tokens"], answer["timings"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise OSError(f"{self.url}: expected an answer of llama.cpp, got {error!r}") from error
         yield Step(tokens[:1], -1, None, 0.0, 0.0)
         steps = len(tokens) - 1 - timings.get("draft_n_accepted", 0)
         for part in np.array_split(tokens[1:], steps) if steps > 0 else ():
@@ -104,8 +105,8 @@ def rivals_of(
     target: str, tokens: int, chains: Mapping[str, Chain]
 ) -> Iterator[dict[str, LlamaServer]]:
     """llama.cpp with the same file and threads, if it is here and the target is a GGUF file: RIVAL
-    without drafts, and a server of each chain by its name. A warning for those that do not start.
-    tokens: of the longest prompt and answer.
+    without drafts, and a server of each chain by its name. A warning for those that do not start or
+    do not answer. tokens: of the longest prompt and answer.
     """
     program = find_server() if is_gguf(target) else None
     with ExitStack() as stack:
@@ -119,8 +120,10 @@ def rivals_of(
             drafts = {RIVAL: [], **{name: chain.options() for name, chain in chains.items()}}
             for name, more in drafts.items():
                 try:
-                    server = serving(program, [*options, "-np", 1, *more])
-                    rivals[name] = stack.enter_context(server)
+                    server = stack.enter_context(serving(program, [*options, "-np", 1, *more]))
+                    # some crash at their first tokens only
+                    list(server.generate(PROBE, sampling=Greedy(), max_new_tokens=len(PROBE)))
+                    rivals[name] = server
                 except OSError as error:
                     logger.warning("without %s: %s", name, error)
                     if name == RIVAL:  # nothing to compare its drafts with

@@ -177,11 +177,17 @@ def rival_verdict(report: BenchReport) -> list[str]:
     ratio, (low, high) = report.over_rival[name]
     plain, *drafted = report.rivals
     result = next(each for each in drafted if each.name == name)
+    cost = ""
+    if plain.steps and result.steps:
+        tokens = result.step_seconds / plain.step_seconds
+        cost = (
+            f". It has τ {result.tokens_per_step:.2f}, and a step takes as long as {tokens:.2f} "
+            "tokens without drafts"
+        )
     found = "pay here" if low > 1 else "do not pay here" if high < 1 else "may pay here or not"
     return [
-        f"In {RIVAL}, drafts {found}: {name} is {times(ratio, [low, high])} as fast as without. It "
-        f"has τ {result.tokens_per_step:.2f}, and a step takes as long as "
-        f"{result.step_seconds / plain.step_seconds:.2f} tokens without drafts."
+        f"In {RIVAL}, drafts {found}: {name} is {times(ratio, [low, high])} as fast as "
+        f"without{cost}."
     ]
 
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftheads.heads.block import BlockHead
+from draftheads.heads.formats import card
 from draftheads.heads.formats.hub import load_head, open_head
 from draftheads.heads.target.model import Target
 from draftheads.heads.tree import StaticTree, Tree, parse_tree
@@ -208,11 +208,9 @@ def _cell(value: Any) -> str:
 def method(folder: str) -> str:
     """The engines' name of a head's kind. Raises ValueError for kinds that none has."""
     head, _ = open_head(folder).read()
-    if isinstance(head, BlockHead):
-        return "dspark" if "DSpark" in head.architecture else "dflash"
-    if head.kind not in ("eagle", "eagle3", "medusa", "mtp"):
+    if head.kind == "sequential":
         raise ValueError(f"{folder}: no engine runs {head.kind} heads; give one of another kind")
-    return head.kind
+    return card.method(head.kind, head.config())
 
 
 def main() -> None:

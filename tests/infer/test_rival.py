@@ -169,6 +169,36 @@ HTTPServer(("127.0.0.1", int(options[options.index("--port") + 1])), Handler).se
 """
 
 
+@pytest.mark.mend("llama.cpp that crashes at its first token, or answers something else")
+@pytest.mark.parametrize("answer", ["", "[]", '{"tokens": []}', '{"timings": {}}', "crash"])
+def test_a_server_that_answers_otherwise_costs_its_rows_alone(run, tmp_path, monkeypatch, answer):
+    """The bench of our own goes on, and one token per answer is enough for it."""
+    write_gguf(Target.load(DEMO, device="cpu"), tmp_path / "target.gguf")
+    server = program(tmp_path / "llama")
+    said = "os._exit(1)" if answer == "crash" else f"answer = {answer!r}"
+    text = ANSWERING.format(python=sys.executable, log=str(tmp_path / "log"), broken="none")
+    text = text.replace("import json, sys", "import json, os, sys")
+    text = text.replace("self.wfile.write(json.dumps(answer)", f"{said}; self.wfile.write((answer)")
+    server.write_text(text)
+    monkeypatch.setenv(PLACE, str(server.parent))
+    words = ["--target", tmp_path / "target.gguf", "--prompts", DEMO.parent / "demo-heldout.jsonl"]
+    words += ["--head", "ngram", "--limit", 1, "--max-new-tokens", 1, "--json", tmp_path / "b.json"]
+    code, _, errors = run("bench", *words)
+    assert code == 0, errors
+    assert json.loads((tmp_path / "b.json").read_text())["rivals"] == []
+
+
+@pytest.mark.mend("a bench of one token")
+def test_answers_of_one_token_have_no_steps_to_compare(stub):
+    drafts = replace(stub[0], url=f"{stub[0].url}/drafts")
+    rivals = {"llama.cpp": stub[0], "llama.cpp head@3": drafts}
+    options = BenchOptions(max_new_tokens=1, rivals=rivals)
+    target = tiny_target()
+    report = bench(target, {"medusa": MedusaHead.create(target)}, some_prompts(5), options)
+    [line] = [line for line in cautions(report) if line.startswith("In llama.cpp")]
+    assert line.endswith("as fast as without.")
+
+
 @pytest.mark.mend("work of less than a tick of another process's clock")
 @pytest.mark.parametrize("broken", ["nothing", "draft-dspark"])
 def test_bench_gives_it_the_heads_that_it_has(run, tmp_path, monkeypatch, caplog, broken):

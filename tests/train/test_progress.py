@@ -100,4 +100,25 @@ def test_what_would_help_is_in_order_of_gain_per_effort(rise, learned, expected)
         assert each.change.startswith(start)
     assert len(found) == (3 if rise else 2)
     assert all(each.high > 1 and each.low >= 1 for each in found)
-    assert gains(2.0, None, [], {}) == []
+    assert gains(2.0, None, [], {}) == gains(0.0, None, lines, training) == []
+
+
+@pytest.mark.mend("what doctor reads of a run may be damaged")
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"data": None},
+        {"data": "x"},
+        {"data": {"learned_tokens": "9"}, "tokens": 9},
+        {"tokens": None},
+    ],
+)
+def test_damaged_records_of_a_run_are_as_none(training):
+    lines = [
+        {"step": step, "heldout_tokens_per_step": tau}
+        for step, tau in ((0, 2.0), (-5, 2.0), (500, "2"), (600, math.nan), (700, None), (800, 2.0))
+    ]
+    assert rise_per_doubling(lines) is None
+    assert [each.change[:12] for each in gains(2.0, BOUNDS, lines, training)] == [
+        "another tree", "more draft t"
+    ]  # fmt: skip

@@ -37,13 +37,25 @@ class Gain:
         return math.log((self.low + self.high) / 2) / self.trainings
 
 
+def passes(training: Mapping[str, Any]) -> float:
+    """How often a head has learned its answers; 0 if its record does not say."""
+    data = training.get("data")
+    learned = data.get("learned_tokens") if isinstance(data, Mapping) else None
+    tokens = training.get("tokens")
+    if not (isinstance(learned, int) and isinstance(tokens, int)):
+        return 0.0
+    return tokens / max(learned, 1)
+
+
 def gains(
     tau: float, bounds: Bounds | None, metrics: Sequence[Line], training: Mapping[str, Any]
 ) -> list[Gain]:
     """The changes that are worth it, the best first. tau: tokens per step now. metrics, training:
     what the head's run recorded, as far as it did.
     """
-    found = []
+    found: list[Gain] = []
+    if not tau:  # all answers ended at once
+        return found
     if bounds:
         vocabulary, depths = bounds.vocabulary / bounds.tree, bounds.depths / bounds.tree
         found += [
@@ -54,8 +66,7 @@ def gains(
     if doubling := another_doubling(metrics):
         low, high = (1 + rise / tau for rise in doubling)
         change = "twice the tokens: run.steps, run.epochs or run.minutes"
-        learned = training.get("data", {}).get("learned_tokens")
-        if learned and training.get("tokens", 0) > EPOCHS * learned:
+        if passes(training) > EPOCHS:
             change = "twice the tokens, from twice the prompts: draftheads distill"
         found.append(Gain(low, high, change, 1.0))
     worthy = [each for each in found if each.high > LEAST]
