@@ -25,6 +25,7 @@ from draftheads.heads.cpu import attention as grouped_attention
 from draftheads.heads.cpu import linear as cpu_linear
 from draftheads.heads.cpu.attention import IMPLEMENTATION, attend
 from draftheads.heads.cpu.linear import (
+    ROUNDED_ROWS,
     PackedLinear,
     PackedWeight,
     can_pack,
@@ -33,6 +34,7 @@ from draftheads.heads.cpu.linear import (
     operand,
     pack_int8,
     pack_layers,
+    to_int8,
 )
 from draftheads.heads.layers import project
 from draftheads.heads.target.model import Target
@@ -404,3 +406,18 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr(cpu_linear, "has_int8", lambda: False)
     with pytest.raises(ValueError, match="expected a CPU with AVX2, .* leave bits out"):
         packed(bits=8)
+
+
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_matrix_is_rounded_as_each_of_its_rows(in_pairs, dtype):
+    """It is rounded by parts of 4,096 rows; the number of inputs is odd."""
+    generator = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(2 * ROUNDED_ROWS + 3, 5, generator=generator).to(dtype)
+    rounded_OI, scales_O = to_int8(weight_OI, in_pairs=in_pairs)
+    assert rounded_OI.dtype == torch.int8 and scales_O.dtype == torch.float32
+    for row in (0, ROUNDED_ROWS - 1, ROUNDED_ROWS, 2 * ROUNDED_ROWS, len(weight_OI) - 1):
+        alone_1I, scale_1 = to_int8(weight_OI[row : row + 1], in_pairs=in_pairs)
+        assert torch.equal(rounded_OI[row], alone_1I[0]) and scales_O[row] == scale_1
+    error_OI = (rounded_OI * scales_O[:, None] - weight_OI.float()).abs()
+    assert (error_OI <= scales_O[:, None] * 0.501).all()
