@@ -246,7 +246,7 @@ def rise_per_doubling(lines: Sequence[Line]) -> float | None:
     taus = {}
     for line in lines:
         tau = line.get("heldout_tokens_per_step")
-        if line["step"] > 0 and isinstance(tau, float) and math.isfinite(tau):
+        if isinstance(tau, float) and math.isfinite(tau):
             taus[line["step"]] = tau
     last = max(taus, default=0)
     steps = [step for step in taus if 3 * last <= 8 * step <= 6 * last]

@@ -116,7 +116,7 @@ def test_what_would_help_is_in_order_of_gain_per_effort(rise, learned, expected)
 def test_damaged_records_of_a_run_are_as_none(training):
     lines = [
         {"step": step, "heldout_tokens_per_step": tau}
-        for step, tau in ((0, 2.0), (-5, 2.0), (500, "2"), (600, math.nan), (700, None), (800, 2.0))
+        for step, tau in ((-5, 2.0), (0, 2.0), (400, math.nan), (500, 2.0), (600, "2"), (800, 2.0))
     ]
     assert rise_per_doubling(lines) is None
     assert [each.change[:12] for each in gains(2.0, BOUNDS, lines, training)] == [
