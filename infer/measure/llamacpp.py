@@ -22,6 +22,7 @@ import torch
 from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # re-exported
 
 from draftheads.heads.target.placement import is_gguf
+from draftheads.heads.terminal import said_if_long
 from draftheads.infer.accept import Acceptance, Greedy
 from draftheads.infer.rows import Step
 from draftheads.recipes import target_path
@@ -120,9 +121,10 @@ def rivals_of(
             drafts = {RIVAL: [], **{name: chain.options() for name, chain in chains.items()}}
             for name, more in drafts.items():
                 try:
-                    server = stack.enter_context(serving(program, [*options, "-np", 1, *more]))
-                    # some crash at their first tokens only
-                    list(server.generate(PROBE, sampling=Greedy(), max_new_tokens=len(PROBE)))
+                    with said_if_long(f"starting {name}, for {PATIENCE_S} s at most"):
+                        server = stack.enter_context(serving(program, [*options, "-np", 1, *more]))
+                        # some crash at their first tokens only
+                        list(server.generate(PROBE, sampling=Greedy(), max_new_tokens=len(PROBE)))
                     rivals[name] = server
                 except OSError as error:
                     logger.warning("without %s: %s", name, error)

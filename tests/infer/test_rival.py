@@ -208,6 +208,9 @@ def test_bench_gives_it_the_heads_that_it_has(run, tmp_path, monkeypatch, caplog
     heads = {
         "three": random_head("eagle3", target),
         "slots": random_head("block", target, conditioning="markov", mask=1, block_size=4),
+        "dflash": random_head(
+            "block", target, conditioning="none", sample_from_anchor=False, mask=1, block_size=5
+        ),
         "rnn": random_head("block", target, conditioning="rnn", mask=1),
         "medusa": random_head("medusa", target),
     }
@@ -224,7 +227,7 @@ def test_bench_gives_it_the_heads_that_it_has(run, tmp_path, monkeypatch, caplog
     code, said, errors = run("bench", *words)
     assert code == 0, errors
     results = json.loads((tmp_path / "b.json").read_text())
-    own = ["three@2", "three@3", *(["slots@4"] if broken == "nothing" else [])]
+    own = ["three@2", "three@3", *(["slots@4"] if broken == "nothing" else []), "dflash@4"]
     assert [each["name"] for each in results["rivals"]] == [
         "llama.cpp",
         *(f"llama.cpp {name}" for name in own),
@@ -235,4 +238,6 @@ def test_bench_gives_it_the_heads_that_it_has(run, tmp_path, monkeypatch, caplog
     assert ("without llama.cpp slots@4" in caplog.text) == (broken != "nothing")
     started = list(map(json.loads, log.read_text().splitlines()))
     lengths = [each[each.index("--spec-draft-n-max") + 1] for each in started if "-md" in each]
-    assert lengths == ["2", "3", "4"] and "-md" not in started[0]
+    assert lengths == ["2", "3", "4", "4"] and "-md" not in started[0]
+    methods = [each[each.index("--spec-type") + 1] for each in started if "-md" in each]
+    assert methods == ["draft-eagle3", "draft-eagle3", "draft-dspark", "draft-dflash"]
