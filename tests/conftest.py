@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -118,6 +119,15 @@ def fresh_accelerate():
 
 
 @pytest.fixture(autouse=True)
+def a_commands_log_ends_with_it():
+    """A command gives its process a log of its own, which other tests would not see."""
+    log = logging.getLogger("draftheads")
+    handlers, propagate = list(log.handlers), log.propagate
+    yield
+    log.handlers[:], log.propagate, log.disabled = handlers, propagate, False
+
+
+@pytest.fixture(autouse=True)
 def ctrl_c_is_heeded():
     """Also where tests run in the background of a script, which makes processes ignore Ctrl-C: so
     would the programs that are tested.
@@ -150,7 +160,7 @@ def hub(monkeypatch, tmp_path):
     patches.
     """
     import huggingface_hub.constants as constants
-    from huggingface_hub import hf_api
+    from huggingface_hub import close_session, hf_api
 
     local = LocalHub()
     monkeypatch.setenv("HF_TOKEN", "hf_test")
@@ -164,6 +174,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made once, with the endpoint
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     yield local
+    close_session()  # its connections would be collected during other tests
     local.close()
 
 

@@ -35,9 +35,10 @@ def says() -> Iterator[tuple[Says, str]]:
 
 
 @pytest.fixture
-def client(says) -> openai.OpenAI:
+def client(says) -> Iterator[openai.OpenAI]:
     says[0].text, says[0].pause = TEXT, 0.0
-    return openai.OpenAI(base_url=f"{says[1]}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{says[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_openai_reads_answers_and_streams(client):
@@ -106,8 +107,10 @@ def test_openai_calls_tools(stream):
     engine = Calls()
     messages: list[Any] = [QUESTION]
     seen = []
-    with running(engine) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with (
+        running(engine) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         for _ in range(2):
             asked: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": TOOLS}
             if stream:

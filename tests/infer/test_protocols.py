@@ -258,8 +258,10 @@ def test_openai_calls_tools_with_responses(stream):
     engine = Calls()
     items: list[Any] = [QUESTION]
     seen = []
-    with running(engine) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with (
+        running(engine) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         for _ in range(2):
             options: dict[str, Any] = {"model": "tiny", "input": items, "tools": FUNCTIONS}
             if stream:
@@ -287,8 +289,10 @@ def test_anthropic_calls_tools(stream):
     engine = Calls()
     messages: list[Any] = [QUESTION]
     seen = []
-    with running(engine) as (url, _):
-        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+    with (
+        running(engine) as (url, _),
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
+    ):
         for _ in range(2):
             options: dict[str, Any] = {"model": "tiny", "messages": messages, "tools": CUSTOM}
             if stream:
@@ -519,10 +523,12 @@ def test_errors_of_messages_have_anthropics_form(says, send, status, kind):
 
 def test_a_full_queue_and_a_failure_in_a_stream_are_told_in_each_form():
     engine = Says()
-    with running(engine, replace(OPTIONS, slots=1, waiting=1)) as (url, server):
+    with (
+        running(engine, replace(OPTIONS, slots=1, waiting=1)) as (url, server),
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other,
+    ):
         scheduler = server.scheduler
-        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        other = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         options: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 99}
         engine.text, engine.pause = "word " * 400, 0.01
         with (

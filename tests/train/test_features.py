@@ -34,7 +34,7 @@ from tiny_training import (
 
 from draftheads.heads.formats.hub import HEADS
 from draftheads.heads.target.model import Target
-from draftheads.train import batches, evaluate
+from draftheads.train import batches, evaluate, launch
 from draftheads.train.batches import Documents, Rows, heldout_rows
 from draftheads.train.evaluate import Share, heldout_ranks
 from draftheads.train.features import sources as store_module
@@ -80,14 +80,26 @@ def store_of(
     return StoredFeatures(folder / "train", online, rows, len(rows), bits)
 
 
-def place(rank: int = 0, world: int = 1, barrier: Callable[[], object] = lambda: None) -> Any:
+def place(rank: int = 0, world: int = 1) -> Any:
     """An accelerator of one process among `world`."""
-    return SimpleNamespace(
-        process_index=rank,
-        num_processes=world,
-        is_main_process=rank == 0,
-        wait_for_everyone=barrier,
-    )
+    return SimpleNamespace(process_index=rank, num_processes=world, is_main_process=rank == 0)
+
+
+def gathering_threads(world: int) -> Callable[[list[Any]], list[Any]]:
+    """`gather_object` of threads that stand for processes."""
+    barrier = threading.Barrier(world, timeout=60)
+    parts: list[Any] = []
+
+    def gather(mine: list[Any]) -> list[Any]:
+        parts.extend(mine)
+        barrier.wait()
+        everyone = list(parts)
+        if barrier.wait() == 0:
+            parts.clear()
+        barrier.wait()
+        return everyone
+
+    return gather
 
 
 def fill(store: StoredFeatures, *, at: Any = None) -> StoredFeatures:
@@ -180,14 +192,10 @@ def test_three_processes_write_the_bytes_of_one_with_equally_many_forwards(
     one = fill(store_of(tmp_path / "one", target))
     assert len(one.shards) % 3, "the shares must differ for this to mean anything"
     forwards = counted(monkeypatch, target)
-    barrier = threading.Barrier(3, timeout=60)
+    monkeypatch.setattr(launch, "gather_object", gathering_threads(3))
     three = [store_of(tmp_path / "three", target) for _ in range(3)]
     threads = [
-        threading.Thread(
-            target=fill,
-            args=(three[rank],),
-            kwargs={"at": place(rank, 3, barrier.wait)},
-        )
+        threading.Thread(target=fill, args=(three[rank],), kwargs={"at": place(rank, 3)})
         for rank in range(3)
     ]
     for thread in threads:
