@@ -71,7 +71,7 @@ def test_it_is_said_in_the_words_of_train_and_tune(tmp_path):
         for step in range(100, 901, 100)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert more_tokens(tmp_path) == "twice the tokens would bring 0.40 to 1.20 more τ\n"
+    assert more_tokens(tmp_path) == "twice the tokens would bring 0.30 to 1.20 more τ\n"
 
 
 BOUNDS = Bounds(nodes=8, tokens=500, tree=2.2, vocabulary=3.3, depths=2.21, oracle=5.0)
