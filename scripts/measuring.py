@@ -202,8 +202,8 @@ def llamacpp_chains(
         except ValueError as error:
             logger.warning("without %s in %s: %s", name, RIVAL, error)
             continue
+        drafts = method(head.kind, head.config())
         for length in sorted(lengths):
-            drafts = method(head.kind, head.config())
             chains[f"{RIVAL} {name}@{length}"] = Chain(file, drafts, length)
     return chains
 

@@ -128,7 +128,7 @@ NEIGHBOURS = {
     "train.learn": {"heads.formats", "infer.drafters", "train.data"},
 }
 """The wings that a wing imports. This list only shrinks."""
-MENDED = 321
+MENDED = 322
 """How many mends have a test. This number only grows."""
 COMPLEX = {"heads": 0, "infer": 0, "train": 0, "scripts": 0}
 """Functions whose complexity (ruff's C901) is over 10, per folder. These numbers only shrink."""

@@ -78,23 +78,24 @@ BOUNDS = Bounds(nodes=8, tokens=500, tree=2.2, vocabulary=3.3, depths=2.21, orac
 """At a τ of 2, another tree brings a tenth, the vocabulary a half, later depths nothing."""
 
 
+@pytest.mark.mend("passes over long prompts were counted by the answers alone")
 @pytest.mark.parametrize(
-    ("rise", "learned", "expected"),
+    ("rise", "size", "expected"),
     [
         (0.0, 100, ["another tree", "more draft tokens"]),
         (2.0, 100, ["twice the tokens: run", "another tree", "more draft tokens"]),
         (2.0, 10, ["twice the tokens, from twice the prompts", "another tree"]),
     ],
 )
-def test_what_would_help_is_in_order_of_gain_per_effort(rise, learned, expected):
-    """A tenth for a tenth of the effort comes before a half; answers learned more than four times
-    are followed by new ones.
+def test_what_would_help_is_in_order_of_gain_per_effort(rise, size, expected):
+    """A tenth for a tenth of the effort comes before a half; texts read more than four times are
+    followed by new ones.
     """
     lines = [
         {"step": step, "heldout_tokens_per_step": 1 + rise * math.log2(step)}
         for step in range(100, 901, 100)
     ]
-    training = {"tokens": 400, "data": {"learned_tokens": learned}}
+    training = {"tokens": 400, "data": {"tokens": size, "learned_tokens": 10}}
     found = gains(2.0, BOUNDS, lines, training)
     for each, start in zip(found, expected, strict=False):
         assert each.change.startswith(start)
@@ -109,7 +110,7 @@ def test_what_would_help_is_in_order_of_gain_per_effort(rise, learned, expected)
     [
         {"data": None},
         {"data": "x"},
-        {"data": {"learned_tokens": "9"}, "tokens": 9},
+        {"data": {"tokens": "9"}, "tokens": 9},
         {"tokens": None},
     ],
 )

@@ -38,13 +38,13 @@ class Gain:
 
 
 def passes(training: Mapping[str, Any]) -> float:
-    """How often a head has learned its answers; 0 if its record does not say."""
+    """How often a head has read its texts, prompts included; 0 if its record does not say."""
     data = training.get("data")
-    learned = data.get("learned_tokens") if isinstance(data, Mapping) else None
+    size = data.get("tokens") if isinstance(data, Mapping) else None
     tokens = training.get("tokens")
-    if not (isinstance(learned, int) and isinstance(tokens, int)):
+    if not (isinstance(size, int) and isinstance(tokens, int)):
         return 0.0
-    return tokens / max(learned, 1)
+    return tokens / max(size, 1)
 
 
 def gains(
