@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 import subprocess
@@ -116,15 +115,6 @@ def fresh_accelerate():
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@pytest.fixture(autouse=True)
-def a_commands_log_ends_with_it():
-    """A command gives its process a log of its own, which other tests would not see."""
-    log = logging.getLogger("draftheads")
-    handlers, propagate = list(log.handlers), log.propagate
-    yield
-    log.handlers[:], log.propagate, log.disabled = handlers, propagate, False
 
 
 @pytest.fixture(autouse=True)

@@ -200,6 +200,8 @@ def test_two_processes_unpack_a_file_once(file, tmp_path):
 
 def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
     monkeypatch.setattr(terminal, "FIRST_LINE_S", 0)
+    # wait for the line, which another thread writes
+    monkeypatch.setattr(terminal.Timer, "cancel", terminal.Timer.join)
     Target.load(DEMO)
     assert f"loading {DEMO}" in caplog.text
 
